@@ -1,0 +1,70 @@
+# make dev    .venv, pinned dependencies, build of what changed, importable lowtide
+# make test   dev, then all C++ and Python tests
+# make demo   dev, then examples/demo.py
+# make lint   formatters and type checks
+# make bench  benchmarks, JSON and a table
+#
+# Reads: JOBS, LOWTIDE_CUDA (AUTO|ON|OFF), LOWTIDE_CUDA_ARCHS, LOWTIDE_WERROR.
+# Needs: Debian with g++, make, python3-dev and python3-venv (Python >= 3.10).
+
+PYTHON ?= python3
+JOBS ?= $(shell nproc)
+BUILD ?= build
+# Warnings of compilers we do not develop with must not break a user's build.
+LOWTIDE_WERROR ?= $(if $(CI),ON,OFF)
+
+BIN := .venv/bin
+CMAKE := $(BIN)/cmake
+OPTIONS := $(foreach name,LOWTIDE_CUDA LOWTIDE_CUDA_ARCHS LOWTIDE_WERROR,\
+  $(if $($(name)),'-D$(name)=$($(name))'))
+CPP_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' \
+  -o -name '*.cuh')
+# One build at a time, also when two shells say `make`.
+LOCK = flock $(BUILD)/.lock
+
+.PHONY: dev test demo lint bench clean
+.NOTPARALLEL:
+
+dev: .venv/.dev $(BUILD)/build.ninja
+	$(LOCK) $(CMAKE) --build $(BUILD) -j $(JOBS) --target _C
+	$(LOCK) $(CMAKE) --install $(BUILD) --prefix python > $(BUILD)/install.log
+
+test: dev $(BUILD)/.tests
+	$(LOCK) $(CMAKE) --build $(BUILD) -j $(JOBS)
+	$(BIN)/ctest --test-dir $(BUILD) --verbose --no-tests=error
+	$(BIN)/python -m pytest
+
+demo: dev
+	$(BIN)/python examples/demo.py
+
+lint: dev
+	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: dev
+	$(BIN)/python benchmarks/run.py
+
+clean:
+	rm -rf $(BUILD) dist python/lowtide/*.so python/lowtide/_built_for.py
+
+# An existing .venv is reused; a changed requirements file updates it.
+.venv/.dev: requirements/dev.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv || { echo \
+	  "lowtide: .venv: expected Python >= 3.10 with venv, got an error from" \
+	  "$(PYTHON). Run \`apt install python3-venv python3-dev\`." >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $<
+	$(BIN)/python -c "import pathlib, sysconfig; pathlib.Path(\
+	sysconfig.get_path('purelib'), 'lowtide-dev.pth').write_text('$(CURDIR)/python\n')"
+	touch $@
+
+$(BUILD)/build.ninja: | .venv/.dev
+	$(CMAKE) -S . -B $(BUILD) -G Ninja $(OPTIONS) \
+	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
+
+# `make demo` needs no GoogleTest; from the first `make test` on it is used.
+$(BUILD)/.tests: | $(BUILD)/build.ninja
+	$(CMAKE) -DLOWTIDE_TESTS=ON $(BUILD)
+	touch $@

@@ -1,0 +1,36 @@
+# One GoogleTest executable per folder of tests/cpp, one ctest entry each: a
+# process that loads torch takes 0.4 s to start, so tests share it.  Run one
+# test with `build/<room>_test --gtest_filter=...`.
+
+find_package(GTest QUIET)
+if(NOT GTest_FOUND)
+  message(STATUS "lowtide: GoogleTest: expected the system's, got none; "
+    "downloading 1.14.0. Run `apt install libgtest-dev libgmock-dev` to avoid "
+    "this, or if the download fails.")
+  include(FetchContent)
+  FetchContent_Declare(googletest DOWNLOAD_EXTRACT_TIMESTAMP ON
+    URL https://github.com/google/googletest/archive/refs/tags/v1.14.0.tar.gz
+    URL_HASH SHA256=8ad598c73ad796e0d8280b082cebd82a630d73e73cd3c70057938a6501bba5d7)
+  set(INSTALL_GTEST OFF CACHE INTERNAL "")
+  FetchContent_MakeAvailable(googletest)
+endif()
+
+enable_testing()
+file(GLOB rooms CONFIGURE_DEPENDS LIST_DIRECTORIES true
+  RELATIVE "${PROJECT_SOURCE_DIR}/tests/cpp" "${PROJECT_SOURCE_DIR}/tests/cpp/*")
+foreach(room IN LISTS rooms)
+  file(GLOB_RECURSE sources CONFIGURE_DEPENDS
+    "${PROJECT_SOURCE_DIR}/tests/cpp/${room}/*.cpp")
+  if(NOT sources)
+    continue()
+  endif()
+  add_executable(${room}_test ${sources})
+  target_include_directories(${room}_test PRIVATE
+    "${PROJECT_SOURCE_DIR}/csrc" "${PROJECT_SOURCE_DIR}/tests/cpp")
+  target_link_libraries(${room}_test PRIVATE
+    lowtide_core lowtide_warnings GTest::gmock GTest::gtest_main)
+  target_link_options(${room}_test PRIVATE -Wl,--allow-shlib-undefined)
+  target_precompile_headers(${room}_test REUSE_FROM lowtide_core)
+  add_test(NAME cpp.${room} COMMAND ${room}_test --gtest_brief=0)
+  set_tests_properties(cpp.${room} PROPERTIES TIMEOUT 900)
+endforeach()

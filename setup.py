@@ -1,0 +1,58 @@
+"""Thin driver of CMake, which is the only build description (CMakeLists.txt)."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+
+class CMakeBuild(build_ext):
+    def build_extension(self, ext: Extension) -> None:
+        source = Path(__file__).parent
+        build = Path(self.build_temp).resolve()
+        package = Path(self.get_ext_fullpath(ext.name)).resolve().parent
+        cmake, ninja = tool("cmake"), tool("ninja")
+        options = [
+            f"-D{name}={os.environ[name]}"
+            for name in ("LOWTIDE_CUDA", "LOWTIDE_CUDA_ARCHS", "LOWTIDE_WERROR")
+            if name in os.environ
+        ]
+        run_cmake(
+            [cmake, "-S", str(source), "-B", str(build), "-G", "Ninja"]
+            + [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DPython_EXECUTABLE={sys.executable}"]
+            + options
+        )
+        jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count())
+        run_cmake([cmake, "--build", str(build), "-j", jobs])
+        run_cmake([cmake, "--install", str(build), "--prefix", str(package.parent)])
+
+
+def tool(name: str) -> str:
+    """The tool of this environment, which need not be on PATH, or the system's."""
+    scripts = sysconfig.get_path("scripts")
+    path = shutil.which(name, path=os.pathsep.join([scripts, os.environ["PATH"]]))
+    if path is None:
+        raise SystemExit(
+            f"lowtide: {name}: expected it in {scripts} or PATH, got none. "
+            f"Run `{sys.executable} -m pip install {name}`."
+        )
+    return path
+
+
+def run_cmake(command: list[str]) -> None:
+    """Runs it; if it fails with a message of ours, ends with that one line."""
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    sys.stderr.write(done.stderr)
+    if done.returncode:
+        ours = re.search(r"lowtide: .*?(?=\n\s*\n|\Z)", done.stderr, re.DOTALL)
+        reason = " ".join(ours[0].split()) if ours else "see the output above."
+        raise SystemExit(f"{reason if ours else f'lowtide: cmake failed, {reason}'}")
+
+
+setup(ext_modules=[Extension("lowtide._C", [])], cmdclass={"build_ext": CMakeBuild})
