@@ -1,0 +1,42 @@
+#include "device/cpu_runtime.h"
+
+#include <c10/core/CPUAllocator.h>
+
+#include "base/check.h"
+
+namespace lowtide::device {
+namespace {
+
+thread_local Stream current_stream = Stream::compute;
+
+}  // namespace
+
+c10::Device CpuRuntime::device() const {
+  return c10::Device(c10::DeviceType::CPU);
+}
+
+c10::DataPtr CpuRuntime::allocate(std::size_t bytes) {
+  return c10::GetCPUAllocator()->allocate(bytes);
+}
+
+Event CpuRuntime::record(Stream /*stream*/) { return {}; }
+
+void CpuRuntime::wait(Stream /*stream*/, const Event& /*event*/) {}
+
+void CpuRuntime::synchronize(Stream /*stream*/) {}
+
+std::int64_t CpuRuntime::enter(Stream stream) {
+  LOWTIDE_INVARIANT(stream != Stream::wire,
+                    "only a process group runs on the wire stream");
+  const auto previous = static_cast<std::int64_t>(current_stream);
+  current_stream = stream;
+  return previous;
+}
+
+void CpuRuntime::leave(std::int64_t previous) {
+  current_stream = static_cast<Stream>(previous);
+}
+
+Stream CpuRuntime::current() const { return current_stream; }
+
+}  // namespace lowtide::device

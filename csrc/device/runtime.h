@@ -1,0 +1,105 @@
+// What the engine asks of a device: streams, events and bytes.
+//
+// The engine sees three in-order streams.  `compute` is whatever stream the
+// user's own operators run on at that moment; `gather` and `reduce` carry
+// lowtide's communication and the casts before and after it.  `wire` stands
+// for the stream a process group runs collectives on; only collectives touch
+// it.
+//
+// Memory always comes from the compute stream's pool, so what one unit frees
+// serves the next activation.  Work on another stream that touches such bytes
+// must be ordered by events after their allocation and before their release;
+// `ScriptedRuntime` (tests) checks exactly that.
+//
+// Implementations: CpuRuntime (everything is immediate), CudaRuntime (c10
+// streams and events), ScriptedRuntime (vector clocks, deterministic race
+// detection on a CPU).
+#pragma once
+
+#include <c10/core/Allocator.h>
+#include <c10/core/Device.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string_view>
+#include <utility>
+
+namespace lowtide::device {
+
+enum class Stream : std::uint8_t { compute, gather, reduce, wire };
+inline constexpr std::size_t kNumStreams = 4;
+
+enum class Access : std::uint8_t { read, write };
+
+// A point in a stream's order.  Copyable; an empty event has always happened.
+class Event {
+ public:
+  Event() = default;
+  explicit Event(std::shared_ptr<void> point) : point_(std::move(point)) {}
+  bool empty() const { return point_ == nullptr; }
+  void* get() const { return point_.get(); }
+
+ private:
+  std::shared_ptr<void> point_;
+};
+
+class Runtime {
+ public:
+  virtual ~Runtime() = default;
+
+  virtual c10::Device device() const = 0;
+
+  // Bytes from the compute stream's pool, at least 256-byte aligned on CUDA
+  // and 64-byte aligned on a CPU; contents are undefined.  Destroying the
+  // DataPtr gives the bytes back in the compute stream's order: the next
+  // kernel enqueued on `compute` may overwrite them.
+  // Throws when there are none: c10::OutOfMemoryError on CUDA, c10::Error or
+  // std::bad_alloc on a CPU.
+  virtual c10::DataPtr allocate(std::size_t bytes) = 0;
+
+  // A point after everything enqueued on `stream` so far.
+  virtual Event record(Stream stream) = 0;
+
+  // What is enqueued on `stream` from now on runs after `event`.  Never blocks
+  // the host on a device with streams.
+  virtual void wait(Stream stream, const Event& event) = 0;
+
+  // Blocks the host until everything enqueued on `stream` has run.  Used to
+  // recover from errors and to read values back, never in a steady step.
+  virtual void synchronize(Stream stream) = 0;
+
+  // Makes `stream` the current one for at:: operators and for c10d; returns
+  // what `leave` needs to restore.  Use StreamScope, not these two.
+  virtual std::int64_t enter(Stream stream) = 0;
+  virtual void leave(std::int64_t previous) = 0;
+
+  // Declares that work just enqueued on `stream` reads or writes
+  // [begin, begin + bytes).  Free of cost outside tests.
+  virtual void touches(Stream /*stream*/, const void* /*begin*/,
+                       std::size_t /*bytes*/, Access /*access*/) {}
+
+  // Says what the allocation at `begin` holds ("gathered", "layers.3"), for
+  // messages of ScriptedRuntime.  Free of cost outside tests.
+  virtual void describe(const void* /*begin*/, std::string_view /*kind*/,
+                        std::string_view /*name*/) {}
+
+  // The stream most recently entered on this thread (compute if none).
+  virtual Stream current() const = 0;
+};
+
+// RAII for enter/leave; nests.
+class StreamScope {
+ public:
+  StreamScope(Runtime& runtime, Stream stream)
+      : runtime_(runtime), previous_(runtime.enter(stream)) {}
+  ~StreamScope() { runtime_.leave(previous_); }
+  StreamScope(const StreamScope&) = delete;
+  StreamScope& operator=(const StreamScope&) = delete;
+
+ private:
+  Runtime& runtime_;
+  std::int64_t previous_;
+};
+
+}  // namespace lowtide::device

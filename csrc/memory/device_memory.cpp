@@ -1,0 +1,80 @@
+#include "memory/device_memory.h"
+
+#include <c10/util/Logging.h>
+
+#include <exception>
+#include <new>
+#include <utility>
+
+#include "base/check.h"
+#include "device/allocation_observer.h"
+
+namespace lowtide::memory {
+namespace {
+
+// What the DataPtr of a lease owns.
+struct Lease {
+  std::shared_ptr<device::Runtime> runtime;
+  std::shared_ptr<Ledger> ledger;
+  c10::DataPtr bytes;
+  Category category;
+  std::string name;
+  std::int64_t num_bytes;
+};
+
+// Runs wherever the last reference dies, on any thread: logs, never throws.
+void release(void* context) {
+  const std::unique_ptr<Lease> lease(static_cast<Lease*>(context));
+  try {
+    lease->ledger->remove(lease->category, lease->name, lease->num_bytes);
+    const device::UnobservedAllocations unobserved;
+    lease->bytes.clear();
+  } catch (const std::exception& error) {
+    LOG(ERROR) << "lowtide: giving back " << lease->num_bytes << " bytes of "
+               << category_name(lease->category) << " of '" << lease->name
+               << "' failed: " << error.what();
+  }
+}
+
+}  // namespace
+
+DeviceMemory::DeviceMemory(std::shared_ptr<device::Runtime> runtime,
+                           std::shared_ptr<Ledger> ledger)
+    : runtime_(std::move(runtime)), ledger_(std::move(ledger)) {
+  LOWTIDE_INVARIANT(runtime_ != nullptr && ledger_ != nullptr,
+                    "device memory has a runtime and a ledger");
+}
+
+c10::DataPtr DeviceMemory::lease(Category category, std::string_view name,
+                                 std::int64_t bytes) {
+  LOWTIDE_INVARIANT(bytes >= 0, "a lease is not negative");
+  if (bytes == 0) return {nullptr, runtime_->device()};
+  {
+    const std::lock_guard lock(mutex_);
+    if (fault_ && fault_->category == category && fault_->name == name) {
+      fault_.reset();
+      throw std::bad_alloc();
+    }
+  }
+  auto lease = std::make_unique<Lease>();
+  lease->runtime = runtime_;
+  lease->ledger = ledger_;
+  lease->category = category;
+  lease->name = name;
+  lease->num_bytes = bytes;
+  {
+    const device::UnobservedAllocations unobserved;
+    lease->bytes = runtime_->allocate(static_cast<std::size_t>(bytes));
+  }
+  void* const data = lease->bytes.get();
+  runtime_->describe(data, category_name(category), name);
+  ledger_->add(category, name, bytes);
+  return {data, lease.release(), &release, runtime_->device()};
+}
+
+void DeviceMemory::fail_next_lease(Category category, std::string name) {
+  const std::lock_guard lock(mutex_);
+  fault_ = Fault{category, std::move(name)};
+}
+
+}  // namespace lowtide::memory

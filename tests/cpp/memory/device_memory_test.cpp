@@ -1,0 +1,95 @@
+#include "memory/device_memory.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <new>
+#include <thread>
+
+#include "base/check.h"
+#include "device/allocation_observer.h"
+#include "device/cpu_runtime.h"
+
+namespace lowtide::memory {
+namespace {
+
+class DeviceMemoryTest : public testing::Test {
+ protected:
+  std::shared_ptr<Ledger> ledger_ = std::make_shared<Ledger>();
+  DeviceMemory memory_{std::make_shared<device::CpuRuntime>(), ledger_};
+};
+
+TEST_F(DeviceMemoryTest, ALeaseIsInTheLedgerUntilItsBytesDie) {
+  c10::DataPtr lease = memory_.lease(Category::gathered, "layers.0", 4096);
+  ASSERT_NE(lease.get(), nullptr);
+  EXPECT_EQ(lease.device(), memory_.runtime().device());
+  EXPECT_EQ(ledger_->by_name(Category::gathered).at("layers.0").live, 4096);
+  lease.clear();
+  EXPECT_EQ(ledger_->total_live(), 0);
+  EXPECT_EQ(ledger_->total_peak(), 4096);
+}
+
+TEST_F(DeviceMemoryTest, AStorageTakesTheLeaseOverAndKeepsItWritable) {
+  c10::DataPtr lease = memory_.lease(Category::gathered, "a", 1024);
+  at::Tensor tensor = at::empty({0}, at::kFloat)
+                          .set_(c10::Storage(c10::Storage::use_byte_size_t(),
+                                             1024, std::move(lease)),
+                                0, {256}, {1});
+  tensor.fill_(2);
+  at::Tensor view = tensor.narrow(0, 10, 5);
+  tensor.reset();
+  EXPECT_EQ(view.sum().item<float>(), 10);
+  EXPECT_EQ(ledger_->total_live(), 1024);
+  view.reset();
+  EXPECT_EQ(ledger_->total_live(), 0);
+}
+
+TEST_F(DeviceMemoryTest, ZeroBytesGiveANullPointerAndNoEntry) {
+  const c10::DataPtr lease = memory_.lease(Category::gathered, "a", 0);
+  EXPECT_EQ(lease.get(), nullptr);
+  EXPECT_EQ(lease.device(), memory_.runtime().device());
+  EXPECT_EQ(ledger_->num_leases(Category::gathered), 0);
+  EXPECT_THROW(memory_.lease(Category::gathered, "a", -1), Error);
+}
+
+TEST_F(DeviceMemoryTest, ALeaseOutlivesTheMemoryItCameFrom) {
+  auto runtime = std::make_shared<device::CpuRuntime>();
+  const std::weak_ptr<device::Runtime> watch = runtime;
+  auto memory = std::make_unique<DeviceMemory>(std::move(runtime), ledger_);
+  c10::DataPtr lease = memory->lease(Category::parameters, "a", 64);
+  memory.reset();
+  EXPECT_FALSE(watch.expired());
+  std::thread([&] { lease.clear(); }).join();
+  EXPECT_TRUE(watch.expired());
+  EXPECT_EQ(ledger_->total_live(), 0);
+}
+
+TEST_F(DeviceMemoryTest, AnInjectedFaultHitsOneLeaseOfThatNameAndCategory) {
+  memory_.fail_next_lease(Category::gradient_stream, "layers.1");
+  EXPECT_NO_THROW(memory_.lease(Category::gradient_stream, "layers.0", 8));
+  EXPECT_NO_THROW(memory_.lease(Category::gathered, "layers.1", 8));
+  EXPECT_THROW(memory_.lease(Category::gradient_stream, "layers.1", 8),
+               std::bad_alloc);
+  EXPECT_EQ(ledger_->num_leases(Category::gradient_stream), 1);
+  EXPECT_NO_THROW(memory_.lease(Category::gradient_stream, "layers.1", 8));
+}
+
+TEST_F(DeviceMemoryTest, OutOfMemoryPassesThroughAndLeavesTheLedgerAlone) {
+  EXPECT_ANY_THROW(
+      memory_.lease(Category::gathered, "a", std::int64_t{1} << 55));
+  EXPECT_EQ(ledger_->total_live(), 0);
+  EXPECT_EQ(ledger_->num_leases(Category::gathered), 0);
+}
+
+TEST_F(DeviceMemoryTest, ObserversOfAllocationsDoNotSeeLeases) {
+  std::int64_t events = 0;
+  const device::AllocationObserver observer(
+      "test", [&](void*, std::int64_t, c10::Device) { ++events; });
+  memory_.lease(Category::gathered, "a", 4096).clear();
+  EXPECT_EQ(events, 0);
+  at::empty({16}).reset();
+  EXPECT_EQ(events, 2);
+}
+
+}  // namespace
+}  // namespace lowtide::memory
