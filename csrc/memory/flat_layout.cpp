@@ -92,8 +92,11 @@ FlatLayout::FlatLayout(std::int64_t world_size,
       return offset;
     };
     slice.gathered_offset = place(gathered_bytes_, slice.gathered_bytes);
-    slice.shard_offset = place(shard_bytes_, slice.shard_bytes);
-    slice.input_offset = place(input_bytes_, slice.input_bytes);
+    const std::int64_t extent = checked.align_up(slice.shard_numel, alignment);
+    slice.shard_offset = place(
+        shard_bytes_, checked.multiply(extent, parameter.storage_itemsize));
+    slice.input_offset = place(
+        input_bytes_, checked.multiply(extent, parameter.compute_itemsize));
     slices_.push_back(slice);
   }
 }

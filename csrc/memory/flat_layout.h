@@ -11,8 +11,10 @@
 //   input     compute dtype; the same pieces cast, what the all-gather reads
 //
 // [Note: Alignment] A parameter starts at a multiple of `alignment` bytes in
-// each of them, and takes a multiple of it: kernels read aligned vectors, and
-// slices of different dtypes never share one.
+// each of them: kernels read aligned vectors, and slices of different dtypes
+// never share one.  In shard and input it takes a multiple of `alignment`
+// *elements*, so that neighbours of one dtype lie equally far apart in both
+// and one copy casts them all.
 #pragma once
 
 #include <cstddef>

@@ -34,7 +34,7 @@ std::vector<ParameterShape> shapes_of_all_kinds() {
   return shapes;
 }
 
-std::int64_t aligned(std::int64_t bytes) { return (bytes + 255) / 256 * 256; }
+std::int64_t aligned(std::int64_t n) { return (n + 255) / 256 * 256; }
 
 class FlatLayoutWorldTest : public testing::TestWithParam<int> {};
 
@@ -85,8 +85,8 @@ TEST_P(FlatLayoutWorldTest, SlicesAreAlignedDisjointAndFillTheTotals) {
     EXPECT_EQ(slice.input_bytes, elements * shapes[i].compute_itemsize);
     EXPECT_LE(slice.numel() * shapes[i].compute_itemsize, slice.gathered_bytes);
     gathered += aligned(slice.gathered_bytes);
-    shard += aligned(slice.shard_bytes);
-    input += aligned(slice.input_bytes);
+    shard += aligned(elements) * shapes[i].storage_itemsize;
+    input += aligned(elements) * shapes[i].compute_itemsize;
   }
   EXPECT_EQ(layout.gathered_bytes(), gathered);
   EXPECT_EQ(layout.shard_bytes(), shard);
@@ -134,6 +134,18 @@ TEST_P(FlatLayoutWorldTest, GatheringEveryRanksPieceRebuildsTheParameters) {
   }
 }
 
+TEST(FlatLayoutTest, NeighboursLieEquallyFarApartInShardAndInput) {
+  const FlatLayout layout(
+      3, {{"a", {5, 7}, 4, 2}, {"b", {1000}, 4, 2}, {"c", {0}, 4, 2}});
+  for (std::size_t i = 0; i < layout.size(); ++i) {
+    EXPECT_EQ(layout[i].shard_offset / 4, layout[i].input_offset / 2);
+    EXPECT_EQ(layout[i].shard_offset % 256, 0);
+    EXPECT_EQ(layout[i].input_offset % 256, 0);
+  }
+  EXPECT_EQ(layout[1].shard_offset, 256 * 4);
+  EXPECT_EQ(layout[2].shard_offset, (256 + 512) * 4);
+}
+
 TEST(FlatLayoutTest, AUnitWithoutParametersTakesNoBytes) {
   const FlatLayout layout(4, {});
   EXPECT_EQ(layout.size(), 0u);
@@ -144,9 +156,10 @@ TEST(FlatLayoutTest, AUnitWithoutParametersTakesNoBytes) {
 
 TEST(FlatLayoutTest, AlignmentIsAParameter) {
   const FlatLayout layout(1, {{"a", {3}, 4, 2}, {"b", {3}, 4, 2}}, 8);
-  EXPECT_EQ(layout[1].gathered_offset, 8);  // 3 * 2 bytes
-  EXPECT_EQ(layout[1].shard_offset, 16);    // 3 * 4 bytes
-  EXPECT_EQ(layout.shard_bytes(), 32);
+  EXPECT_EQ(layout[1].gathered_offset, 8);   // 3 * 2 bytes
+  EXPECT_EQ(layout[1].shard_offset, 8 * 4);  // 8 elements
+  EXPECT_EQ(layout[1].input_offset, 8 * 2);
+  EXPECT_EQ(layout.shard_bytes(), 2 * 8 * 4);
   EXPECT_THROW(FlatLayout(1, {}, 24), Error);
 }
 
