@@ -16,7 +16,9 @@ LOWTIDE_WERROR ?= $(if $(CI),ON,OFF)
 BIN := .venv/bin
 CMAKE := $(BIN)/cmake
 OPTIONS := $(foreach name,LOWTIDE_CUDA LOWTIDE_CUDA_ARCHS LOWTIDE_WERROR,\
-  $(if $($(name)),'-D$(name)=$($(name))'))
+  $(if $($(name)),'-D$(name)=$($(name))','-U$(name)'))
+# Changed options mean a changed stamp, so they are never ignored.
+CONFIGURED := $(BUILD)/.configured-$(shell echo "$(OPTIONS)" | md5sum | cut -c -8)
 CPP_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu' \
   -o -name '*.cuh')
 # One build at a time, also when two shells say `make`.
@@ -25,7 +27,7 @@ LOCK = flock $(BUILD)/.lock
 .PHONY: dev test demo lint bench clean
 .NOTPARALLEL:
 
-dev: .venv/.dev $(BUILD)/build.ninja
+dev: $(CONFIGURED)
 	$(LOCK) $(CMAKE) --build $(BUILD) -j $(JOBS) --target _C
 	$(LOCK) $(CMAKE) --install $(BUILD) --prefix python > $(BUILD)/install.log
 
@@ -59,12 +61,14 @@ clean:
 	sysconfig.get_path('purelib'), 'lowtide-dev.pth').write_text('$(CURDIR)/python\n')"
 	touch $@
 
-$(BUILD)/build.ninja: | .venv/.dev
+$(CONFIGURED): .venv/.dev
+	rm -f $(BUILD)/.configured-*
 	$(CMAKE) -S . -B $(BUILD) -G Ninja $(OPTIONS) \
 	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
+	touch $@
 
 # `make demo` needs no GoogleTest; from the first `make test` on it is used.
-$(BUILD)/.tests: | $(BUILD)/build.ninja
+$(BUILD)/.tests: | $(CONFIGURED)
 	$(CMAKE) -DLOWTIDE_TESTS=ON $(BUILD)
 	touch $@

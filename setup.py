@@ -24,9 +24,12 @@ class CMakeBuild(build_ext):
             if name in os.environ
         ]
         run_cmake(
-            [cmake, "-S", str(source), "-B", str(build), "-G", "Ninja"]
-            + [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DPython_EXECUTABLE={sys.executable}"]
-            + options
+            [
+                *(cmake, "-S", str(source), "-B", str(build), "-G", "Ninja"),
+                f"-DCMAKE_MAKE_PROGRAM={ninja}",
+                f"-DPython_EXECUTABLE={sys.executable}",
+                *options,
+            ]
         )
         jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count())
         run_cmake([cmake, "--build", str(build), "-j", jobs])
@@ -50,9 +53,13 @@ def run_cmake(command: list[str]) -> None:
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     sys.stderr.write(done.stderr)
     if done.returncode:
-        ours = re.search(r"lowtide: .*?(?=\n\s*\n|\Z)", done.stderr, re.DOTALL)
-        reason = " ".join(ours[0].split()) if ours else "see the output above."
-        raise SystemExit(f"{reason if ours else f'lowtide: cmake failed, {reason}'}")
+        ours = re.search(r"lowtide: .*(?:\n  .*)*", done.stderr)
+        raise SystemExit(
+            " ".join(ours[0].split())  # CMake wraps lines
+            if ours
+            else f"lowtide: build: expected `{' '.join(command)}` to succeed, got exit "
+            f"status {done.returncode}. Its first error is above."
+        )
 
 
 setup(ext_modules=[Extension("lowtide._C", [])], cmdclass={"build_ext": CMakeBuild})

@@ -16,22 +16,46 @@ if(LOWTIDE_CUDA STREQUAL "OFF")
   return()
 endif()
 
-find_program(LOWTIDE_NVCC nvcc
-  HINTS ENV CUDACXX ENV CUDA_HOME PATHS /usr/local/cuda PATH_SUFFIXES bin)
+# "9.0" -> 90-real, "10.0+PTX" -> 100 (real and virtual).
+set(CMAKE_CUDA_ARCHITECTURES "")
+foreach(arch IN LISTS LOWTIDE_CUDA_ARCHS)
+  if(NOT arch MATCHES "^([0-9]+)\\.([0-9]a?)(\\+PTX)?$")
+    message(FATAL_ERROR "lowtide: LOWTIDE_CUDA_ARCHS: expected entries such as "
+      "9.0 or 10.0+PTX, got '${arch}'. Separate entries with semicolons.")
+  endif()
+  set(number "${CMAKE_MATCH_1}${CMAKE_MATCH_2}")
+  if(NOT CMAKE_MATCH_3)
+    string(APPEND number "-real")
+  endif()
+  list(APPEND CMAKE_CUDA_ARCHITECTURES "${number}")
+endforeach()
+
+# A toolkit that the environment names is the only one considered.
+if(DEFINED ENV{CUDACXX})
+  set(nvcc_places "$ENV{CUDACXX}")
+elseif(DEFINED ENV{CUDA_HOME})
+  set(nvcc_places "$ENV{CUDA_HOME}/bin/nvcc")
+else()
+  set(nvcc_places "PATH or /usr/local/cuda")
+  find_program(LOWTIDE_NVCC nvcc PATHS /usr/local/cuda/bin)
+endif()
+if(NOT LOWTIDE_NVCC AND EXISTS "${nvcc_places}")
+  set(LOWTIDE_NVCC "${nvcc_places}")
+endif()
+
 set(obstacle "")
 if(NOT LOWTIDE_TORCH_CUDA)
   set(obstacle "a CUDA build of torch, got the CPU build \
 ${LOWTIDE_TORCH_VERSION}. Install a CUDA build of torch, or set LOWTIDE_CUDA=OFF.")
 elseif(NOT LOWTIDE_NVCC)
-  set(obstacle "nvcc ${LOWTIDE_TORCH_CUDA} in PATH, CUDA_HOME or \
-/usr/local/cuda, got none. Install the CUDA toolkit ${LOWTIDE_TORCH_CUDA} and \
-set CUDA_HOME, or set LOWTIDE_CUDA=OFF.")
+  set(obstacle "nvcc ${LOWTIDE_TORCH_CUDA} (${nvcc_places}), got none. Install \
+the CUDA toolkit ${LOWTIDE_TORCH_CUDA} and set CUDA_HOME, or set LOWTIDE_CUDA=OFF.")
 else()
   execute_process(COMMAND ${LOWTIDE_NVCC} --version OUTPUT_VARIABLE nvcc_text)
-  string(REGEX MATCH "release ([0-9]+)\\.([0-9]+)" _ "${nvcc_text}")
-  set(nvcc_version "${CMAKE_MATCH_1}.${CMAKE_MATCH_2}")
-  if(NOT LOWTIDE_TORCH_CUDA MATCHES "^${CMAKE_MATCH_1}\\.")
-    set(obstacle "nvcc of the CUDA major of torch (${LOWTIDE_TORCH_CUDA}), got \
+  string(REGEX MATCH "release (([0-9]+)\\.[0-9]+)" _ "${nvcc_text}")
+  set(nvcc_version "${CMAKE_MATCH_1}")
+  if(NOT LOWTIDE_TORCH_CUDA MATCHES "^${CMAKE_MATCH_2}\\.")
+    set(obstacle "nvcc of torch's CUDA major (${LOWTIDE_TORCH_CUDA}), got \
 ${nvcc_version} (${LOWTIDE_NVCC}). Set CUDA_HOME to a matching toolkit, or set \
 LOWTIDE_CUDA=OFF.")
   endif()
@@ -44,19 +68,6 @@ if(obstacle)
   return()
 endif()
 
-# "9.0" -> 90-real, "10.0+PTX" -> 100 (real and virtual).
-set(CMAKE_CUDA_ARCHITECTURES "")
-foreach(arch IN LISTS LOWTIDE_CUDA_ARCHS)
-  string(REPLACE "." "" number "${arch}")
-  if(number MATCHES "^([0-9]+a?)\\+PTX$")
-    list(APPEND CMAKE_CUDA_ARCHITECTURES "${CMAKE_MATCH_1}")
-  elseif(number MATCHES "^[0-9]+a?$")
-    list(APPEND CMAKE_CUDA_ARCHITECTURES "${number}-real")
-  else()
-    message(FATAL_ERROR "lowtide: LOWTIDE_CUDA_ARCHS: expected entries such as "
-      "9.0 or 10.0+PTX, got '${arch}'. Separate entries with semicolons.")
-  endif()
-endforeach()
 set(CMAKE_CUDA_COMPILER "${LOWTIDE_NVCC}")
 enable_language(CUDA)
 find_package(CUDAToolkit REQUIRED)

@@ -1,5 +1,6 @@
-from typing import TypedDict
+from typing import TypedDict, type_check_only
 
+@type_check_only
 class BuildInfo(TypedDict):
     version: str
     torch: str

@@ -1,0 +1,66 @@
+"""sdist -> wheel -> an environment without lowtide -> import, outside the checkout."""
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import lowtide
+
+ROOT = Path(__file__).parents[3]
+
+
+def run(*command: object, cwd: Path) -> str:
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        # The development build covers CUDA; this one is about the package.
+        env=os.environ | {"LOWTIDE_CUDA": "OFF", "MAX_JOBS": "2"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(1800)  # compiles the extension once
+def test_sdist_and_wheel_install_into_an_empty_environment(tmp_path, bare_venv):
+    build = (sys.executable, "-m", "build", "--no-isolation")
+    run(*build, "--sdist", "--outdir", tmp_path, cwd=ROOT)
+    (sdist,) = tmp_path.glob("lowtide-*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    unpacked = tmp_path / sdist.name.removesuffix(".tar.gz")
+    assert not list(unpacked.rglob("*.so")) + list(unpacked.rglob("_built_for.py"))
+
+    run(*build, "--wheel", "--outdir", tmp_path, cwd=unpacked)
+    (wheel,) = tmp_path.glob("lowtide-*.whl")
+    contents = zipfile.ZipFile(wheel)
+    names = contents.namelist()
+    for name in ("liblowtide_core.so", "_C.pyi", "py.typed", "cli/env.py"):
+        assert f"lowtide/{name}" in names
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"lowtide"}
+    (metadata,) = (name for name in names if name.endswith("/METADATA"))
+    lines = contents.read(metadata).decode().splitlines()
+    assert "Requires-Dist: torch<2.12,>=2.11" in lines
+    for extra in ("demo", "dev", "test"):
+        assert f"Provides-Extra: {extra}" in lines
+
+    install = (sys.executable, "-m", "pip", "--python", bare_venv, "install")
+    run(*install, "--no-deps", "--no-index", wheel, cwd=tmp_path)
+    answer = run(
+        bare_venv,
+        "-c",
+        "import json, lowtide\n"
+        "print(json.dumps([lowtide.__file__, lowtide._C.build_info()]))",
+        cwd=tmp_path,
+    )
+    path, info = json.loads(answer)
+    assert Path(path).is_relative_to(bare_venv.parents[1])
+    assert info["version"] == lowtide.__version__
+    assert info["cuda"] is False
