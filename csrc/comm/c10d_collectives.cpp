@@ -1,0 +1,144 @@
+#include "comm/c10d_collectives.h"
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <utility>
+
+#include "comm/tensor_lists.h"
+
+namespace lowtide::comm {
+namespace {
+
+// Backends implement AVG as the sum followed by a division in the reduced
+// dtype (gloo: bit for bit, plain and coalesced; nccl: by contract).  With one
+// rank the sum is the average.
+c10d::ReduceScatterOptions options_for(Reduction reduction, std::int64_t size) {
+  c10d::ReduceScatterOptions options;
+  options.asyncOp = true;
+  options.reduceOp = reduction == Reduction::average && size > 1
+                         ? c10d::ReduceOp::AVG
+                         : c10d::ReduceOp::SUM;
+  return options;
+}
+
+std::string backend_name(c10d::ProcessGroup& group,
+                         c10::DeviceType device_type) {
+  std::string supported;
+  for (const c10::Device& device : group.getDeviceTypes()) {
+    if (device.type() == device_type) {
+      return group.getBackend(device_type)->getBackendName();
+    }
+    supported += supported.empty() ? "" : ", ";
+    supported += c10::DeviceTypeName(device.type(), /*lower_case=*/true);
+  }
+  const std::string wanted =
+      c10::DeviceTypeName(device_type, /*lower_case=*/true);
+  throw InvalidArgument(base::error_text(
+      "process group", base::concat("a backend for ", wanted, " tensors"),
+      base::on_rank(
+          base::concat("one for ", supported.empty() ? "nothing" : supported),
+          group.getRank(), group.getSize()),
+      base::concat("Pass init_process_group or init_device_mesh a backend for ",
+                   wanted, ", or move the model.")));
+}
+
+}  // namespace
+
+class C10dCollectives::Work final : public Pending {
+ public:
+  Work(const C10dCollectives& owner, Kind kind, std::string label,
+       TensorLists lists)
+      : kind_(kind),
+        label_(std::move(label)),
+        rank_(owner.rank()),
+        size_(owner.size()),
+        lists_(std::move(lists)) {}
+
+  // `issue(outs, ins)` starts the collective.
+  template <typename Issue>
+  void start(Issue&& issue) {
+    try {
+      work_ = issue(lists_.outs, lists_.ins);
+    } catch (const std::exception& cause) {
+      throw collective_failed(kind_, label_, cause, rank_, size_);
+    }
+  }
+
+  void wait() override {
+    if (!work_) return;
+    const auto work = std::move(work_);
+    const TensorLists released_on_return = std::move(lists_);
+    try {
+      if (!work->wait()) throw std::runtime_error("the group was aborted");
+    } catch (const std::exception& cause) {
+      throw collective_failed(kind_, label_, cause, rank_, size_);
+    }
+  }
+
+  const TensorLists& lists() const { return lists_; }
+
+ private:
+  Kind kind_;
+  std::string label_;
+  std::int64_t rank_;
+  std::int64_t size_;
+  TensorLists lists_;
+  c10::intrusive_ptr<c10d::Work> work_;
+};
+
+C10dCollectives::C10dCollectives(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                                 c10::DeviceType device_type)
+    : group_(std::move(group)), backend_(backend_name(*group_, device_type)) {}
+
+C10dCollectives::~C10dCollectives() = default;
+
+std::int64_t C10dCollectives::rank() const { return group_->getRank(); }
+
+std::int64_t C10dCollectives::size() const { return group_->getSize(); }
+
+std::unique_ptr<Pending> C10dCollectives::all_gather(
+    std::vector<at::Tensor>& outs, std::vector<at::Tensor>& ins,
+    const std::string& label) {
+  auto work = std::make_unique<Work>(
+      *this, Kind::all_gather, label,
+      checked_lists(Kind::all_gather, outs, ins, size()));
+  if (work->lists().empty()) return work;
+  work->start([&](auto& full, auto& pieces) {
+    c10d::AllgatherOptions options;
+    options.asyncOp = true;
+    return group_->allgather_into_tensor_coalesced(full, pieces, options);
+  });
+  count(Kind::all_gather, work->lists().full_bytes(Kind::all_gather));
+  return work;
+}
+
+std::unique_ptr<Pending> C10dCollectives::reduce_scatter(
+    at::Tensor& out, at::Tensor& in, Reduction reduction,
+    const std::string& label) {
+  auto work = std::make_unique<Work>(
+      *this, Kind::reduce_scatter, label,
+      checked_lists(Kind::reduce_scatter, {out}, {in}, size()));
+  if (work->lists().empty()) return work;
+  work->start([&](auto& pieces, auto& full) {
+    return group_->_reduce_scatter_base(pieces[0], full[0],
+                                        options_for(reduction, size()));
+  });
+  count(Kind::reduce_scatter, work->lists().full_bytes(Kind::reduce_scatter));
+  return work;
+}
+
+std::unique_ptr<Pending> C10dCollectives::reduce_scatter_coalesced(
+    std::vector<at::Tensor>& outs, std::vector<at::Tensor>& ins,
+    Reduction reduction, const std::string& label) {
+  auto work = std::make_unique<Work>(
+      *this, Kind::reduce_scatter, label,
+      checked_lists(Kind::reduce_scatter, outs, ins, size()));
+  if (work->lists().empty()) return work;
+  work->start([&](auto& pieces, auto& full) {
+    return group_->reduce_scatter_tensor_coalesced(
+        pieces, full, options_for(reduction, size()));
+  });
+  count(Kind::reduce_scatter, work->lists().full_bytes(Kind::reduce_scatter));
+  return work;
+}
+
+}  // namespace lowtide::comm

@@ -1,0 +1,44 @@
+// Collectives over a c10d process group: gloo, nccl, fake or any other backend
+// with the coalesced calls.
+#pragma once
+
+#include <c10/core/DeviceType.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include "comm/collectives.h"
+
+namespace c10d {
+class ProcessGroup;
+}
+
+namespace lowtide::comm {
+
+class C10dCollectives final : public Collectives {
+ public:
+  // For tensors on `device_type`.  Throws lowtide::InvalidArgument when the
+  // group has no backend for it.
+  C10dCollectives(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                  c10::DeviceType device_type);
+  ~C10dCollectives() override;
+
+  std::int64_t rank() const override;
+  std::int64_t size() const override;
+  std::string backend() const override { return backend_; }
+
+  std::unique_ptr<Pending> all_gather(std::vector<at::Tensor>& outs,
+                                      std::vector<at::Tensor>& ins,
+                                      const std::string& label) override;
+  std::unique_ptr<Pending> reduce_scatter(at::Tensor& out, at::Tensor& in,
+                                          Reduction reduction,
+                                          const std::string& label) override;
+  std::unique_ptr<Pending> reduce_scatter_coalesced(
+      std::vector<at::Tensor>& outs, std::vector<at::Tensor>& ins,
+      Reduction reduction, const std::string& label) override;
+
+ private:
+  class Work;
+  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::string backend_;
+};
+
+}  // namespace lowtide::comm

@@ -1,0 +1,212 @@
+// Everything but what real backends do with it, which
+// tests/python/dist/test_collectives.py checks on gloo and fake groups.
+#include "comm/c10d_collectives.h"
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <stdexcept>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+namespace lowtide::comm {
+namespace {
+
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+using testing::StrEq;
+using testing::ThrowsMessage;
+
+class ScriptedWork final : public c10d::Work {
+ public:
+  bool wait(std::chrono::milliseconds) override {
+    ++num_waits;
+    return on_wait ? on_wait() : true;
+  }
+  std::function<bool()> on_wait;
+  int num_waits = 0;
+};
+
+// Notes each call as "name op list-length" and returns `work`.
+class ScriptedBackend final : public c10d::Backend {
+ public:
+  ScriptedBackend(int rank, int size) : Backend(rank, size) {}
+
+  const std::string getBackendName() const override { return "scripted"; }
+
+  c10::intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(
+      std::vector<at::Tensor>& outs, std::vector<at::Tensor>&,
+      const c10d::AllgatherOptions& options) override {
+    return note("all_gather", options.asyncOp, outs.size());
+  }
+  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(
+      at::Tensor&, at::Tensor&,
+      const c10d::ReduceScatterOptions& options) override {
+    return note(
+        options.reduceOp == c10d::ReduceOp::AVG ? "plain avg" : "plain sum",
+        options.asyncOp, 1);
+  }
+  c10::intrusive_ptr<c10d::Work> reduce_scatter_tensor_coalesced(
+      std::vector<at::Tensor>& outs, std::vector<at::Tensor>&,
+      const c10d::ReduceScatterOptions& options) override {
+    return note(
+        options.reduceOp == c10d::ReduceOp::AVG ? "list avg" : "list sum",
+        options.asyncOp, outs.size());
+  }
+
+  std::vector<std::string> calls;
+  c10::intrusive_ptr<ScriptedWork> work = c10::make_intrusive<ScriptedWork>();
+  bool fails_to_issue = false;
+
+ private:
+  c10::intrusive_ptr<c10d::Work> note(const std::string& name, bool async,
+                                      std::size_t length) {
+    if (fails_to_issue) throw std::runtime_error("the store is gone");
+    EXPECT_TRUE(async);
+    calls.push_back(base::concat(name, " ", length));
+    return work;
+  }
+};
+
+c10::intrusive_ptr<c10d::ProcessGroup> group_of(
+    const c10::intrusive_ptr<c10d::Backend>& backend) {
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(backend->getRank(),
+                                                       backend->getSize());
+  group->setDefaultBackend(c10d::ProcessGroup::CUSTOM);
+  group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::CUSTOM, backend);
+  return group;
+}
+
+class C10dCollectivesTest : public testing::Test {
+ protected:
+  c10::intrusive_ptr<ScriptedBackend> backend_ =
+      c10::make_intrusive<ScriptedBackend>(1, 4);
+  C10dCollectives collectives_{group_of(backend_), c10::DeviceType::CPU};
+  at::Tensor full_ = at::zeros({16});
+  at::Tensor piece_ = at::zeros({4});
+};
+
+TEST_F(C10dCollectivesTest, KnowsItsPlaceAndBackend) {
+  EXPECT_EQ(collectives_.rank(), 1);
+  EXPECT_EQ(collectives_.size(), 4);
+  EXPECT_EQ(collectives_.backend(), "scripted");
+}
+
+TEST_F(C10dCollectivesTest, AListIsOneCallAndIsCounted) {
+  std::vector<at::Tensor> outs = {at::zeros({16}, at::kByte),
+                                  at::zeros({0}, at::kByte),
+                                  at::zeros({4}, at::kByte)};
+  std::vector<at::Tensor> ins = {at::zeros({4}, at::kByte),
+                                 at::zeros({0}, at::kByte),
+                                 at::zeros({1}, at::kByte)};
+  collectives_.all_gather(outs, ins, "layers.0")->wait();
+  EXPECT_THAT(backend_->calls, ElementsAre("all_gather 2"));
+  EXPECT_EQ(backend_->work->num_waits, 1);
+  const Count& count = collectives_.counters()[0];
+  EXPECT_EQ(count.calls, 1);
+  EXPECT_EQ(count.wire_bytes, 15);
+}
+
+TEST_F(C10dCollectivesTest, ReducesPlainAndCoalescedBySumOrAverage) {
+  std::vector<at::Tensor> outs = {piece_, piece_};
+  std::vector<at::Tensor> ins = {full_, full_};
+  collectives_.reduce_scatter(piece_, full_, Reduction::sum, "a");
+  collectives_.reduce_scatter(piece_, full_, Reduction::average, "a");
+  collectives_.reduce_scatter_coalesced(outs, ins, Reduction::sum, "a");
+  collectives_.reduce_scatter_coalesced(outs, ins, Reduction::average, "a");
+  EXPECT_THAT(backend_->calls, ElementsAre("plain sum 1", "plain avg 1",
+                                           "list sum 2", "list avg 2"));
+  EXPECT_EQ(collectives_.counters()[1].calls, 4);
+  EXPECT_EQ(collectives_.counters()[1].wire_bytes, 6 * 48);
+}
+
+TEST_F(C10dCollectivesTest, OneRankAveragesBySumming) {
+  const auto alone = c10::make_intrusive<ScriptedBackend>(0, 1);
+  C10dCollectives collectives(group_of(alone), c10::DeviceType::CPU);
+  collectives.reduce_scatter(piece_, piece_, Reduction::average, "a");
+  EXPECT_THAT(alone->calls, ElementsAre("plain sum 1"));
+}
+
+TEST_F(C10dCollectivesTest, NothingToDoIssuesNothing) {
+  std::vector<at::Tensor> none;
+  at::Tensor empty = at::zeros({0});
+  collectives_.all_gather(none, none, "a")->wait();
+  collectives_.reduce_scatter(empty, empty, Reduction::sum, "a")->wait();
+  collectives_.reduce_scatter_coalesced(none, none, Reduction::sum, "a")
+      ->wait();
+  EXPECT_THAT(backend_->calls, IsEmpty());
+  for (const Count& count : collectives_.counters()) {
+    EXPECT_EQ(count.calls, 0);
+  }
+}
+
+TEST_F(C10dCollectivesTest, TensorsLiveUntilTheWait) {
+  at::Tensor in = at::zeros({16});
+  const c10::weak_intrusive_ptr<c10::StorageImpl> watch(
+      in.storage().getWeakStorageImpl());
+  const auto pending =
+      collectives_.reduce_scatter(piece_, in, Reduction::sum, "a");
+  in.reset();
+  EXPECT_FALSE(watch.expired());
+  pending->wait();
+  EXPECT_TRUE(watch.expired());
+}
+
+TEST_F(C10dCollectivesTest, WaitingTwiceWaitsOnce) {
+  const auto pending =
+      collectives_.reduce_scatter(piece_, full_, Reduction::sum, "a");
+  pending->wait();
+  pending->wait();
+  EXPECT_EQ(backend_->work->num_waits, 1);
+}
+
+TEST_F(C10dCollectivesTest, AFailureWhileWaitingNamesTheCollective) {
+  backend_->work->on_wait = []() -> bool {
+    throw std::runtime_error("Connection closed by peer [::1]:1\nmore");
+  };
+  const auto pending =
+      collectives_.reduce_scatter(piece_, full_, Reduction::sum, "layers.3");
+  EXPECT_THAT(
+      [&] { pending->wait(); },
+      ThrowsMessage<Error>(StrEq(
+          "lowtide: layers.3: expected the reduce-scatter to finish on all "
+          "ranks, got 'Connection closed by peer [::1]:1' (rank 1 of 4). Look "
+          "at the log of the rank that failed first; then call "
+          "lowtide.abort_step() or restart from the last checkpoint.")));
+  EXPECT_NO_THROW(pending->wait());  // it is over
+}
+
+TEST_F(C10dCollectivesTest, AnAbortedGroupIsAFailure) {
+  backend_->work->on_wait = [] { return false; };
+  std::vector<at::Tensor> outs = {at::zeros({4}, at::kByte)};
+  std::vector<at::Tensor> ins = {at::zeros({1}, at::kByte)};
+  const auto pending = collectives_.all_gather(outs, ins, "head");
+  EXPECT_THAT([&] { pending->wait(); },
+              ThrowsMessage<Error>(HasSubstr(
+                  "lowtide: head: expected the all-gather to finish on all "
+                  "ranks, got 'the group was aborted' (rank 1 of 4).")));
+}
+
+TEST_F(C10dCollectivesTest, AFailureToIssueReadsTheSameAndIsNotCounted) {
+  backend_->fails_to_issue = true;
+  EXPECT_THAT(
+      [&] {
+        collectives_.reduce_scatter(piece_, full_, Reduction::sum, "layers.3");
+      },
+      ThrowsMessage<Error>(HasSubstr("got 'the store is gone' (rank 1 of 4)")));
+  EXPECT_EQ(collectives_.counters()[1].calls, 0);
+}
+
+TEST_F(C10dCollectivesTest, AGroupWithoutABackendForTheDeviceIsRefused) {
+  EXPECT_THAT(
+      [&] { C10dCollectives(group_of(backend_), c10::DeviceType::CUDA); },
+      ThrowsMessage<InvalidArgument>(StrEq(
+          "lowtide: process group: expected a backend for cuda tensors, got "
+          "one for cpu (rank 1 of 4). Pass init_process_group or "
+          "init_device_mesh a backend for cuda, or move the model.")));
+}
+
+}  // namespace
+}  // namespace lowtide::comm
