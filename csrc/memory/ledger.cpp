@@ -32,6 +32,18 @@ std::string_view category_name(Category category) {
   LOWTIDE_INVARIANT(false, "a category has a name");
 }
 
+Category category_of(std::string_view name) {
+  std::string known;
+  for (std::size_t i = 0; i < kNumCategories; ++i) {
+    const auto category = static_cast<Category>(i);
+    if (category_name(category) == name) return category;
+    known += base::concat(i == 0 ? "" : ", ", category_name(category));
+  }
+  throw InvalidArgument(base::error_text(
+      "memory category", base::concat("one of ", known),
+      base::concat("'", name, "'"), "Use a name from that list."));
+}
+
 void Ledger::add(Category category, std::string_view name, std::int64_t bytes) {
   LOWTIDE_INVARIANT(bytes > 0, "a lease has bytes");
   const std::size_t i = index_of(category);

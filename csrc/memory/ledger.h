@@ -27,6 +27,8 @@ enum class Category : std::uint8_t {
 inline constexpr std::size_t kNumCategories = 6;
 
 std::string_view category_name(Category category);  // "gathered", ...
+// The inverse; throws lowtide::InvalidArgument listing the names.
+Category category_of(std::string_view name);
 
 // Bytes per category, indexed by static_cast<size_t>(category).
 using Bytes = std::array<std::int64_t, kNumCategories>;

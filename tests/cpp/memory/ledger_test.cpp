@@ -34,6 +34,19 @@ TEST(LedgerTest, CategoriesHaveTheNamesReportsShow) {
                                  "sharded_gradients"));
 }
 
+TEST(LedgerTest, ACategoryIsFoundByItsName) {
+  for (std::size_t i = 0; i < kNumCategories; ++i) {
+    const auto category = static_cast<Category>(i);
+    EXPECT_EQ(category_of(category_name(category)), category);
+  }
+  EXPECT_THAT(
+      [] { category_of("grads"); },
+      ThrowsMessage<InvalidArgument>(StrEq(
+          "lowtide: memory category: expected one of parameters, gathered, "
+          "gather_input, gradient_stream, gradient_slab, sharded_gradients, "
+          "got 'grads'. Use a name from that list.")));
+}
+
 TEST(LedgerTest, EachCategoryPeaksAtItsOwnWorstMoment) {
   Ledger ledger;
   ledger.add(kGathered, "a", 100);
