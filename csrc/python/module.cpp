@@ -4,6 +4,8 @@
 
 #include <string>
 
+#include "bindings.h"
+
 namespace py = pybind11;
 
 namespace {
@@ -26,4 +28,7 @@ PYBIND11_MODULE(_C, module) {
   module.doc() = "lowtide's C++ engine";
   module.def("build_info", &build_info,
              "What this build was compiled with: versions and CUDA.");
+  lowtide::python::bind_memory(module);
+  lowtide::python::bind_comm(module);
+  lowtide::python::bind_shard(module);
 }

@@ -1,5 +1,8 @@
 """FSDP-style sharded training whose peak memory is planned instead of hoped for."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 try:
     from lowtide import _built_for
 except ModuleNotFoundError:
@@ -13,4 +16,43 @@ _version_check.check_torch(built_for=_built_for.TORCH, built_for_cuda=_built_for
 
 from lowtide import _C  # noqa: E402
 
+if TYPE_CHECKING:
+    from lowtide.api import FSDPModule, UnshardHandle, abort_step, fully_shard
+    from lowtide.memory import MemoryReport, memory_report
+    from lowtide.policies import MixedPrecisionPolicy
+
 __version__: str = _C.build_info()["version"]
+
+# torch.distributed is imported with the first name that needs it, not by
+# `import lowtide`.
+_PUBLIC = {
+    "FSDPModule": "lowtide.api",
+    "UnshardHandle": "lowtide.api",
+    "abort_step": "lowtide.api",
+    "fully_shard": "lowtide.api",
+    "MemoryReport": "lowtide.memory",
+    "memory_report": "lowtide.memory",
+    "MixedPrecisionPolicy": "lowtide.policies",
+}
+
+__all__ = [
+    "FSDPModule",
+    "MemoryReport",
+    "MixedPrecisionPolicy",
+    "UnshardHandle",
+    "abort_step",
+    "fully_shard",
+    "memory_report",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'lowtide' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC])

@@ -1,0 +1,89 @@
+// Bindings of csrc/comm: Collectives over a registered process group, no logic.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <vector>
+
+#include "bindings.h"
+#include "comm/c10d_collectives.h"
+
+namespace py = pybind11;
+
+namespace lowtide::python {
+namespace {
+
+using comm::Collectives;
+using comm::Pending;
+using NoGil = py::call_guard<py::gil_scoped_release>;
+using Tensors = std::vector<at::Tensor>;
+
+std::shared_ptr<Collectives> make_collectives(const std::string& group_name,
+                                              const c10::Device& device) {
+  return std::make_shared<comm::C10dCollectives>(
+      c10d::resolve_process_group(group_name), device.type());
+}
+
+comm::Reduction reduction_of(bool average) {
+  return average ? comm::Reduction::average : comm::Reduction::sum;
+}
+
+py::dict counters(const Collectives& collectives) {
+  py::dict result;
+  for (std::size_t kind = 0; kind < comm::kNumKinds; ++kind) {
+    const comm::Count& count = collectives.counters()[kind];
+    const auto name = comm::kind_name(static_cast<comm::Kind>(kind));
+    result[py::str(std::string(name))] =
+        py::make_tuple(count.calls, count.wire_bytes);
+  }
+  return result;
+}
+
+}  // namespace
+
+void bind_comm(py::module_& module) {
+  py::class_<Pending>(module, "Pending", "A collective on its way.")
+      .def("wait", &Pending::wait, NoGil());
+
+  py::class_<Collectives, std::shared_ptr<Collectives>>(
+      module, "Collectives", "The collectives lowtide issues, counted.")
+      .def(py::init(&make_collectives), py::arg("group_name"),
+           py::arg("device"))
+      .def_property_readonly("rank", &Collectives::rank)
+      .def_property_readonly("size", &Collectives::size)
+      .def_property_readonly("backend", &Collectives::backend)
+      .def_property_readonly("counters", &counters,
+                             "collective -> (calls, bytes on the wire)")
+      .def("reset_counters", &Collectives::reset_counters)
+      .def(
+          "all_gather",
+          [](Collectives& collectives, Tensors outs, Tensors ins,
+             const std::string& label) {
+            return collectives.all_gather(outs, ins, label);
+          },
+          py::arg("outs"), py::arg("ins"), py::kw_only(), py::arg("label"),
+          NoGil())
+      .def(
+          "reduce_scatter",
+          [](Collectives& collectives, at::Tensor out, at::Tensor in,
+             bool average, const std::string& label) {
+            return collectives.reduce_scatter(out, in, reduction_of(average),
+                                              label);
+          },
+          py::arg("out"), py::arg("input"), py::kw_only(), py::arg("average"),
+          py::arg("label"), NoGil())
+      .def(
+          "reduce_scatter_coalesced",
+          [](Collectives& collectives, Tensors outs, Tensors ins, bool average,
+             const std::string& label) {
+            return collectives.reduce_scatter_coalesced(
+                outs, ins, reduction_of(average), label);
+          },
+          py::arg("outs"), py::arg("ins"), py::kw_only(), py::arg("average"),
+          py::arg("label"), NoGil());
+}
+
+}  // namespace lowtide::python

@@ -1,0 +1,178 @@
+// Bindings of csrc/shard: construction from Python objects, no logic.
+#include <pybind11/stl.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "bindings.h"
+#include "comm/collectives.h"
+#include "device/make_runtime.h"
+#include "forward_hooks.h"
+#include "memory/device_memory.h"
+#include "module_view.h"
+#include "shard/root.h"
+#include "shard/unit.h"
+
+namespace py = pybind11;
+
+namespace lowtide::python {
+namespace {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+std::shared_ptr<memory::DeviceMemory> make_device_memory(
+    const c10::Device& device, std::shared_ptr<memory::Ledger> ledger) {
+  return std::make_shared<memory::DeviceMemory>(device::make_runtime(device),
+                                                std::move(ledger));
+}
+
+at::ScalarType dtype_of(const py::object& dtype) {
+  return py::cast<at::ScalarType>(dtype);
+}
+
+std::shared_ptr<shard::Unit> make_unit(
+    std::string name, std::vector<shard::ParameterInfo> infos,
+    std::shared_ptr<comm::Collectives> gather,
+    std::shared_ptr<comm::Collectives> reduce,
+    std::shared_ptr<memory::DeviceMemory> memory) {
+  return std::make_shared<shard::Unit>(
+      std::move(name), std::move(infos),
+      shard::UnitGroups{std::move(gather), std::move(reduce)},
+      std::move(memory));
+}
+
+using SlotTuple = std::tuple<py::dict, py::str, std::int32_t>;
+
+void attach(shard::Unit& unit, const std::vector<SlotTuple>& slots,
+            std::vector<py::object> shards, std::vector<py::object> full,
+            py::object wrap) {
+  std::vector<PyModuleView::Slot> places;
+  places.reserve(slots.size());
+  for (const auto& [parameters, name, index] : slots) {
+    places.push_back({parameters, name, index});
+  }
+  std::vector<at::Tensor> shard_tensors;
+  std::vector<at::Tensor> full_tensors;
+  for (std::size_t i = 0; i < shards.size(); ++i) {
+    shard_tensors.push_back(THPVariable_Unpack(shards[i].ptr()));
+    full_tensors.push_back(THPVariable_Unpack(full[i].ptr()));
+  }
+  unit.attach(
+      std::move(shard_tensors), std::move(full_tensors),
+      std::make_unique<PyModuleView>(std::move(places), std::move(shards),
+                                     std::move(full), std::move(wrap)));
+}
+
+std::vector<std::weak_ptr<shard::Unit>> weak_units(
+    const std::vector<std::shared_ptr<shard::Unit>>& units) {
+  return {units.begin(), units.end()};
+}
+
+void bind_device_memory(py::module_& module) {
+  py::class_<memory::DeviceMemory, std::shared_ptr<memory::DeviceMemory>>(
+      module, "DeviceMemory")
+      .def(py::init(&make_device_memory), py::arg("device"), py::arg("ledger"))
+      .def(
+          "fail_next_lease",
+          [](memory::DeviceMemory& memory, const std::string& category,
+             std::string name) {
+            memory.fail_next_lease(memory::category_of(category),
+                                   std::move(name));
+          },
+          py::arg("category"), py::arg("name"));
+}
+
+}  // namespace
+
+void bind_shard(py::module_& module) {
+  bind_device_memory(module);
+
+  py::class_<shard::ParameterInfo>(module, "ParameterInfo")
+      .def(py::init([](std::string name, std::vector<std::int64_t> sizes,
+                       const py::object& storage_dtype,
+                       const py::object& compute_dtype,
+                       const py::object& reduce_dtype) {
+             return shard::ParameterInfo{
+                 std::move(name), std::move(sizes), dtype_of(storage_dtype),
+                 dtype_of(compute_dtype), dtype_of(reduce_dtype)};
+           }),
+           py::kw_only(), py::arg("name"), py::arg("sizes"),
+           py::arg("storage_dtype"), py::arg("compute_dtype"),
+           py::arg("reduce_dtype"));
+
+  using shard::Unit;
+  py::class_<Unit, std::shared_ptr<Unit>>(module, "Unit")
+      .def(py::init(&make_unit), py::kw_only(), py::arg("name"),
+           py::arg("infos"), py::arg("gather_group"), py::arg("reduce_group"),
+           py::arg("memory"))
+      .def_property_readonly("name", &Unit::name)
+      .def("rename", &Unit::rename, py::arg("name"), py::arg("parameters"))
+      .def_property_readonly(
+          "state",
+          [](const Unit& unit) {
+            return std::string(shard::state_name(unit.state()));
+          })
+      .def_property_readonly("root", &Unit::root)
+      .def_readwrite("reshard_after_forward", &Unit::reshard_after_forward)
+      .def_readwrite("reshard_after_backward", &Unit::reshard_after_backward)
+      .def_readwrite("gradient_sync", &Unit::gradient_sync)
+      .def_readwrite("encloses_units", &Unit::encloses_units)
+      .def_readwrite("leaf_module", &Unit::leaf_module)
+      .def("set_forward_prefetch",
+           [](Unit& unit, const std::vector<std::shared_ptr<Unit>>& units) {
+             unit.forward_prefetch = weak_units(units);
+           })
+      .def("set_backward_prefetch",
+           [](Unit& unit, const std::vector<std::shared_ptr<Unit>>& units) {
+             unit.backward_prefetch = weak_units(units);
+           })
+      .def("local_shard",
+           [](Unit& unit, std::size_t i) {
+             return unit.buffers().local_shard(i);
+           })
+      .def("full",
+           [](Unit& unit, std::size_t i) { return unit.buffers().full(i); })
+      .def("load_full",
+           [](Unit& unit, std::size_t i, const at::Tensor& full) {
+             unit.buffers().load_full(i, full);
+           })
+      .def("load_local",
+           [](Unit& unit, std::size_t i, const at::Tensor& local) {
+             unit.buffers().load_local(i, local);
+           })
+      .def_property_readonly("attached", &Unit::attached)
+      .def("attach", &attach, py::kw_only(), py::arg("slots"),
+           py::arg("shards"), py::arg("full"), py::arg("wrap"))
+      .def("detach", &Unit::detach)
+      .def("gather", &Unit::gather, NoGil())
+      .def("unshard", &Unit::unshard, NoGil())
+      .def("reshard", &Unit::reshard, NoGil());
+
+  using shard::Root;
+  py::class_<Root, std::shared_ptr<Root>>(module, "Root")
+      .def(py::init<std::string, std::shared_ptr<memory::DeviceMemory>>(),
+           py::arg("name"), py::arg("memory"))
+      .def("adopt", &Root::adopt)
+      .def_property("gradient_budget", &Root::gradient_budget,
+                    &Root::set_gradient_budget)
+      .def("abort", &Root::abort, NoGil(), py::arg("drop_gradients") = true);
+
+  py::class_<ForwardHooks>(module, "ForwardHooks")
+      .def(py::init([](const py::object& inputs, const py::object& outputs,
+                       py::object lazy_init) {
+             ForwardHooks::Casts casts;
+             if (!inputs.is_none()) casts.inputs = dtype_of(inputs);
+             if (!outputs.is_none()) casts.outputs = dtype_of(outputs);
+             return std::make_unique<ForwardHooks>(casts, std::move(lazy_init));
+           }),
+           py::kw_only(), py::arg("cast_inputs"), py::arg("cast_outputs"),
+           py::arg("lazy_init"))
+      .def("set_unit", &ForwardHooks::set_unit)
+      .def("move_inputs_to",
+           [](ForwardHooks& hooks, const c10::Device& device) {
+             hooks.move_inputs_to(device);
+           })
+      .def("pre", &ForwardHooks::pre)
+      .def("post", &ForwardHooks::post);
+}
+
+}  // namespace lowtide::python

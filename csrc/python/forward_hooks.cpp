@@ -1,0 +1,91 @@
+#include "forward_hooks.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <vector>
+
+#include "tensor_tree.h"
+
+namespace py = pybind11;
+
+namespace lowtide::python {
+namespace {
+
+at::Tensor cast_floating(const at::Tensor& tensor, at::ScalarType dtype) {
+  return tensor.is_floating_point() && tensor.scalar_type() != dtype
+             ? tensor.to(dtype)
+             : tensor;
+}
+
+}  // namespace
+
+ForwardHooks::ForwardHooks(Casts casts, py::object lazy_init)
+    : casts_(casts), lazy_init_(std::move(lazy_init)) {}
+
+py::object ForwardHooks::prepare_inputs(py::handle tree) const {
+  if (!device_ && !casts_.inputs) {
+    return py::reinterpret_borrow<py::object>(tree);
+  }
+  return map_tensors(tree, [this](const at::Tensor& input) {
+    auto tensor = input;
+    if (device_ && tensor.device() != *device_) {
+      tensor = tensor.to(*device_, tensor.scalar_type(), /*non_blocking=*/true);
+    }
+    return casts_.inputs ? cast_floating(tensor, *casts_.inputs) : tensor;
+  });
+}
+
+py::object ForwardHooks::pre(py::handle /*module*/, py::handle args,
+                             py::handle kwargs) {
+  if (!unit_ || !unit_->root()) {
+    lazy_init_();
+  }
+  {
+    const py::gil_scoped_release no_gil;
+    unit_->pre_forward();
+  }
+  py::object new_args = prepare_inputs(args);
+  py::object new_kwargs = prepare_inputs(kwargs);
+  if (at::GradMode::is_enabled()) {
+    auto inputs = tensors_requiring_grad(new_args);
+    const auto from_kwargs = tensors_requiring_grad(new_kwargs);
+    inputs.insert(inputs.end(), from_kwargs.begin(), from_kwargs.end());
+    if (!inputs.empty()) {
+      const auto watched = unit_->watch_forward_inputs(inputs);
+      // Both walks meet the same tensors in the same order.
+      std::size_t next = 0;
+      const auto replace = [&](const at::Tensor& input) {
+        return next < inputs.size() && input.is_same(inputs[next])
+                   ? watched[next++]
+                   : input;
+      };
+      new_args = map_tensors(new_args, replace);
+      new_kwargs = map_tensors(new_kwargs, replace);
+    }
+  }
+  if (new_args.is(args) && new_kwargs.is(kwargs)) {
+    return py::none();
+  }
+  return py::make_tuple(std::move(new_args), std::move(new_kwargs));
+}
+
+py::object ForwardHooks::post(py::handle /*module*/, py::handle /*args*/,
+                              py::handle output) {
+  std::vector<at::Tensor> watched;
+  if (at::GradMode::is_enabled()) {
+    watched = tensors_requiring_grad(output);
+  }
+  {
+    const py::gil_scoped_release no_gil;
+    unit_->post_forward(watched);
+  }
+  if (!casts_.outputs) {
+    return py::none();
+  }
+  py::object cast = map_tensors(output, [this](const at::Tensor& tensor) {
+    return cast_floating(tensor, *casts_.outputs);
+  });
+  return cast.is(output) ? py::none() : cast;
+}
+
+}  // namespace lowtide::python

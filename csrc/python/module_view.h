@@ -1,0 +1,43 @@
+// The unit's face on Python modules: swaps `module._parameters` entries and
+// asks Python to wrap gradients.  Takes the GIL where it needs it.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "shard/unit.h"
+
+namespace lowtide::python {
+
+class PyModuleView final : public shard::ModuleView {
+ public:
+  // One place a parameter is registered: module._parameters, name, index.
+  struct Slot {
+    pybind11::dict parameters;
+    pybind11::str name;
+    std::int32_t index;
+  };
+
+  // `wrap(indices, locals) -> list[DTensor]`.
+  PyModuleView(std::vector<Slot> slots, std::vector<pybind11::object> shards,
+               std::vector<pybind11::object> full, pybind11::object wrap);
+  ~PyModuleView() override;
+
+  void show_full() override;
+  void show_shards() override;
+  std::vector<at::Tensor> wrap_gradients(
+      const std::vector<std::int32_t>& parameters,
+      const std::vector<at::Tensor>& locals) override;
+
+ private:
+  void show(const std::vector<pybind11::object>& parameters);
+
+  std::vector<Slot> slots_;
+  std::vector<pybind11::object> shards_;
+  std::vector<pybind11::object> full_;
+  pybind11::object wrap_;
+};
+
+}  // namespace lowtide::python

@@ -1,0 +1,168 @@
+#include "shard/autograd_nodes.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <utility>
+
+#include "base/check.h"
+
+namespace lowtide::shard {
+namespace {
+
+using torch::autograd::CreationMeta;
+using torch::autograd::FunctionPreHook;
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+namespace impl = torch::autograd::impl;
+
+void refuse_create_graph() {
+  if (at::GradMode::is_enabled()) {
+    throw Error(base::error_text(
+        "backward", "create_graph=False for parameters sharded by lowtide",
+        "create_graph=True (or a backward inside an enable_grad context)",
+        "Compute higher-order derivatives on an unsharded model."));
+  }
+}
+
+class GradientNode final : public Node {
+ public:
+  GradientNode(at::Tensor parameter, std::weak_ptr<BackwardReceiver> receiver,
+               std::int32_t index)
+      : Node(/*sequence_nr=*/UINT64_MAX),
+        parameter_(std::move(parameter)),
+        receiver_(std::move(receiver)),
+        index_(index) {
+    add_input_metadata(parameter_);
+  }
+
+  std::string name() const override { return "lowtide::GradientNode"; }
+
+  // Hooks registered on the parameter run here, as with AccumulateGrad.
+  std::vector<std::unique_ptr<FunctionPreHook>>& tensor_pre_hooks() noexcept
+      override {
+    return impl::hooks(parameter_);
+  }
+
+  variable_list apply(variable_list&& gradients) override {
+    const std::lock_guard lock(mutex_);
+    if (gradients[0].defined()) {
+      refuse_create_graph();
+    }
+    if (const auto receiver = receiver_.lock()) {
+      receiver->on_parameter_gradient(index_, std::move(gradients[0]));
+    }
+    return {};
+  }
+
+ private:
+  at::Tensor parameter_;
+  std::weak_ptr<BackwardReceiver> receiver_;
+  std::int32_t index_;
+};
+
+class InputsNode final : public Node {
+ public:
+  explicit InputsNode(std::weak_ptr<BackwardReceiver> receiver)
+      : receiver_(std::move(receiver)) {}
+
+  std::string name() const override { return "lowtide::InputsNode"; }
+
+  variable_list apply(variable_list&& gradients) override {
+    if (const auto receiver = receiver_.lock()) {
+      receiver->on_inputs_done(this);
+    }
+    return std::move(gradients);
+  }
+
+ private:
+  std::weak_ptr<BackwardReceiver> receiver_;
+};
+
+class OutputHook final : public FunctionPreHook {
+ public:
+  explicit OutputHook(std::weak_ptr<BackwardReceiver> receiver)
+      : receiver_(std::move(receiver)) {}
+
+  variable_list operator()(const variable_list& gradients) override {
+    if (const auto receiver = receiver_.lock()) {
+      receiver->on_output_gradient();
+    }
+    return gradients;
+  }
+
+ private:
+  std::weak_ptr<BackwardReceiver> receiver_;
+};
+
+// What torch does with an input that a custom function returns unchanged.
+at::Tensor protected_view(const at::Tensor& input) {
+  at::Tensor view;
+  {
+    const at::NoGradGuard no_grad;
+    view = input.view_as(input);
+  }
+  if (view.is_view()) {
+    impl::get_view_autograd_meta(view)->set_creation_meta(
+        CreationMeta::IN_CUSTOM_FUNCTION);
+  }
+  return view;
+}
+
+}  // namespace
+
+NodePtr install_gradient_node(const at::Tensor& parameter,
+                              std::weak_ptr<BackwardReceiver> receiver,
+                              std::int32_t index) {
+  auto node =
+      std::make_shared<GradientNode>(parameter, std::move(receiver), index);
+  impl::set_grad_accumulator(parameter, std::weak_ptr<Node>(node));
+  return node;
+}
+
+void watch_output(const at::Tensor& output,
+                  std::weak_ptr<BackwardReceiver> receiver) {
+  auto hook = std::make_unique<OutputHook>(std::move(receiver));
+  if (const auto& producer = output.grad_fn()) {
+    // impl::add_hook on a non-leaf never fires.
+    producer->add_tensor_pre_hook(std::move(hook));
+  } else {
+    impl::add_hook(output, std::move(hook));
+  }
+}
+
+WatchedInputs watch_inputs(const std::vector<at::Tensor>& inputs,
+                           std::weak_ptr<BackwardReceiver> receiver) {
+  auto node = std::make_shared<InputsNode>(std::move(receiver));
+  node->set_next_edges(torch::autograd::collect_next_edges(inputs));
+  WatchedInputs watched;
+  watched.tensors.reserve(inputs.size());
+  for (const auto& input : inputs) {
+    auto view = protected_view(input);
+    torch::autograd::set_history(view, node);
+    watched.tensors.push_back(std::move(view));
+  }
+  watched.node = node;
+  return watched;
+}
+
+std::int64_t current_backward() {
+  return torch::autograd::get_current_graph_task_id();
+}
+
+bool in_current_backward(const Node* node) {
+  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  return nodes != nullptr && nodes->count(const_cast<Node*>(node)) > 0;
+}
+
+void at_end_of_backward(std::function<void()> callback) {
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      std::move(callback));
+}
+
+}  // namespace lowtide::shard

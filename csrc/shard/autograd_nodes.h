@@ -1,0 +1,70 @@
+// lowtide's own nodes in the autograd graph.  They hold their receiver weakly:
+// a graph may outlive the model.
+//
+// torch 2.15 turns Node into an intrusive_ptr; everything that depends on its
+// being a shared_ptr is in this file and its .cpp.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+namespace torch::autograd {
+struct Node;
+}
+
+namespace lowtide::shard {
+
+using NodePtr = std::shared_ptr<torch::autograd::Node>;
+using WeakNodePtr = std::weak_ptr<torch::autograd::Node>;
+
+// What a unit learns from the graph.  Called on autograd's threads without the
+// GIL; nothing here may be called after the receiver is gone.
+class BackwardReceiver {
+ public:
+  virtual ~BackwardReceiver() = default;
+  // A gradient reached one of the unit's outputs: its backward begins.
+  virtual void on_output_gradient() = 0;
+  // Every use of parameter i in this graph is done; undefined if none
+  // contributed.
+  virtual void on_parameter_gradient(std::int32_t i, at::Tensor gradient) = 0;
+  // The gradients of one forward call's inputs are complete.
+  virtual void on_inputs_done(const torch::autograd::Node* node) = 0;
+};
+
+// Replaces AccumulateGrad of `parameter` (a leaf that requires grad) by a node
+// that hands the gradient to the receiver.  The returned pointer must be kept:
+// the tensor holds it weakly.  Runs before every other ready node, as
+// AccumulateGrad does, once per backward after all uses, hooks of the
+// parameter included.
+NodePtr install_gradient_node(const at::Tensor& parameter,
+                              std::weak_ptr<BackwardReceiver> receiver,
+                              std::int32_t index);
+
+// Calls on_output_gradient before the node that produced `output` runs.
+void watch_output(const at::Tensor& output,
+                  std::weak_ptr<BackwardReceiver> receiver);
+
+// Passes `inputs` (all requiring grad) through one identity node; returns
+// views of them, protected against in-place writes as the outputs of a custom
+// function are.  The node calls on_inputs_done.
+struct WatchedInputs {
+  std::vector<at::Tensor> tensors;
+  WeakNodePtr node;
+};
+WatchedInputs watch_inputs(const std::vector<at::Tensor>& inputs,
+                           std::weak_ptr<BackwardReceiver> receiver);
+
+// Whether a backward runs on this thread, and which.
+std::int64_t current_backward();  // -1: none
+inline bool in_backward() { return current_backward() != -1; }
+// Whether `node` takes part in the backward that runs on this thread.
+bool in_current_backward(const torch::autograd::Node* node);
+
+// Calls `callback` at the end of the backward that runs on this thread.
+void at_end_of_backward(std::function<void()> callback);
+
+}  // namespace lowtide::shard

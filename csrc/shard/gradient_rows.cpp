@@ -1,0 +1,69 @@
+#include "shard/gradient_rows.h"
+
+#include <ATen/ops/as_strided.h>
+
+#include <algorithm>
+
+namespace lowtide::shard {
+namespace {
+
+at::Tensor block(const at::Tensor& flat, std::int64_t offset, std::int64_t rows,
+                 std::int64_t columns, std::int64_t row_stride) {
+  return flat.as_strided({rows, columns}, {row_stride, 1},
+                         flat.storage_offset() + offset);
+}
+
+// Calls `apply(destination, source)` for the whole rows at once, then for the
+// one row that padding cuts short.
+template <typename Apply>
+void for_each_block(const at::Tensor& gradient, const GradientColumns& c,
+                    const at::Tensor& matrix, BlockPlace place, Apply apply) {
+  const std::int64_t width = c.end - c.begin;
+  if (c.numel == 0 || width == 0) {
+    return;
+  }
+  const at::Tensor flat = gradient.reshape({-1});
+  // Rank r's run holds columns up to `end` iff r * shard_numel + end <= numel.
+  const std::int64_t whole =
+      c.numel < c.end
+          ? 0
+          : std::min(c.world_size, (c.numel - c.end) / c.shard_numel + 1);
+  if (whole > 0) {
+    apply(block(matrix, place.offset, whole, width, place.row_stride),
+          block(flat, c.begin, whole, width, c.shard_numel));
+  }
+  if (whole < c.world_size) {
+    const std::int64_t left = c.numel - (whole * c.shard_numel + c.begin);
+    if (left > 0) {
+      apply(
+          block(matrix, place.offset + whole * place.row_stride, 1, left,
+                place.row_stride),
+          block(flat, whole * c.shard_numel + c.begin, 1, left, c.shard_numel));
+    }
+  }
+}
+
+}  // namespace
+
+void copy_columns(const at::Tensor& gradient, const GradientColumns& columns,
+                  const at::Tensor& matrix, BlockPlace place) {
+  for_each_block(gradient, columns, matrix, place,
+                 [](at::Tensor to, const at::Tensor& from) { to.copy_(from); });
+}
+
+void add_columns(const at::Tensor& gradient, const GradientColumns& columns,
+                 const at::Tensor& matrix, BlockPlace place) {
+  for_each_block(gradient, columns, matrix, place,
+                 [](at::Tensor to, const at::Tensor& from) { to.add_(from); });
+}
+
+void fill_columns_neutral(const GradientColumns& columns,
+                          const at::Tensor& matrix, BlockPlace place) {
+  if (columns.end > columns.begin) {
+    block(matrix, place.offset, columns.world_size, columns.end - columns.begin,
+          place.row_stride)
+        .fill_(-0.0);
+  }
+}
+
+}  // namespace lowtide::shard

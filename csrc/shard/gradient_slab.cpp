@@ -1,0 +1,120 @@
+#include "shard/gradient_slab.h"
+
+#include "shard/gradient_plan.h"
+#include "shard/gradient_rows.h"
+#include "shard/storage.h"
+
+namespace lowtide::shard {
+namespace {
+
+std::int64_t round_up(std::int64_t value) {
+  return (value + kChunkColumnMultiple - 1) / kChunkColumnMultiple *
+         kChunkColumnMultiple;
+}
+
+}  // namespace
+
+GradientSlab::GradientSlab(UnitName unit, at::ScalarType dtype,
+                           std::int64_t world_size,
+                           std::vector<std::int64_t> shard_numel,
+                           std::vector<std::int64_t> numel,
+                           const std::vector<std::int32_t>& members,
+                           std::shared_ptr<memory::DeviceMemory> memory)
+    : unit_(std::move(unit)),
+      dtype_(dtype),
+      world_size_(world_size),
+      shard_numel_(std::move(shard_numel)),
+      numel_(std::move(numel)),
+      columns_(shard_numel_.size(), 0),
+      offsets_(shard_numel_.size(), 0),
+      flag_columns_(round_up(static_cast<std::int64_t>(shard_numel_.size()))),
+      memory_(std::move(memory)),
+      touched_(shard_numel_.size(), false) {
+  const auto itemsize = static_cast<std::int64_t>(c10::elementSize(dtype_));
+  for (const auto p : members) {
+    const auto i = static_cast<std::size_t>(p);
+    columns_[i] = round_up(shard_numel_[i]);
+    offsets_[i] = bytes_;
+    bytes_ += world_size_ * columns_[i] * itemsize;
+  }
+  flags_offset_ = bytes_;
+  bytes_ += world_size_ * flag_columns_ * itemsize;
+}
+
+void GradientSlab::allocate() {
+  storage_ = owning_storage(
+      memory_->lease(memory::Category::gradient_slab, *unit_, bytes_), bytes_);
+}
+
+at::Tensor GradientSlab::block(std::int32_t p) const {
+  const auto i = static_cast<std::size_t>(p);
+  return flat_view(storage_, dtype_, offsets_[i], world_size_ * columns_[i]);
+}
+
+at::Tensor GradientSlab::flags() const {
+  return flat_view(storage_, dtype_, flags_offset_,
+                   world_size_ * flag_columns_);
+}
+
+void GradientSlab::add(std::int32_t p, const at::Tensor& gradient) {
+  if (!allocated()) {
+    allocate();
+  }
+  const auto i = static_cast<std::size_t>(p);
+  const GradientColumns all{world_size_, shard_numel_[i], numel_[i], 0,
+                            shard_numel_[i]};
+  const BlockPlace place{0, columns_[i]};
+  auto& runtime = memory_->runtime();
+  const auto to = block(p);
+  runtime.touches(device::Stream::compute, gradient.const_data_ptr(),
+                  gradient.nbytes(), device::Access::read);
+  runtime.touches(device::Stream::compute, to.const_data_ptr(), to.nbytes(),
+                  device::Access::write);
+  if (touched_[i]) {
+    add_columns(gradient, all, to, place);
+  } else {
+    copy_columns(gradient, all, to, place);
+    touched_[i] = true;
+  }
+}
+
+void GradientSlab::complete(const std::vector<std::int32_t>& members) {
+  if (!allocated()) {
+    allocate();
+  }
+  auto used = flags();
+  auto& runtime = memory_->runtime();
+  runtime.touches(device::Stream::compute, used.const_data_ptr(), used.nbytes(),
+                  device::Access::write);
+  used.fill_(1.0);
+  for (const auto p : members) {
+    const auto i = static_cast<std::size_t>(p);
+    if (touched_[i]) {
+      continue;
+    }
+    fill_columns_neutral({1, 0, 0, 0, world_size_ * columns_[i]}, block(p),
+                         {0, 0});
+    fill_columns_neutral({world_size_, 0, 0, 0, 1}, used, {p, flag_columns_});
+  }
+}
+
+std::vector<at::Tensor> GradientSlab::inputs(
+    const std::vector<std::int32_t>& members) {
+  std::vector<at::Tensor> blocks;
+  for (const auto p : members) {
+    if (columns(p) > 0) {
+      blocks.push_back(block(p));
+    }
+  }
+  blocks.push_back(flags());
+  return blocks;
+}
+
+void GradientSlab::release_bytes() { storage_ = c10::Storage(); }
+
+void GradientSlab::reset() {
+  release_bytes();
+  touched_.assign(touched_.size(), false);
+}
+
+}  // namespace lowtide::shard

@@ -1,0 +1,78 @@
+// Flat unreduced gradients of one unit and dtype, accumulated without
+// communication: the first touch copies, later touches add in place, and the
+// slab itself is the input of the reduce-scatter.  No zero-fill, no
+// concatenation, no repacking.
+//
+// Every parameter owns a rank-major block [world_size, columns], columns being
+// its shard_numel rounded up to a multiple of kChunkColumnMultiple.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "memory/device_memory.h"
+#include "shard/unit_name.h"
+
+namespace lowtide::shard {
+
+class GradientSlab {
+ public:
+  // shard_numel and numel per parameter; parameters not in `members` take no
+  // space.
+  GradientSlab(UnitName unit, at::ScalarType dtype, std::int64_t world_size,
+               std::vector<std::int64_t> shard_numel,
+               std::vector<std::int64_t> numel,
+               const std::vector<std::int32_t>& members,
+               std::shared_ptr<memory::DeviceMemory> memory);
+
+  bool allocated() const { return static_cast<bool>(storage_); }
+  bool touched(std::int32_t i) const {
+    return touched_[static_cast<std::size_t>(i)];
+  }
+  std::int64_t bytes() const { return bytes_; }
+
+  // On the compute stream.
+  void add(std::int32_t i, const at::Tensor& gradient);
+
+  // Before the reduce-scatter: allocates if nothing was touched, fills
+  // untouched blocks with -0.0 and writes the flags.  On the compute stream.
+  void complete(const std::vector<std::int32_t>& members);
+  // Inputs of one coalesced reduce-scatter: a block per member with columns,
+  // then the flags.
+  std::vector<at::Tensor> inputs(const std::vector<std::int32_t>& members);
+  // Columns of the corresponding outputs.
+  std::int64_t columns(std::int32_t i) const {
+    return columns_[static_cast<std::size_t>(i)];
+  }
+  std::int64_t flag_columns() const { return flag_columns_; }
+
+  // Gives the bytes back but remembers what was touched.
+  void release_bytes();
+  // Ready for the next accumulation.
+  void reset();
+
+ private:
+  void allocate();
+  at::Tensor block(std::int32_t i) const;
+  at::Tensor flags() const;
+
+  UnitName unit_;
+  at::ScalarType dtype_;
+  std::int64_t world_size_;
+  std::vector<std::int64_t> shard_numel_;
+  std::vector<std::int64_t> numel_;
+  std::vector<std::int64_t> columns_;
+  std::vector<std::int64_t> offsets_;  // bytes
+  std::int64_t flag_columns_;
+  std::int64_t flags_offset_ = 0;
+  std::int64_t bytes_ = 0;
+  std::shared_ptr<memory::DeviceMemory> memory_;
+  c10::Storage storage_;
+  std::vector<bool> touched_;
+};
+
+}  // namespace lowtide::shard

@@ -1,0 +1,465 @@
+#include "shard/gradient_stream.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/add.h>
+#include <c10/util/Logging.h>
+
+#include <algorithm>
+
+#include "base/check.h"
+#include "shard/gradient_rows.h"
+#include "shard/storage.h"
+
+namespace lowtide::shard {
+namespace {
+
+using device::Access;
+using device::Stream;
+
+std::int64_t itemsize(at::ScalarType dtype) {
+  return static_cast<std::int64_t>(c10::elementSize(dtype));
+}
+
+void touch(device::Runtime& runtime, const at::Tensor& tensor, Access access) {
+  runtime.touches(runtime.current(), tensor.const_data_ptr(), tensor.nbytes(),
+                  access);
+}
+
+// What `to` enqueues from now on runs after everything on `from`.
+void order_after(device::Runtime& runtime, Stream to, Stream from) {
+  runtime.wait(to, runtime.record(from));
+}
+
+}  // namespace
+
+GradientStream::GradientStream(std::string root,
+                               std::shared_ptr<memory::DeviceMemory> memory)
+    : root_(std::move(root)), memory_(std::move(memory)) {}
+
+void GradientStream::begin(const std::vector<UnitGradients*>& units) {
+  LOWTIDE_INVARIANT(next_ == entries_.size(), "one backward at a time");
+  entries_.clear();
+  firsts_.clear();
+  next_ = 0;
+  slot_bytes_ = source_budget_ = 0;
+  for (auto* unit : units) {
+    append(*unit);
+  }
+}
+
+void GradientStream::append(UnitGradients& unit) {
+  First first{&unit, {}};
+  for (std::size_t l = 0; l < unit.lanes().size(); ++l) {
+    first.lanes.push_back(entries_.size());
+    const auto& lane = unit.lanes()[l];
+    Entry entry;
+    entry.unit = &unit;
+    entry.lane = static_cast<std::int32_t>(l);
+    if (unit.accumulating()) {
+      entries_.push_back(std::move(entry));
+      continue;
+    }
+    for (std::size_t c = 0; c < lane.plan.chunks.size(); ++c) {
+      Entry chunk;
+      chunk.unit = &unit;
+      chunk.lane = static_cast<std::int32_t>(l);
+      chunk.chunk = static_cast<std::int32_t>(c);
+      chunk.pieces_missing =
+          static_cast<std::int32_t>(lane.plan.chunks[c].pieces.size());
+      entries_.push_back(std::move(chunk));
+    }
+  }
+  firsts_.push_back(std::move(first));
+  slot_bytes_ = std::max(slot_bytes_, unit.slot_bytes());
+  source_budget_ = std::max(source_budget_, unit.source_bytes());
+}
+
+bool GradientStream::contains(const UnitGradients& unit) const {
+  return std::any_of(firsts_.begin(), firsts_.end(),
+                     [&](const auto& first) { return first.unit == &unit; });
+}
+
+const Chunk& GradientStream::chunk_of(const Entry& entry) const {
+  return entry.unit->lanes()[static_cast<std::size_t>(entry.lane)]
+      .plan.chunks[static_cast<std::size_t>(entry.chunk)];
+}
+
+std::size_t GradientStream::place_of(const UnitGradients& unit,
+                                     std::int32_t lane) const {
+  const auto first =
+      std::find_if(firsts_.begin(), firsts_.end(),
+                   [&](const auto& f) { return f.unit == &unit; });
+  LOWTIDE_INVARIANT(first != firsts_.end(), "the unit is in the sequence");
+  return first->lanes[static_cast<std::size_t>(lane)];
+}
+
+bool GradientStream::in_window(std::size_t place) const {
+  return place < next_ + static_cast<std::size_t>(kNumSlots);
+}
+
+void GradientStream::accept(UnitGradients& unit, std::int32_t i,
+                            at::Tensor gradient, bool hold) {
+  auto& parameter = unit.parameter(i);
+  parameter.fired = true;
+  if (!gradient.defined()) {
+    return;
+  }
+  if (unit.sealed() || parameter.pieces_written > 0) {
+    throw Error(base::error_text(
+        base::concat("parameter '", parameter.name, "'"),
+        "every gradient of a backward before its unit's gradients leave",
+        base::concat("another one after unit '", unit.unit(), "' was reduced"),
+        "This happens when re-entrant checkpointing runs a module several "
+        "times; use torch.utils.checkpoint with use_reentrant=False."));
+  }
+  if (!unit.sharded().prepared()) {
+    unit.sharded().prepare(unit.trainable());
+  }
+  parameter.produced = true;
+  if (unit.accumulating()) {
+    unit.accumulate(i, gradient);
+    return;
+  }
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  parameter.source = parameter.source.defined()
+                         ? at::add(parameter.source, gradient)
+                         : std::move(gradient);
+  parameter.held = parameter.held || hold;
+  if (parameter.held) {
+    return;
+  }
+  auto& runtime = memory_->runtime();
+  order_after(runtime, Stream::reduce, Stream::compute);
+  const std::size_t first = place_of(unit, parameter.lane);
+  for (const auto& where : parameter.places) {
+    const std::size_t place = first + static_cast<std::size_t>(where.chunk);
+    if (!in_window(place)) {
+      break;
+    }
+    write_piece(place, static_cast<std::size_t>(where.piece));
+  }
+  if (parameter.places.empty()) {
+    parameter.source.reset();
+  }
+  pump();
+}
+
+// Copies those pieces of a chunk that wait for it with their source.
+void GradientStream::write_ready_pieces(std::size_t place) {
+  const auto& entry = entries_[place];
+  if (entry.chunk < 0) {
+    return;
+  }
+  const auto& pieces = chunk_of(entry).pieces;
+  for (std::size_t p = 0; p < pieces.size(); ++p) {
+    auto& parameter = entry.unit->parameter(pieces[p].parameter);
+    const bool next_in_line =
+        parameter.source.defined() &&
+        parameter.places[static_cast<std::size_t>(parameter.pieces_written)]
+                .chunk == entry.chunk;
+    if (next_in_line && (!parameter.held || entry.unit->sealed())) {
+      write_piece(place, p);
+    }
+  }
+}
+
+void GradientStream::write_piece(std::size_t place, std::size_t piece_index) {
+  open_slot(place);
+  auto& entry = entries_[place];
+  const auto& chunk = chunk_of(entry);
+  const auto& piece = chunk.pieces[piece_index];
+  auto& parameter = entry.unit->parameter(piece.parameter);
+  auto& runtime = memory_->runtime();
+  const device::StreamScope scope(runtime, Stream::reduce);
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  touch(runtime, parameter.source, Access::read);
+  touch(runtime, entry.input, Access::write);
+  copy_columns(parameter.source,
+               entry.unit->columns(piece.parameter, piece.begin, piece.end),
+               entry.input, {piece.column, chunk.columns});
+  --entry.pieces_missing;
+  ++parameter.pieces_written;
+  if (static_cast<std::size_t>(parameter.pieces_written) ==
+      parameter.places.size()) {
+    retire(parameter);
+  }
+}
+
+// The copy of a source has been enqueued on `reduce`; its bytes go back on
+// `compute` once that is ordered behind the copy.
+void GradientStream::retire(UnitGradients::Parameter& parameter) {
+  auto copied = memory_->runtime().record(Stream::reduce);
+  if (copied.empty()) {
+    parameter.source.reset();
+    return;
+  }
+  const auto bytes = static_cast<std::int64_t>(parameter.source.nbytes());
+  retired_bytes_ += bytes;
+  retired_.push_back({std::move(parameter.source), std::move(copied), bytes});
+  parameter.source.reset();
+  drop_retired(source_budget_);
+}
+
+void GradientStream::drop_retired(std::int64_t down_to_bytes) {
+  while (retired_bytes_ > down_to_bytes) {
+    memory_->runtime().wait(Stream::compute, retired_.front().copied);
+    retired_bytes_ -= retired_.front().bytes;
+    retired_.pop_front();
+  }
+}
+
+// Gives the chunk its slot: leased on first use, otherwise taken over from the
+// chunk one round earlier, which has left.
+void GradientStream::open_slot(std::size_t place) {
+  auto& entry = entries_[place];
+  if (entry.input.defined()) {
+    return;
+  }
+  const auto slot = place % static_cast<std::size_t>(kNumSlots);
+  if (place >= static_cast<std::size_t>(kNumSlots)) {
+    land(place - static_cast<std::size_t>(kNumSlots));
+  }
+  if (slots_.size() <= slot) {
+    slots_.resize(slot + 1);
+  }
+  if (!slots_[slot]) {
+    slots_[slot] = owning_storage(
+        memory_->lease(memory::Category::gradient_stream, root_, slot_bytes_),
+        slot_bytes_);
+    order_after(memory_->runtime(), Stream::reduce, Stream::compute);
+  }
+  const auto& chunk = chunk_of(entry);
+  const auto dtype =
+      entry.unit->lanes()[static_cast<std::size_t>(entry.lane)].dtype;
+  const auto numel = entry.unit->group().size() * chunk.columns;
+  entry.input = flat_view(slots_[slot], dtype, 0, numel);
+  entry.output =
+      flat_view(slots_[slot], dtype, numel * itemsize(dtype), chunk.columns);
+}
+
+void GradientStream::seal(UnitGradients& unit) {
+  if (unit.sealed()) {
+    return;
+  }
+  unit.seal();
+  order_after(memory_->runtime(), Stream::reduce, Stream::compute);
+  pump();
+}
+
+void GradientStream::pump() {
+  while (next_ < entries_.size()) {
+    const auto& entry = entries_[next_];
+    const bool full = entry.chunk >= 0 && entry.pieces_missing == 0 &&
+                      chunk_of(entry).flags_column < 0;
+    if (!full && !entry.unit->sealed()) {
+      return;
+    }
+    if (entry.chunk < 0) {
+      send_slab(next_);
+    } else {
+      complete(next_);
+      send(next_);
+    }
+    ++next_;
+    const auto opened = next_ + static_cast<std::size_t>(kNumSlots) - 1;
+    if (opened < entries_.size()) {
+      write_ready_pieces(opened);
+    }
+  }
+}
+
+// Whatever no gradient came for leaves as -0.0, and the flags say so.
+void GradientStream::complete(std::size_t place) {
+  open_slot(place);
+  write_ready_pieces(place);
+  auto& entry = entries_[place];
+  auto& unit = *entry.unit;
+  const auto& chunk = chunk_of(entry);
+  auto& runtime = memory_->runtime();
+  const device::StreamScope scope(runtime, Stream::reduce);
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  touch(runtime, entry.input, Access::write);
+  if (entry.pieces_missing > 0) {
+    for (const auto& piece : chunk.pieces) {
+      if (!unit.parameter(piece.parameter).produced) {
+        fill_columns_neutral(
+            unit.columns(piece.parameter, piece.begin, piece.end), entry.input,
+            {piece.column, chunk.columns});
+      }
+    }
+  }
+  if (chunk.flags_column >= 0) {
+    const auto rows = unit.group().size();
+    entry.input.view({rows, chunk.columns})
+        .narrow(1, chunk.flags_column,
+                unit.lanes()[static_cast<std::size_t>(entry.lane)]
+                    .plan.num_parameters)
+        .fill_(1.0);
+    for (const auto i :
+         unit.lanes()[static_cast<std::size_t>(entry.lane)].members) {
+      if (!unit.parameter(i).produced) {
+        fill_columns_neutral({rows, 0, 0, 0, 1}, entry.input,
+                             {chunk.flags_column + i, chunk.columns});
+      }
+    }
+  }
+}
+
+void GradientStream::send(std::size_t place) {
+  auto& entry = entries_[place];
+  auto& unit = *entry.unit;
+  if (!unit.sharded().prepared()) {
+    unit.sharded().prepare(unit.trainable());
+    order_after(memory_->runtime(), Stream::reduce, Stream::compute);
+  }
+  const device::StreamScope scope(memory_->runtime(), Stream::reduce);
+  entry.pending = unit.group().reduce_scatter(
+      entry.output, entry.input, comm::Reduction::average, unit.unit());
+  entry.sent = true;
+}
+
+void GradientStream::send_slab(std::size_t place) {
+  if (place >= static_cast<std::size_t>(kNumSlots)) {
+    land(place - static_cast<std::size_t>(kNumSlots));
+  }
+  auto& entry = entries_[place];
+  auto& unit = *entry.unit;
+  auto& lane = unit.lanes()[static_cast<std::size_t>(entry.lane)];
+  auto& runtime = memory_->runtime();
+  if (!unit.sharded().prepared()) {
+    unit.sharded().prepare(unit.trainable());
+  }
+  {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    lane.slab.complete(lane.members);
+  }
+  entry.slab_inputs = lane.slab.inputs(lane.members);
+  std::int64_t columns = 0;
+  for (const auto& input : entry.slab_inputs) {
+    columns += input.numel() / unit.group().size();
+  }
+  const auto bytes = columns * itemsize(lane.dtype);
+  const c10::Storage results = owning_storage(
+      memory_->lease(memory::Category::gradient_stream, unit.unit(), bytes),
+      bytes);
+  std::int64_t column = 0;
+  for (const auto& input : entry.slab_inputs) {
+    const auto width = input.numel() / unit.group().size();
+    entry.slab_outputs.push_back(
+        flat_view(results, lane.dtype, column * itemsize(lane.dtype), width));
+    column += width;
+  }
+  order_after(runtime, Stream::reduce, Stream::compute);
+  const device::StreamScope scope(runtime, Stream::reduce);
+  entry.pending = unit.group().reduce_scatter_coalesced(
+      entry.slab_outputs, entry.slab_inputs, comm::Reduction::average,
+      unit.unit());
+  entry.sent = true;
+}
+
+void GradientStream::land(std::size_t place) {
+  auto& entry = entries_[place];
+  if (!entry.sent || entry.landed) {
+    return;
+  }
+  auto& runtime = memory_->runtime();
+  const device::StreamScope scope(runtime, Stream::reduce);
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  entry.pending->wait();
+  entry.pending.reset();
+  entry.landed = true;
+  if (entry.chunk < 0) {
+    land_slab(entry);
+    return;
+  }
+  const auto& chunk = chunk_of(entry);
+  for (const auto& piece : chunk.pieces) {
+    entry.unit->sharded().land(
+        piece.parameter, piece.begin,
+        entry.output.narrow(0, piece.column, piece.size()));
+  }
+  if (chunk.flags_column >= 0) {
+    const auto& lane =
+        entry.unit->lanes()[static_cast<std::size_t>(entry.lane)];
+    read_flags(entry, entry.output.narrow(0, chunk.flags_column,
+                                          lane.plan.num_parameters));
+  }
+  entry.input.reset();
+  entry.output.reset();
+}
+
+void GradientStream::land_slab(Entry& entry) {
+  auto& lane = entry.unit->lanes()[static_cast<std::size_t>(entry.lane)];
+  auto output = entry.slab_outputs.begin();
+  for (const auto i : lane.members) {
+    if (lane.slab.columns(i) > 0) {
+      const auto numel =
+          std::min(output->numel(), entry.unit->parameter(i).shard_numel);
+      entry.unit->sharded().land(i, 0, output->narrow(0, 0, numel));
+      ++output;
+    }
+  }
+  read_flags(entry, *output);
+  // The slab and the results go back in the compute stream's order.
+  order_after(memory_->runtime(), Stream::compute, Stream::reduce);
+  entry.slab_inputs.clear();
+  entry.slab_outputs.clear();
+  lane.slab.release_bytes();
+}
+
+// The one place where the host reads a value back, and only where this rank
+// left a parameter of the unit without a gradient.
+void GradientStream::read_flags(Entry& entry, const at::Tensor& flags) {
+  auto& lane = entry.unit->lanes()[static_cast<std::size_t>(entry.lane)];
+  if (entry.unit->used_all(lane)) {
+    return;
+  }
+  touch(memory_->runtime(), flags, Access::read);
+  const auto host = flags.to(at::kCPU, at::kFloat).contiguous();
+  const auto* values = host.const_data_ptr<float>();
+  lane.used_anywhere.assign(values, values + lane.plan.num_parameters);
+}
+
+void GradientStream::finish() {
+  for (auto& first : firsts_) {
+    for (const auto place : first.lanes) {
+      if (place < entries_.size()) {
+        entries_[place].unit->seal();
+      }
+    }
+  }
+  order_after(memory_->runtime(), Stream::reduce, Stream::compute);
+  pump();
+  for (std::size_t place = 0; place < entries_.size(); ++place) {
+    land(place);
+  }
+  auto& runtime = memory_->runtime();
+  order_after(runtime, Stream::compute, Stream::reduce);
+  drop_retired(0);
+  entries_.clear();
+  firsts_.clear();
+  next_ = 0;
+  slots_.clear();
+}
+
+void GradientStream::abort() {
+  auto& runtime = memory_->runtime();
+  for (auto& entry : entries_) {
+    if (entry.pending) {
+      const device::StreamScope scope(runtime, Stream::reduce);
+      try {
+        entry.pending->wait();
+      } catch (const std::exception& error) {
+        LOG(WARNING) << error.what();
+      }
+    }
+  }
+  order_after(runtime, Stream::compute, Stream::reduce);
+  drop_retired(0);
+  entries_.clear();
+  firsts_.clear();
+  next_ = 0;
+  slots_.clear();
+}
+
+}  // namespace lowtide::shard

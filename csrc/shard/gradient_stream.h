@@ -1,0 +1,123 @@
+// Streams the gradients of all units under one root out to their owners
+// through a bounded ring of chunks.
+//
+// Order.  Before a backward begins, every chunk of every unit that takes part
+// gets its place in one sequence, the same on every rank.  Chunks leave in
+// that order and no other: issuing collectives as gradients happen to complete
+// deadlocks as soon as two ranks differ.
+//
+// Ring.  `num_slots` slots of equal size are leased as they are first needed
+// and go back when the backward ends.  The chunk at place n uses slot
+// n % num_slots; a gradient ahead of that window keeps its source tensor until
+// the window reaches it.
+//
+// Streams.  Casts into slots, results' way to `.grad` and the waits for
+// collectives run on `reduce`.  A source is released on `compute` after the
+// copy: sources of up to `source_budget` bytes may be waiting for that, beyond
+// it compute waits.
+//
+// A unit is *sealed* when no more gradients can come for it in this backward;
+// what is missing then leaves as -0.0 (see gradient_rows.h).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "comm/collectives.h"
+#include "memory/device_memory.h"
+#include "shard/unit_gradients.h"
+
+namespace lowtide::shard {
+
+class GradientStream {
+ public:
+  // Default of `budget_bytes`, and how many slots share it.
+  static constexpr std::int64_t kDefaultBudget = std::int64_t{64} << 20;
+  static constexpr std::int64_t kNumSlots = 4;
+
+  GradientStream(std::string root,
+                 std::shared_ptr<memory::DeviceMemory> memory);
+
+  // A backward begins; `units`: those that take part with sync, in the order
+  // their gradients are expected to complete, the same on every rank.
+  void begin(const std::vector<UnitGradients*>& units);
+  // A unit nobody expected, appended to the sequence.
+  void append(UnitGradients& unit);
+  bool contains(const UnitGradients& unit) const;
+
+  // Parameter i's gradient is complete and ready on the compute stream;
+  // undefined: it fired without one.  `hold`: more may follow in this backward
+  // (nested graph), so it stays here until the unit is sealed.
+  // Throws lowtide::Error for a gradient that comes after its unit was sealed.
+  void accept(UnitGradients& unit, std::int32_t i, at::Tensor gradient,
+              bool hold);
+
+  void seal(UnitGradients& unit);
+
+  // Seals and sends what is left and lands everything; afterwards every
+  // result is in place in the compute stream's order and the ring is gone.
+  void finish();
+
+  // Waits for what is in flight, ignoring failures, and drops everything.
+  void abort();
+
+  // Sources held or waiting for their copy, and slots leased, right now.
+  std::int64_t retired_bytes() const { return retired_bytes_; }
+
+ private:
+  struct Entry {
+    UnitGradients* unit = nullptr;
+    std::int32_t lane = 0;
+    std::int32_t chunk = -1;  // -1: the whole slab in one coalesced call
+    std::int32_t pieces_missing = 0;
+    at::Tensor input;
+    at::Tensor output;
+    std::vector<at::Tensor> slab_inputs;
+    std::vector<at::Tensor> slab_outputs;
+    std::unique_ptr<comm::Pending> pending;
+    bool sent = false;
+    bool landed = false;
+  };
+  struct First {
+    const UnitGradients* unit;
+    std::vector<std::size_t> lanes;  // place of each lane's first entry
+  };
+  struct Retired {
+    at::Tensor source;
+    device::Event copied;
+    std::int64_t bytes;
+  };
+
+  const Chunk& chunk_of(const Entry& entry) const;
+  std::size_t place_of(const UnitGradients& unit, std::int32_t lane) const;
+  bool in_window(std::size_t place) const;
+  void write_ready_pieces(std::size_t place);
+  void write_piece(std::size_t place, std::size_t piece);
+  void open_slot(std::size_t place);
+  void retire(UnitGradients::Parameter& parameter);
+  void pump();
+  void complete(std::size_t place);
+  void send(std::size_t place);
+  void send_slab(std::size_t place);
+  void land(std::size_t place);
+  void land_slab(Entry& entry);
+  void read_flags(Entry& entry, const at::Tensor& flags);
+  void drop_retired(std::int64_t down_to_bytes);
+
+  std::string root_;
+  std::shared_ptr<memory::DeviceMemory> memory_;
+  std::vector<Entry> entries_;
+  std::vector<First> firsts_;
+  std::size_t next_ = 0;  // the first entry that has not left
+  std::vector<c10::Storage> slots_;
+  std::int64_t slot_bytes_ = 0;
+  std::int64_t source_budget_ = 0;
+  std::deque<Retired> retired_;
+  std::int64_t retired_bytes_ = 0;
+};
+
+}  // namespace lowtide::shard

@@ -1,0 +1,185 @@
+#include "shard/parameter_buffers.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+
+#include "base/check.h"
+
+namespace lowtide::shard {
+namespace {
+
+std::int64_t itemsize(at::ScalarType dtype) {
+  return static_cast<std::int64_t>(c10::elementSize(dtype));
+}
+
+memory::FlatLayout lay_out(const std::vector<ParameterInfo>& infos,
+                           std::int64_t world_size) {
+  std::vector<memory::ParameterShape> shapes;
+  shapes.reserve(infos.size());
+  for (const auto& info : infos) {
+    shapes.push_back({info.name, info.sizes, itemsize(info.storage_dtype),
+                      itemsize(info.compute_dtype)});
+  }
+  return {world_size, shapes};
+}
+
+std::vector<std::int64_t> contiguous_strides(
+    const std::vector<std::int64_t>& sizes) {
+  std::vector<std::int64_t> strides(sizes.size(), 1);
+  for (std::size_t d = sizes.size(); d-- > 1;) {
+    strides[d - 1] = strides[d] * std::max<std::int64_t>(sizes[d], 1);
+  }
+  return strides;
+}
+
+// lowtide's own copies are invisible to autograd and to version counters.
+using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
+
+}  // namespace
+
+ParameterBuffers::ParameterBuffers(UnitName unit,
+                                   const std::vector<ParameterInfo>& infos,
+                                   std::int64_t world_size, std::int64_t rank,
+                                   std::shared_ptr<memory::DeviceMemory> memory)
+    : unit_(std::move(unit)),
+      infos_(infos),
+      rank_(rank),
+      memory_(std::move(memory)),
+      layout_(lay_out(infos, world_size)),
+      input_(memory_->runtime().device()) {
+  auto lease = memory_->lease(memory::Category::parameters, *unit_,
+                              layout_.shard_bytes());
+  master_ = owning_storage(std::move(lease), layout_.shard_bytes());
+  const BelowAutograd guard;
+  flat_view(master_, at::kByte, 0, layout_.shard_bytes()).zero_();
+  build_gather_lists();
+}
+
+void ParameterBuffers::build_gather_lists() {
+  const auto device = memory_->runtime().device();
+  for (std::size_t i = 0; i < infos_.size(); ++i) {
+    const auto& info = infos_[i];
+    const auto& slice = layout_[i];
+    RepointedStorage storage(device);
+    auto full = storage.view(info.compute_dtype, info.sizes,
+                             contiguous_strides(info.sizes));
+    const bool cast = info.storage_dtype != info.compute_dtype;
+    if (slice.shard_numel > 0) {
+      gather_outs_.push_back(
+          storage.view(at::kByte, {slice.gathered_bytes}, {1}));
+      gather_ins_.push_back(cast ? input_.view(at::kByte, {slice.input_bytes},
+                                               {1}, slice.input_offset)
+                                 : flat_view(master_, at::kByte,
+                                             slice.shard_offset,
+                                             slice.shard_bytes));
+    }
+    parameters_.push_back({std::move(storage), std::move(full)});
+    if (!cast) {
+      continue;
+    }
+    // Extend the run over this parameter if the one before has its dtypes.
+    const bool extends = i > 0 && !casts_.empty() &&
+                         infos_[i - 1].storage_dtype == info.storage_dtype &&
+                         infos_[i - 1].compute_dtype == info.compute_dtype;
+    const auto from_input = slice.input_offset / itemsize(info.compute_dtype);
+    const auto start =
+        extends ? casts_.back().input.storage_offset() : from_input;
+    const auto numel = from_input + slice.shard_numel - start;
+    const auto from_master = slice.shard_offset / itemsize(info.storage_dtype) -
+                             (from_input - start);
+    if (extends) {
+      casts_.pop_back();
+    }
+    casts_.push_back(
+        {input_.view(info.compute_dtype, {numel}, {1}, start),
+         flat_view(master_, info.storage_dtype,
+                   from_master * itemsize(info.storage_dtype), numel)});
+  }
+}
+
+at::Tensor ParameterBuffers::local_shard(std::size_t i) const {
+  const auto& info = infos_[i];
+  auto sizes = info.sizes;
+  sizes[0] = layout_[i].local_rows(rank_);
+  const BelowAutograd guard;
+  return flat_view(master_, info.storage_dtype, layout_[i].shard_offset,
+                   layout_[i].local_numel(rank_))
+      .view(sizes);
+}
+
+void ParameterBuffers::load_full(std::size_t i, const at::Tensor& full) {
+  const auto rows = layout_[i].local_rows(rank_);
+  if (rows > 0) {
+    load_local(i,
+               full.detach().narrow(0, rank_ * layout_[i].padded_rows, rows));
+  }
+}
+
+void ParameterBuffers::load_local(std::size_t i, const at::Tensor& local) {
+  const auto shard = local_shard(i);
+  const BelowAutograd guard;
+  shard.copy_(local.detach());
+}
+
+std::unique_ptr<comm::Pending> ParameterBuffers::gather(
+    comm::Collectives& group) {
+  if (gather_outs_.empty()) {
+    return nullptr;
+  }
+  auto& runtime = memory_->runtime();
+  auto gathered = memory_->lease(memory::Category::gathered, *unit_,
+                                 layout_.gathered_bytes());
+  c10::DataPtr input;
+  if (!casts_.empty()) {
+    input = memory_->lease(memory::Category::gather_input, *unit_,
+                           layout_.input_bytes());
+  }
+  const auto allocated = runtime.record(device::Stream::compute);
+  auto* base = static_cast<char*>(gathered.get());
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    parameters_[i].storage.bind(base + layout_[i].gathered_offset,
+                                layout_[i].gathered_bytes);
+  }
+  if (input.get() != nullptr) {
+    input_.bind(input.get(), layout_.input_bytes());
+  }
+  gathered_lease_ = std::move(gathered);
+  input_lease_ = std::move(input);
+
+  runtime.wait(device::Stream::gather, allocated);
+  const device::StreamScope scope(runtime, device::Stream::gather);
+  try {
+    cast_masters();
+    return group.all_gather(gather_outs_, gather_ins_, *unit_);
+  } catch (...) {
+    arrived();
+    release();
+    throw;
+  }
+}
+
+void ParameterBuffers::cast_masters() {
+  auto& runtime = memory_->runtime();
+  const BelowAutograd guard;
+  for (auto& run : casts_) {
+    runtime.touches(device::Stream::gather, run.master.const_data_ptr(),
+                    run.master.nbytes(), device::Access::read);
+    runtime.touches(device::Stream::gather, run.input.const_data_ptr(),
+                    run.input.nbytes(), device::Access::write);
+    run.input.copy_(run.master);
+  }
+}
+
+void ParameterBuffers::arrived() {
+  input_.unbind();
+  input_lease_.clear();
+}
+
+void ParameterBuffers::release() {
+  for (auto& parameter : parameters_) {
+    parameter.storage.unbind();
+  }
+  gathered_lease_.clear();
+}
+
+}  // namespace lowtide::shard

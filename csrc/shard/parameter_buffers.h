@@ -1,0 +1,103 @@
+// The bytes behind one unit's parameters: this rank's shards, and, while the
+// unit is unsharded, the full parameters.
+//
+//   master    one flat buffer of shards, for the lifetime of the model; what
+//             optimizers update and `.to_local()` shows
+//   input     the shards in the compute dtype, only while a gather is on its
+//             way and only if the dtypes differ
+//   gathered  every parameter's N pieces in rank order: the full parameter is
+//             its first rows, so the gather writes straight into place
+//
+// Streams: leases and releases are in the compute stream's order, the cast and
+// the collective run on `gather` behind an event.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/collectives.h"
+#include "memory/device_memory.h"
+#include "memory/flat_layout.h"
+#include "shard/storage.h"
+#include "shard/unit_name.h"
+
+namespace lowtide::shard {
+
+struct ParameterInfo {
+  std::string name;                 // for errors: fully qualified
+  std::vector<std::int64_t> sizes;  // global
+  at::ScalarType storage_dtype;     // of the shards
+  at::ScalarType compute_dtype;     // of the full parameter
+  at::ScalarType reduce_dtype;      // of its gradient on the wire
+};
+
+class ParameterBuffers {
+ public:
+  // Leases the master buffer, zeroed (padding rows are gathered too).
+  ParameterBuffers(UnitName unit, const std::vector<ParameterInfo>& infos,
+                   std::int64_t world_size, std::int64_t rank,
+                   std::shared_ptr<memory::DeviceMemory> memory);
+
+  std::size_t size() const { return parameters_.size(); }
+  const memory::ParameterSlice& slice(std::size_t i) const {
+    return layout_[i];
+  }
+
+  // This rank's rows of parameter i, [local_rows, ...], a view of the master.
+  at::Tensor local_shard(std::size_t i) const;
+  // The full parameter's data; its storage is unbound unless gathered.
+  const at::Tensor& full(std::size_t i) const { return parameters_[i].full; }
+  const RepointedStorage& storage(std::size_t i) const {
+    return parameters_[i].storage;
+  }
+
+  // Copies this rank's rows of a full tensor / a local tensor into the master.
+  void load_full(std::size_t i, const at::Tensor& full);
+  void load_local(std::size_t i, const at::Tensor& local);
+
+  // Leases the gathered buffer, points every parameter at it and issues one
+  // coalesced all-gather.  Nothing has changed if it throws.
+  std::unique_ptr<comm::Pending> gather(comm::Collectives& group);
+  // After the gather was waited for: gives the input buffer back.
+  void arrived();
+  // Gives the gathered buffer back; every parameter's storage is unbound.
+  void release();
+
+  std::int64_t gathered_bytes() const { return layout_.gathered_bytes(); }
+  std::int64_t shard_bytes() const { return layout_.shard_bytes(); }
+
+ private:
+  struct Parameter {
+    RepointedStorage storage;
+    at::Tensor full;
+  };
+  // Neighbours of one dtype pair: one copy casts them all.
+  struct CastRun {
+    at::Tensor input;
+    at::Tensor master;
+  };
+
+  void build_gather_lists();
+  void cast_masters();
+
+  UnitName unit_;
+  std::vector<ParameterInfo> infos_;
+  std::int64_t rank_;
+  std::shared_ptr<memory::DeviceMemory> memory_;
+  memory::FlatLayout layout_;
+  c10::Storage master_;
+  RepointedStorage input_;
+  std::vector<Parameter> parameters_;
+  std::vector<CastRun> casts_;
+  std::vector<at::Tensor> gather_outs_;  // uint8, per parameter
+  std::vector<at::Tensor> gather_ins_;
+  c10::DataPtr gathered_lease_;
+  c10::DataPtr input_lease_;
+};
+
+}  // namespace lowtide::shard

@@ -1,0 +1,227 @@
+#include "shard/root.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "base/check.h"
+#include "base/trace.h"
+#include "shard/autograd_nodes.h"
+#include "shard/unit.h"
+
+namespace lowtide::shard {
+
+// [Note: A backward that raised]
+// autograd does not call the end-of-backward callbacks of a graph task that
+// failed, but it destroys them.  The callback owns this; if it dies before the
+// callback ran, the step must be aborted before anything else happens.
+struct Root::Sentinel {
+  explicit Sentinel(std::weak_ptr<Root> root) : root(std::move(root)) {}
+  ~Sentinel() {
+    if (const auto alive = root.lock(); alive && !closed) {
+      alive->failed_ = true;
+    }
+  }
+  std::weak_ptr<Root> root;
+  bool closed = false;
+};
+
+Root::Root(std::string name, std::shared_ptr<memory::DeviceMemory> memory)
+    : name_(std::move(name)),
+      memory_(std::move(memory)),
+      stream_(name_, memory_) {}
+
+void Root::adopt(const std::vector<std::shared_ptr<Unit>>& units) {
+  LOWTIDE_INVARIANT(units_.empty(), "a root adopts its units once");
+  for (const auto& unit : units) {
+    unit->join(shared_from_this(), static_cast<std::int32_t>(units_.size()));
+    units_.push_back(unit.get());
+  }
+  schedule_ = Schedule(static_cast<std::int32_t>(units_.size()));
+  last_order_.resize(units_.size());
+  std::iota(last_order_.rbegin(), last_order_.rend(), 0);
+}
+
+void Root::forget(const Unit& unit) {
+  std::replace(units_.begin(), units_.end(), const_cast<Unit*>(&unit),
+               static_cast<Unit*>(nullptr));
+}
+
+void Root::set_gradient_budget(std::int64_t bytes) {
+  if (bytes <= 0) {
+    throw InvalidArgument(
+        base::error_text(base::concat("gradient budget of '", name_, "'"),
+                         "a positive number of bytes", base::concat(bytes),
+                         "The default is 64 MiB."));
+  }
+  gradient_budget_ = bytes;
+  planned_ = false;
+}
+
+// --- forward ----------------------------------------------------------------
+
+Unit* Root::enter_forward(Unit& unit) {
+  // Entered again from outside: the forward before did not return.
+  const bool raised = forward_root_ == &unit;
+  if (forward_root_ == nullptr || raised) {
+    if (raised || failed_ || backward_ != -1) {
+      abort(/*drop_gradients=*/failed_ || backward_ != -1 || recorded_);
+    }
+    begin_forward(unit);
+  }
+  const auto next = schedule_.enter_forward(unit.number());
+  return next ? units_[static_cast<std::size_t>(*next)] : nullptr;
+}
+
+void Root::begin_forward(Unit& unit) {
+  forward_root_ = &unit;
+  recorded_ = at::GradMode::is_enabled();
+  schedule_.begin_forward();
+  if (recorded_) {
+    plan_gradients();
+  }
+}
+
+void Root::leave_forward(Unit& unit) {
+  schedule_.leave_forward(unit.number(), at::GradMode::is_enabled());
+  if (forward_root_ == &unit) {
+    end_forward();
+  }
+}
+
+void Root::end_forward() {
+  schedule_.end_forward();
+  forward_root_ = nullptr;
+  open_forwards_ += recorded_ ? 1 : 0;
+  for (auto* unit : units_) {
+    if (unit != nullptr && unit->prefetched_in_vain()) {
+      unit->reshard();
+    }
+  }
+}
+
+// --- gradients' way out -----------------------------------------------------
+
+// The plan depends on which parameters are trainable and on the budget: both
+// change only between steps, on all ranks alike.
+void Root::plan_gradients() {
+  std::vector<std::vector<bool>> trainable;
+  trainable.reserve(units_.size());
+  for (const auto* unit : units_) {
+    trainable.push_back(unit != nullptr ? unit->trainable()
+                                        : std::vector<bool>());
+  }
+  if (planned_ && trainable == planned_trainable_) {
+    return;
+  }
+  bool complete = true;
+  for (std::size_t u = 0; u < units_.size(); ++u) {
+    auto* unit = units_[u];
+    if (unit == nullptr ||
+        (planned_ && trainable[u] == planned_trainable_[u])) {
+      continue;
+    }
+    if (unit->gradients().accumulating()) {
+      complete = false;  // again after its slab has been reduced
+      continue;
+    }
+    // Backward completes a module's parameters roughly in reverse.
+    std::vector<std::int32_t> order(trainable[u].size());
+    std::iota(order.rbegin(), order.rend(), 0);
+    unit->gradients().plan(trainable[u], order, gradient_budget_,
+                           GradientStream::kNumSlots);
+    unit->install_nodes();
+  }
+  planned_ = complete;
+  planned_trainable_ = std::move(trainable);
+}
+
+std::vector<Unit*> Root::participants() {
+  auto order = schedule_.completion_order();
+  if (order.empty()) {
+    order = last_order_;
+  }
+  last_order_ = order;
+  std::vector<Unit*> units;
+  for (const auto number : order) {
+    if (auto* unit = units_[static_cast<std::size_t>(number)]) {
+      units.push_back(unit);
+    }
+  }
+  // What encloses other units is complete only when they all are.
+  std::stable_partition(units.begin(), units.end(),
+                        [](const Unit* unit) { return !unit->encloses_units; });
+  return units;
+}
+
+// --- backward ---------------------------------------------------------------
+
+void Root::open_backward() {
+  if (failed_) {
+    abort();
+  }
+  if (backward_ != -1) {
+    return;
+  }
+  backward_ = current_backward();
+  LOWTIDE_INVARIANT(backward_ != -1, "autograd runs on this thread");
+  in_backward_ = participants();
+  std::vector<UnitGradients*> streamed;
+  for (auto* unit : in_backward_) {
+    unit->begin_backward();
+    if (unit->gradients().sync()) {
+      streamed.push_back(&unit->gradients());
+    }
+  }
+  stream_.begin(streamed);
+  at_end_of_backward([self = shared_from_this(),
+                      sentinel = std::make_shared<Sentinel>(weak_from_this())] {
+    self->close_backward();
+    sentinel->closed = true;
+  });
+}
+
+bool Root::nested_backward() const { return current_backward() != backward_; }
+
+Unit* Root::enter_backward(Unit& unit) {
+  const auto next = schedule_.enter_backward(unit.number());
+  return next ? units_[static_cast<std::size_t>(*next)] : nullptr;
+}
+
+void Root::close_backward() {
+  const base::TraceRange trace("lowtide::end_of_backward", name_);
+  stream_.finish();
+  open_forwards_ = std::max<std::int64_t>(0, open_forwards_ - 1);
+  const bool more_backwards = open_forwards_ > 0;
+  for (auto* unit : units_) {
+    if (unit != nullptr) {
+      unit->end_backward(more_backwards);
+    }
+  }
+  if (!more_backwards) {
+    schedule_.end_backward();
+  }
+  in_backward_.clear();
+  backward_ = -1;
+}
+
+// --- recovery ---------------------------------------------------------------
+
+void Root::abort(bool drop_gradients) {
+  stream_.abort();
+  for (auto* unit : units_) {
+    if (unit != nullptr) {
+      unit->abort(drop_gradients);
+    }
+  }
+  schedule_.abort();
+  in_backward_.clear();
+  forward_root_ = nullptr;
+  recorded_ = false;
+  open_forwards_ = 0;
+  backward_ = -1;
+  failed_ = false;
+}
+
+}  // namespace lowtide::shard

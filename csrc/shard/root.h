@@ -1,0 +1,84 @@
+// What all units under one root module share: the order of their forwards and
+// backwards, the gradient stream, and the beginning and end of every step.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "memory/device_memory.h"
+#include "shard/gradient_stream.h"
+#include "shard/schedule.h"
+
+namespace lowtide::shard {
+
+class Unit;
+
+class Root : public std::enable_shared_from_this<Root> {
+ public:
+  Root(std::string name, std::shared_ptr<memory::DeviceMemory> memory);
+
+  // All units in registration order, once, before the first forward.
+  void adopt(const std::vector<std::shared_ptr<Unit>>& units);
+  // Called by a unit that dies.
+  void forget(const Unit& unit);
+
+  // Byte budget of the ring of gradient chunks; takes effect when the next
+  // forward begins.  The same on every rank.
+  void set_gradient_budget(std::int64_t bytes);
+  std::int64_t gradient_budget() const { return gradient_budget_; }
+
+  // --- called by units ------------------------------------------------------
+  // Returns the unit to gather ahead, or null.
+  Unit* enter_forward(Unit& unit);
+  void leave_forward(Unit& unit);
+  // True while a forward runs that autograd records.
+  bool recording() const { return forward_root_ != nullptr && recorded_; }
+
+  // A backward is under way on this thread: opens it on first sight.
+  void open_backward();
+  // Whether this thread runs a backward inside the one that was opened.
+  bool nested_backward() const;
+  Unit* enter_backward(Unit& unit);
+  GradientStream& stream() { return stream_; }
+
+  // --- recovery -------------------------------------------------------------
+  // Waits for what is in flight, frees every gathered parameter and buffer,
+  // and, with `drop_gradients`, every gradient accumulated so far.  The next
+  // step then runs as if the failed one had been skipped.
+  void abort(bool drop_gradients = true);
+
+  const std::vector<Unit*>& units() const { return units_; }
+
+ private:
+  // Lives in the graph task; dies without `close` when the backward raised.
+  struct Sentinel;
+
+  void begin_forward(Unit& unit);
+  void end_forward();
+  void close_backward();
+  void plan_gradients();
+  std::vector<Unit*> participants();
+
+  std::string name_;
+  std::shared_ptr<memory::DeviceMemory> memory_;
+  std::vector<Unit*> units_;
+  Schedule schedule_{0};
+  GradientStream stream_;
+  std::int64_t gradient_budget_ = GradientStream::kDefaultBudget;
+  bool planned_ = false;
+  std::vector<std::vector<bool>> planned_trainable_;
+
+  Unit* forward_root_ = nullptr;  // entered first in the running forward
+  bool recorded_ = false;
+  std::int64_t open_forwards_ = 0;  // recorded ones without a backward so far
+  std::vector<std::int32_t> last_order_;
+
+  std::int64_t backward_ = -1;  // the graph task that was opened
+  std::vector<Unit*> in_backward_;
+  std::atomic<bool> failed_{false};
+};
+
+}  // namespace lowtide::shard

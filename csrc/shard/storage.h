@@ -1,0 +1,47 @@
+// A storage whose bytes can be moved: tensors, views and what autograd saved
+// follow it, versions stay, and torch.compile sees the same tensor.
+//
+// `p.data = other` would leave saved tensors behind (NaN gradients) and
+// `resize_` would need version-counter tricks; repointing needs neither.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/Storage.h>
+
+#include <cstdint>
+
+namespace lowtide::shard {
+
+class RepointedStorage {
+ public:
+  // Unbound: null data, zero bytes.  Indexing or multiplying a tensor on an
+  // unbound storage raises torch's out-of-bounds error.
+  explicit RepointedStorage(c10::Device device);
+
+  // Shows `bytes` bytes at `data`, which the caller keeps alive until unbind.
+  void bind(void* data, std::int64_t bytes);
+  void unbind();
+
+  // A tensor on this storage, whether bound or not.  Normal (not inference),
+  // no autograd history.  `offset` in elements.
+  at::Tensor view(at::ScalarType dtype, at::IntArrayRef sizes,
+                  at::IntArrayRef strides, std::int64_t offset = 0) const;
+
+  // How many tensors (and others) hold the storage.
+  std::int64_t use_count() const;
+  void* data() const { return storage_.mutable_data(); }
+
+ private:
+  c10::Storage storage_;
+  c10::Device device_;
+};
+
+// A fixed-size storage that owns leased bytes.
+c10::Storage owning_storage(c10::DataPtr lease, std::int64_t bytes);
+
+// A contiguous 1-D tensor over `numel` elements at byte `offset` of `storage`.
+at::Tensor flat_view(const c10::Storage& storage, at::ScalarType dtype,
+                     std::int64_t byte_offset, std::int64_t numel);
+
+}  // namespace lowtide::shard

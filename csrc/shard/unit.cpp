@@ -1,0 +1,385 @@
+#include "shard/unit.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Logging.h>
+
+#include <algorithm>
+
+#include "base/check.h"
+#include "base/trace.h"
+#include "shard/root.h"
+
+namespace lowtide::shard {
+
+Unit::Unit(std::string name, std::vector<ParameterInfo> infos,
+           UnitGroups groups, std::shared_ptr<memory::DeviceMemory> memory)
+    : name_(std::make_shared<std::string>(std::move(name))),
+      groups_(std::move(groups)),
+      memory_(std::move(memory)),
+      buffers_(name_, infos, groups_.gather->size(), groups_.gather->rank(),
+               memory_),
+      gradients_(name_, infos, buffers_, groups_.reduce, memory_),
+      state_(name_),
+      infos_(std::move(infos)) {}
+
+Unit::~Unit() {
+  if (root_) {
+    root_->forget(*this);
+  }
+}
+
+void Unit::attach(std::vector<at::Tensor> shards, std::vector<at::Tensor> full,
+                  std::unique_ptr<ModuleView> view) {
+  view_ = std::move(view);
+  shards_ = std::move(shards);
+  full_ = std::move(full);
+  std::vector<ShardedGradients::Parameter> parameters;
+  for (std::size_t i = 0; i < shards_.size(); ++i) {
+    auto sizes = infos_[i].sizes;
+    sizes[0] = buffers_.slice(i).local_rows(groups_.gather->rank());
+    parameters.push_back({shards_[i], std::move(sizes),
+                          buffers_.slice(i).local_numel(groups_.gather->rank()),
+                          infos_[i].storage_dtype});
+  }
+  gradients_.sharded().set_parameters(std::move(parameters));
+  install_nodes();
+}
+
+void Unit::detach() {
+  view_.reset();
+  shards_.clear();
+  gradients_.sharded().set_parameters({});
+}
+
+void Unit::install_nodes() {
+  nodes_.assign(full_.size(), nullptr);
+  for (std::size_t i = 0; i < full_.size(); ++i) {
+    const bool trainable = shards_[i].requires_grad();
+    if (full_[i].requires_grad() != trainable) {
+      full_[i].set_requires_grad(trainable);
+    }
+    if (trainable) {
+      nodes_[i] = install_gradient_node(full_[i], weak_from_this(),
+                                        static_cast<std::int32_t>(i));
+    }
+  }
+}
+
+void Unit::rename(std::string name,
+                  const std::vector<std::string>& parameters) {
+  *name_ = std::move(name);
+  gradients_.rename_parameters(parameters);
+}
+
+void Unit::join(std::shared_ptr<Root> root, std::int32_t number) {
+  root_ = std::move(root);
+  number_ = number;
+}
+
+std::vector<bool> Unit::trainable() const {
+  std::vector<bool> trainable;
+  trainable.reserve(shards_.size());
+  for (const auto& shard : shards_) {
+    trainable.push_back(shard.requires_grad());
+  }
+  return trainable;
+}
+
+// --- parameters -------------------------------------------------------------
+
+void Unit::gather() {
+  if (state() == UnitState::gathering || state() == UnitState::unsharded) {
+    return;
+  }
+  const base::TraceRange trace("lowtide::gather", *name_);
+  pending_gather_ = buffers_.gather(*groups_.gather);
+  state_.on(UnitEvent::gather);
+}
+
+void Unit::wait_for_gather() {
+  if (state() != UnitState::gathering) {
+    return;
+  }
+  const base::TraceRange trace("lowtide::wait_for_gather", *name_);
+  if (pending_gather_) {
+    pending_gather_->wait();
+    pending_gather_.reset();
+  }
+  buffers_.arrived();
+  state_.on(UnitEvent::arrive);
+}
+
+void Unit::show_full() {
+  if (!shown_ && view_) {
+    view_->show_full();
+  }
+  shown_ = true;
+}
+
+void Unit::unshard() {
+  gather();
+  wait_for_gather();
+  show_full();
+}
+
+void Unit::reshard() {
+  wait_for_gather();
+  if (shown_ && view_) {
+    view_->show_shards();
+  }
+  shown_ = prefetched_ = false;
+  if (state() == UnitState::unsharded) {
+    buffers_.release();
+    state_.on(UnitEvent::reshard);
+  }
+}
+
+void Unit::prefetch(Unit& other) {
+  if (other.state() == UnitState::sharded ||
+      other.state() == UnitState::reducing) {
+    other.gather();
+    other.prefetched_ = true;
+  }
+}
+
+// --- forward ----------------------------------------------------------------
+
+void Unit::pre_forward() {
+  const base::TraceRange trace("lowtide::pre_forward", *name_);
+  if (in_backward()) {
+    // A recomputation; its backward follows.
+    unshard();
+    return;
+  }
+  Unit* next = root_->enter_forward(*this);
+  if (!at::GradMode::is_enabled() && root_->recording()) {
+    ++calls_without_grad_;
+  }
+  gather();
+  prefetched_ = false;
+  // Issued before this unit's own kernels: the next gather then waits for
+  // nothing but the unit before this one.
+  if (!forward_prefetch.empty()) {
+    for (const auto& other : forward_prefetch) {
+      if (const auto unit = other.lock()) prefetch(*unit);
+    }
+  } else if (next != nullptr) {
+    prefetch(*next);
+  }
+  wait_for_gather();
+  show_full();
+  count_references();
+}
+
+std::vector<at::Tensor> Unit::watch_forward_inputs(
+    const std::vector<at::Tensor>& inputs) {
+  auto watched = watch_inputs(inputs, weak_from_this());
+  if (!in_backward()) {
+    open_calls_.push_back(std::move(watched.node));
+  }
+  return std::move(watched.tensors);
+}
+
+void Unit::post_forward(const std::vector<at::Tensor>& outputs) {
+  const base::TraceRange trace("lowtide::post_forward", *name_);
+  for (const auto& output : outputs) {
+    watch_output(output, weak_from_this());
+  }
+  if (in_backward()) {
+    return;
+  }
+  saved_ = saved_ || autograd_saved_parameters();
+  if (reshard_after_forward) {
+    reshard();
+  }
+  root_->leave_forward(*this);
+}
+
+// [Note: Saved parameters]
+// A leaf that autograd saves raises its TensorImpl's use count, a view of it
+// that autograd saves raises the StorageImpl's: comparing both before and after
+// the module's forward tells whether backward will read the parameters.
+void Unit::count_references() {
+  if (!leaf_module) {
+    return;
+  }
+  references_.clear();
+  for (std::size_t i = 0; i < full_.size(); ++i) {
+    references_.emplace_back(full_[i].use_count(),
+                             buffers_.storage(i).use_count());
+  }
+}
+
+bool Unit::autograd_saved_parameters() const {
+  if (!leaf_module) {
+    return true;
+  }
+  for (std::size_t i = 0; i < full_.size(); ++i) {
+    if (static_cast<std::int64_t>(full_[i].use_count()) !=
+            references_[i].first ||
+        buffers_.storage(i).use_count() != references_[i].second) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// --- backward ---------------------------------------------------------------
+
+bool Unit::needs_gather_in_backward() const { return saved_ || !leaf_module; }
+
+void Unit::on_output_gradient() {
+  const base::TraceRange trace("lowtide::pre_backward", *name_);
+  root_->open_backward();
+  begin_backward();
+  if (needs_gather_in_backward()) {
+    gather();
+  }
+  prefetched_ = false;
+  if (!output_gradient_) {
+    output_gradient_ = true;
+    Unit* next = root_->enter_backward(*this);
+    if (!backward_prefetch.empty()) {
+      for (const auto& other : backward_prefetch) {
+        if (const auto unit = other.lock()) prefetch(*unit);
+      }
+    } else if (next != nullptr && next->needs_gather_in_backward()) {
+      prefetch(*next);
+    }
+  }
+  if (needs_gather_in_backward()) {
+    wait_for_gather();
+    show_full();
+  }
+}
+
+void Unit::begin_backward() {
+  if (in_backward_) {
+    return;
+  }
+  in_backward_ = true;
+  output_gradient_ = false;
+  nested_calls_done_ = 0;
+  gradients_.begin(gradient_sync);
+}
+
+void Unit::on_parameter_gradient(std::int32_t i, at::Tensor gradient) {
+  root_->open_backward();
+  begin_backward();
+  if (gradient.defined() && gradient.layout() != at::kStrided) {
+    gradient = gradient.to_dense();
+  }
+  if (gradients_.sync()) {
+    if (!root_->stream().contains(gradients_)) {
+      root_->stream().append(gradients_);
+    }
+    root_->stream().accept(gradients_, i, std::move(gradient),
+                           root_->nested_backward());
+  } else if (gradient.defined()) {
+    gradients_.accumulate(i, gradient);
+  }
+}
+
+void Unit::on_inputs_done(const torch::autograd::Node* node) {
+  const base::TraceRange trace("lowtide::post_backward", *name_);
+  root_->open_backward();
+  const bool nested = root_->nested_backward();
+  if (nested) {
+    ++nested_calls_done_;
+  }
+  bool more_to_come = calls_without_grad_ > nested_calls_done_;
+  std::erase_if(open_calls_, [&](const WeakNodePtr& weak) {
+    const auto call = weak.lock();
+    if (!call || call.get() == node) {
+      return true;
+    }
+    // Other calls count if this backward reaches them; of the outer graph a
+    // nested backward only knows that they are open.
+    more_to_come |= nested || in_current_backward(call.get());
+    return false;
+  });
+  if (!more_to_come) {
+    finish_backward();
+  }
+}
+
+// All gradients of this unit have been seen, and nobody reads its parameters.
+void Unit::finish_backward() {
+  output_gradient_ = false;
+  if (encloses_units) {
+    return;
+  }
+  if (gradients_.sync() && root_->stream().contains(gradients_)) {
+    root_->stream().seal(gradients_);
+  }
+  if (reshard_after_backward && state() == UnitState::unsharded) {
+    if (shown_ && view_) {
+      view_->show_shards();
+    }
+    shown_ = false;
+    buffers_.release();
+    state_.on(UnitEvent::seal);
+  }
+}
+
+std::vector<at::Tensor> Unit::wrap_gradients(
+    const std::vector<std::int32_t>& parameters,
+    const std::vector<at::Tensor>& locals) {
+  return view_ ? view_->wrap_gradients(parameters, locals) : locals;
+}
+
+void Unit::end_backward(bool more_backwards) {
+  if (in_backward_ && gradients_.sync() && gradients_.sharded().prepared()) {
+    std::vector<std::int32_t> used;
+    for (const auto i : gradients_.trainable()) {
+      if (gradients_.used_by_any_rank(i)) {
+        used.push_back(i);
+      }
+    }
+    std::sort(used.begin(), used.end());
+    gradients_.sharded().publish(
+        used, [this](const auto& parameters, const auto& locals) {
+          return wrap_gradients(parameters, locals);
+        });
+  }
+  if (in_backward_) {
+    gradients_.end();
+  }
+  in_backward_ = output_gradient_ = false;
+  saved_ = saved_ && more_backwards;
+  calls_without_grad_ = nested_calls_done_ = 0;
+  std::erase_if(open_calls_,
+                [](const WeakNodePtr& call) { return call.expired(); });
+  if (state() == UnitState::reducing) {
+    state_.on(UnitEvent::drain);
+  }
+  if (reshard_after_backward) {
+    reshard();
+  }
+}
+
+void Unit::abort(bool drop_gradients) {
+  if (pending_gather_) {
+    try {
+      pending_gather_->wait();
+    } catch (const std::exception& error) {
+      LOG(WARNING) << error.what();
+    }
+    pending_gather_.reset();
+  }
+  buffers_.arrived();
+  if (shown_ && view_) {
+    view_->show_shards();
+  }
+  buffers_.release();
+  state_.on(UnitEvent::abort);
+  shown_ = prefetched_ = saved_ = false;
+  in_backward_ = output_gradient_ = false;
+  calls_without_grad_ = nested_calls_done_ = 0;
+  open_calls_.clear();
+  if (drop_gradients) {
+    gradients_.abort();
+  }
+}
+
+}  // namespace lowtide::shard

@@ -1,0 +1,167 @@
+// One `fully_shard` call: parameters that are gathered, used, freed and whose
+// gradients are reduced together.
+//
+// The unit ties its parts together and reacts to what happens around it: the
+// module's forward (called from the bindings) and the autograd graph (through
+// BackwardReceiver).  The parts: ParameterBuffers (bytes of the parameters),
+// UnitGradients (where its gradients stand), UnitStateMachine.  What units
+// share is in Root.
+//
+// Threads: one at a time.  No method needs the GIL or may be called with it
+// held while a collective is issued or waited for; the ModuleView takes it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/collectives.h"
+#include "memory/device_memory.h"
+#include "shard/autograd_nodes.h"
+#include "shard/parameter_buffers.h"
+#include "shard/unit_gradients.h"
+#include "shard/unit_state.h"
+
+namespace lowtide::shard {
+
+class Root;
+
+// The unit's face on the module: which parameters `module._parameters` shows,
+// and how local gradients become `.grad`.  Implementations take the GIL.
+class ModuleView {
+ public:
+  virtual ~ModuleView() = default;
+  virtual void show_full() = 0;
+  virtual void show_shards() = 0;
+  // DTensors over `locals`, the local gradients of `parameters`.
+  virtual std::vector<at::Tensor> wrap_gradients(
+      const std::vector<std::int32_t>& parameters,
+      const std::vector<at::Tensor>& locals) = 0;
+};
+
+struct UnitGroups {
+  std::shared_ptr<comm::Collectives> gather;
+  std::shared_ptr<comm::Collectives> reduce;
+};
+
+class Unit final : public BackwardReceiver,
+                   public std::enable_shared_from_this<Unit> {
+ public:
+  Unit(std::string name, std::vector<ParameterInfo> infos, UnitGroups groups,
+       std::shared_ptr<memory::DeviceMemory> memory);
+  ~Unit() override;
+
+  // --- construction -------------------------------------------------------
+  ParameterBuffers& buffers() { return buffers_; }
+  // The sharded parameters (whose `.grad` is set) and the full ones (leaves on
+  // buffers().full(i)'s storage that autograd sees), in the order of `infos`.
+  void attach(std::vector<at::Tensor> shards, std::vector<at::Tensor> full,
+              std::unique_ptr<ModuleView> view);
+  // Drops every reference to them, until attach is called again; the unit must
+  // be sharded.
+  void detach();
+  bool attached() const { return view_ != nullptr; }
+  void join(std::shared_ptr<Root> root, std::int32_t number);
+
+  const std::string& name() const { return *name_; }
+  // Both known only when the root is.
+  void rename(std::string name, const std::vector<std::string>& parameters);
+  std::int32_t number() const { return number_; }
+  const std::shared_ptr<Root>& root() const { return root_; }
+  UnitState state() const { return state_.state(); }
+  UnitGradients& gradients() { return gradients_; }
+  const UnitGroups& groups() const { return groups_; }
+
+  // --- settings, between steps ----------------------------------------------
+  bool reshard_after_forward = true;
+  bool reshard_after_backward = true;
+  bool gradient_sync = true;
+  // Other units run inside this one's forward: its gradients leave last.
+  bool encloses_units = false;
+  // A single torch.nn leaf module: nothing inside it can recompute, so when
+  // autograd saved none of its parameters backward does not gather them.
+  bool leaf_module = false;
+  // Replace the recorded order when not empty.
+  std::vector<std::weak_ptr<Unit>> forward_prefetch;
+  std::vector<std::weak_ptr<Unit>> backward_prefetch;
+
+  // --- parameters -----------------------------------------------------------
+  void gather();           // issues the all-gather unless one is under way
+  void wait_for_gather();  // compute may read the parameters afterwards
+  void unshard();          // gather, wait, show
+  void reshard();          // free and show the shards; waits for a gather first
+  bool prefetched_in_vain() const { return prefetched_; }
+
+  // --- forward --------------------------------------------------------------
+  void pre_forward();
+  // Returns what to pass on instead of `inputs` (all requiring grad).
+  std::vector<at::Tensor> watch_forward_inputs(
+      const std::vector<at::Tensor>& inputs);
+  void post_forward(const std::vector<at::Tensor>& outputs_requiring_grad);
+
+  // --- backward -------------------------------------------------------------
+  void on_output_gradient() override;
+  void on_parameter_gradient(std::int32_t i, at::Tensor gradient) override;
+  void on_inputs_done(const torch::autograd::Node* node) override;
+  void begin_backward();  // called by Root for every unit that takes part
+  // Called by Root when all gradients have landed; `more_backwards`: forwards
+  // from before this backward still wait for theirs.
+  void end_backward(bool more_backwards);
+  void abort(bool drop_gradients);
+
+  // Makes autograd deliver the gradients of trainable parameters here; again
+  // after `requires_grad` of a shard changed.
+  void install_nodes();
+
+  // Trainable parameters as `requires_grad` of the shards says now.
+  std::vector<bool> trainable() const;
+
+ private:
+  void show_full();
+  void count_references();
+  bool autograd_saved_parameters() const;
+  void finish_backward();
+  bool needs_gather_in_backward() const;
+  void prefetch(Unit& other);
+
+  std::vector<at::Tensor> wrap_gradients(
+      const std::vector<std::int32_t>& parameters,
+      const std::vector<at::Tensor>& locals);
+
+  std::shared_ptr<std::string> name_;
+  UnitGroups groups_;
+  std::shared_ptr<memory::DeviceMemory> memory_;
+  ParameterBuffers buffers_;
+  UnitGradients gradients_;
+  UnitStateMachine state_;
+  std::vector<ParameterInfo> infos_;
+  std::unique_ptr<ModuleView> view_;
+  std::shared_ptr<Root> root_;
+  std::int32_t number_ = -1;
+
+  std::vector<at::Tensor> shards_;
+  std::vector<at::Tensor> full_;
+  std::vector<NodePtr> nodes_;  // the tensors hold them weakly
+
+  std::unique_ptr<comm::Pending> pending_gather_;
+  bool shown_ = false;
+  bool prefetched_ = false;
+
+  // References to the full parameters before the module's forward ran, and
+  // whether any forward since the last backward added to them.
+  std::vector<std::pair<std::int64_t, std::int64_t>> references_;
+  bool saved_ = false;
+
+  // Forward calls whose inputs' gradients have not been seen, and calls that
+  // ran without grad inside a recorded forward (re-entrant checkpoints).
+  std::vector<WeakNodePtr> open_calls_;
+  std::int64_t calls_without_grad_ = 0;
+  std::int64_t nested_calls_done_ = 0;
+  bool in_backward_ = false;      // takes part in the current backward
+  bool output_gradient_ = false;  // between output gradient and inputs done
+};
+
+}  // namespace lowtide::shard

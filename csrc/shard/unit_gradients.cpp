@@ -1,0 +1,162 @@
+#include "shard/unit_gradients.h"
+
+#include <algorithm>
+
+#include "base/check.h"
+
+namespace lowtide::shard {
+
+UnitGradients::UnitGradients(UnitName unit,
+                             const std::vector<ParameterInfo>& infos,
+                             const ParameterBuffers& buffers,
+                             std::shared_ptr<comm::Collectives> group,
+                             std::shared_ptr<memory::DeviceMemory> memory)
+    : unit_(std::move(unit)),
+      infos_(infos),
+      group_(std::move(group)),
+      memory_(std::move(memory)),
+      sharded_(unit_, memory_) {
+  for (std::size_t i = 0; i < infos_.size(); ++i) {
+    Parameter parameter;
+    parameter.name = infos_[i].name;
+    parameter.numel = buffers.slice(i).numel();
+    parameter.shard_numel = buffers.slice(i).shard_numel;
+    parameters_.push_back(std::move(parameter));
+  }
+}
+
+void UnitGradients::rename_parameters(const std::vector<std::string>& names) {
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    parameters_[i].name = names[i];
+  }
+}
+
+void UnitGradients::plan(const std::vector<bool>& trainable,
+                         const std::vector<std::int32_t>& order,
+                         std::int64_t budget_bytes, std::int64_t num_slots) {
+  LOWTIDE_INVARIANT(!accumulating_, "a plan changes only between reductions");
+  trainable_.clear();
+  lanes_.clear();
+  source_bytes_ = 0;
+  std::vector<std::int64_t> shard_numel;
+  std::vector<std::int64_t> numel;
+  for (auto& parameter : parameters_) {
+    parameter.lane = -1;
+    parameter.places.clear();
+    shard_numel.push_back(parameter.shard_numel);
+    numel.push_back(parameter.numel);
+  }
+  // Lanes in the order their first parameter is expected.
+  std::vector<std::pair<at::ScalarType, std::vector<std::int32_t>>> groups;
+  for (const auto i : order) {
+    const auto k = static_cast<std::size_t>(i);
+    if (!trainable[k]) {
+      continue;
+    }
+    trainable_.push_back(i);
+    source_bytes_ += numel[k] * static_cast<std::int64_t>(
+                                    c10::elementSize(infos_[k].compute_dtype));
+    const auto dtype = infos_[k].reduce_dtype;
+    auto group = std::find_if(groups.begin(), groups.end(),
+                              [&](auto& g) { return g.first == dtype; });
+    if (group == groups.end()) {
+      group = groups.insert(groups.end(), {dtype, {}});
+    }
+    group->second.push_back(i);
+    parameters_[k].lane =
+        static_cast<std::int32_t>(std::distance(groups.begin(), group));
+  }
+  for (auto& [dtype, members] : groups) {
+    const auto columns =
+        columns_for_budget(budget_bytes, num_slots, group_->size(),
+                           static_cast<std::int64_t>(c10::elementSize(dtype)));
+    auto plan = plan_unit(shard_numel, members, columns);
+    for (std::size_t c = 0; c < plan.chunks.size(); ++c) {
+      const auto& pieces = plan.chunks[c].pieces;
+      for (std::size_t p = 0; p < pieces.size(); ++p) {
+        parameter(pieces[p].parameter)
+            .places.push_back(
+                {static_cast<std::int32_t>(c), static_cast<std::int32_t>(p)});
+      }
+    }
+    GradientSlab slab(unit_, dtype, group_->size(), shard_numel, numel, members,
+                      memory_);
+    lanes_.push_back(
+        {dtype, std::move(members), std::move(plan), std::move(slab), {}});
+  }
+}
+
+GradientColumns UnitGradients::columns(std::int32_t i, std::int64_t begin,
+                                       std::int64_t end) const {
+  const auto& parameter = parameters_[static_cast<std::size_t>(i)];
+  return {group_->size(), parameter.shard_numel, parameter.numel, begin, end};
+}
+
+std::int64_t UnitGradients::slot_bytes() const {
+  std::int64_t most = 0;
+  for (const auto& lane : lanes_) {
+    most = std::max(
+        most, (group_->size() + 1) * lane.plan.max_columns() *
+                  static_cast<std::int64_t>(c10::elementSize(lane.dtype)));
+  }
+  return most;
+}
+
+void UnitGradients::begin(bool sync) {
+  sync_ = sync;
+  sealed_ = false;
+  for (auto& parameter : parameters_) {
+    parameter.source.reset();
+    parameter.pieces_written = 0;
+    parameter.fired = parameter.produced = parameter.held = false;
+  }
+  for (auto& lane : lanes_) {
+    lane.used_anywhere.clear();
+  }
+}
+
+void UnitGradients::accumulate(std::int32_t i, const at::Tensor& gradient) {
+  lanes_[static_cast<std::size_t>(parameter(i).lane)].slab.add(i, gradient);
+}
+
+void UnitGradients::end() {
+  if (!sync_) {
+    accumulating_ = true;
+    return;
+  }
+  accumulating_ = false;
+  for (auto& lane : lanes_) {
+    lane.slab.reset();
+  }
+}
+
+bool UnitGradients::used_here(std::int32_t i) const {
+  const auto& p = parameters_[static_cast<std::size_t>(i)];
+  return p.produced || lanes_[static_cast<std::size_t>(p.lane)].slab.touched(i);
+}
+
+bool UnitGradients::used_all(const Lane& lane) const {
+  return std::all_of(lane.members.begin(), lane.members.end(),
+                     [&](auto i) { return used_here(i); });
+}
+
+bool UnitGradients::used_by_any_rank(std::int32_t i) const {
+  if (used_here(i)) {
+    return true;
+  }
+  const auto& parameter = parameters_[static_cast<std::size_t>(i)];
+  const auto& flags =
+      lanes_[static_cast<std::size_t>(parameter.lane)].used_anywhere;
+  return !flags.empty() && flags[static_cast<std::size_t>(i)] != 0.0F;
+}
+
+void UnitGradients::abort() {
+  begin(true);
+  accumulating_ = false;
+  for (auto& lane : lanes_) {
+    lane.slab.reset();
+  }
+  sharded_.abort();
+}
+
+}  // namespace lowtide::shard

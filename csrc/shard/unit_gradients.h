@@ -1,0 +1,123 @@
+// The gradient side of one unit: which parameters take part, in which dtype
+// their gradients travel, and how far they have come in this backward.
+// GradientStream moves them; this class only knows where everything stands.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/collectives.h"
+#include "memory/device_memory.h"
+#include "memory/flat_layout.h"
+#include "shard/gradient_plan.h"
+#include "shard/gradient_rows.h"
+#include "shard/gradient_slab.h"
+#include "shard/parameter_buffers.h"
+#include "shard/sharded_gradients.h"
+
+namespace lowtide::shard {
+
+// Gradients of one wire dtype within a unit: a chunk never mixes dtypes.
+struct Lane {
+  at::ScalarType dtype;
+  std::vector<std::int32_t> members;  // trainable parameters
+  UnitPlan plan;
+  GradientSlab slab;
+  // The flag columns after the sum; empty unless this rank left a parameter
+  // without a gradient (only then does it need to know about the others).
+  std::vector<float> used_anywhere;
+};
+
+class UnitGradients {
+ public:
+  struct Place {
+    std::int32_t chunk;
+    std::int32_t piece;
+  };
+  struct Parameter {
+    std::string name;
+    std::int64_t numel = 0;
+    std::int64_t shard_numel = 0;
+    std::int32_t lane = -1;  // -1: frozen
+    std::vector<Place> places;
+    // This backward's gradient until it is copied into every chunk it belongs
+    // to, or for good if it must be held.
+    at::Tensor source;
+    std::int32_t pieces_written = 0;
+    bool fired = false;
+    bool produced = false;  // fired with a defined gradient
+    bool held = false;      // not to be copied before the unit is sealed
+  };
+
+  UnitGradients(UnitName unit, const std::vector<ParameterInfo>& infos,
+                const ParameterBuffers& buffers,
+                std::shared_ptr<comm::Collectives> group,
+                std::shared_ptr<memory::DeviceMemory> memory);
+
+  // Chooses the trainable parameters, their order (parameters listed in the
+  // order their gradients are expected) and the cuts.  Only between backwards,
+  // with no slab allocated and the same arguments on every rank.
+  void plan(const std::vector<bool>& trainable,
+            const std::vector<std::int32_t>& order, std::int64_t budget_bytes,
+            std::int64_t num_slots);
+
+  const std::string& unit() const { return *unit_; }
+  void rename_parameters(const std::vector<std::string>& names);
+  comm::Collectives& group() const { return *group_; }
+  std::vector<Lane>& lanes() { return lanes_; }
+  const std::vector<Lane>& lanes() const { return lanes_; }
+  Parameter& parameter(std::int32_t i) {
+    return parameters_[static_cast<std::size_t>(i)];
+  }
+  std::size_t size() const { return parameters_.size(); }
+  const std::vector<std::int32_t>& trainable() const { return trainable_; }
+  ShardedGradients& sharded() { return sharded_; }
+
+  GradientColumns columns(std::int32_t i, std::int64_t begin,
+                          std::int64_t end) const;
+  // Bytes of one chunk slot: [N + 1, max columns] of the widest lane.
+  std::int64_t slot_bytes() const;
+  // Bytes of all gradients of one backward in the compute dtype.
+  std::int64_t source_bytes() const { return source_bytes_; }
+
+  // A new backward; `sync`: it ends with a reduce-scatter.
+  void begin(bool sync);
+  bool sync() const { return sync_; }
+  // An earlier backward without sync left gradients in the slabs.
+  bool accumulating() const { return accumulating_; }
+
+  bool sealed() const { return sealed_; }
+  void seal() { sealed_ = true; }
+
+  // Adds to the slab, on the compute stream.
+  void accumulate(std::int32_t i, const at::Tensor& gradient);
+  // The backward is over: without sync the slabs stay, with sync they go.
+  void end();
+  // Whether any rank produced a gradient for i since the last reduction.
+  bool used_by_any_rank(std::int32_t i) const;
+  // Whether this rank did for all members of the lane.
+  bool used_all(const Lane& lane) const;
+  bool used_here(std::int32_t i) const;
+
+  void abort();
+
+ private:
+  UnitName unit_;
+  std::vector<ParameterInfo> infos_;
+  std::shared_ptr<comm::Collectives> group_;
+  std::shared_ptr<memory::DeviceMemory> memory_;
+  std::vector<Parameter> parameters_;
+  std::vector<std::int32_t> trainable_;
+  std::vector<Lane> lanes_;
+  ShardedGradients sharded_;
+  std::int64_t source_bytes_ = 0;
+  bool sync_ = true;
+  bool accumulating_ = false;
+  bool sealed_ = false;
+};
+
+}  // namespace lowtide::shard

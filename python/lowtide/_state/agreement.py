@@ -1,0 +1,64 @@
+"""All ranks shard the same thing, or hear about it before the first gather."""
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from lowtide._state.unit import UnitState
+
+
+def require_agreement(states: "list[UnitState]") -> None:
+    """Compares names, shapes, dtypes and order of the units over their mesh and
+    raises RuntimeError showing both sides. One all-gather of 32 bytes a mesh, and
+    the descriptions only if those differ."""
+    by_group: dict[str, tuple[dist.ProcessGroup, torch.device, list[str]]] = {}
+    for state in states:
+        group = state.mesh.get_group()
+        entry = by_group.setdefault(group.group_name, (group, state.device, []))
+        entry[2].extend(describe(state))
+    for group, device, lines in by_group.values():
+        if group.size() > 1 and dist.get_backend(group) != "fake":
+            _compare(group, device, lines)
+
+
+def describe(state: "UnitState") -> list[str]:
+    """One line for the unit and one for each parameter."""
+    lines = [f"unit '{state.name}'"]
+    for parameter in state.parameters:
+        shard = parameter.shard
+        lines.append(
+            f"parameter '{parameter.name}' {tuple(shard.shape)} {shard.dtype}"
+            f"{'' if shard.requires_grad else ' frozen'}, policy {state.policy}"
+        )
+    return lines
+
+
+def _compare(group: dist.ProcessGroup, device: torch.device, lines: list[str]) -> None:
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
+    all_digests = mine.new_empty(group.size() * mine.numel())
+    dist.all_gather_into_tensor(all_digests, mine, group=group)
+    digests = all_digests.view(group.size(), -1).cpu()
+    if bool((digests == digests[0]).all()):
+        return
+    everyone: list[list[str] | None] = [None] * group.size()
+    dist.all_gather_object(everyone, lines, group=group)
+    first = everyone[0]
+    other = next(rank for rank, theirs in enumerate(everyone) if theirs != first)
+    theirs = everyone[other]
+    assert first is not None and theirs is not None
+    length = max(len(first), len(theirs))
+    padded = [
+        (side + ["nothing more"] * (length - len(side))) for side in (first, theirs)
+    ]
+    place = next(i for i in range(length) if padded[0][i] != padded[1][i])
+    raise RuntimeError(
+        "lowtide: fully_shard: expected the same units and parameters in the same "
+        f"order on every rank, got {padded[0][place]} on rank 0 and "
+        f"{padded[1][place]} on rank {other} (entry {place} of {length}, "
+        f"rank {group.rank()} of {group.size()}). Build and wrap the model the same "
+        "way on every rank."
+    )

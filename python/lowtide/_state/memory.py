@@ -1,0 +1,17 @@
+"""One ledger and one pool of bytes per device of this process."""
+
+import functools
+
+import torch
+
+from lowtide import _C
+
+
+@functools.cache
+def ledger(device: torch.device) -> _C.Ledger:
+    return _C.Ledger()
+
+
+@functools.cache
+def device_memory(device: torch.device) -> _C.DeviceMemory:
+    return _C.DeviceMemory(device, ledger(device))

@@ -1,0 +1,83 @@
+"""The first forward: which units are in the tree, what they are called, and whether
+all ranks agree."""
+
+from torch import nn
+
+from lowtide import _C
+from lowtide._state.agreement import require_agreement
+from lowtide._state.memory import device_memory
+from lowtide._state.unit import UnitState, unit_state
+
+
+def build_root(state: UnitState) -> None:
+    """Makes ``state``'s module the root of every unit below it. The first unit to
+    run forward becomes the root, as in FSDP2. Collective: compares the units with
+    the other ranks' before anything is gathered."""
+    if len(state.modules) > 1:
+        raise RuntimeError(
+            f"lowtide: unit '{state.name}': expected one root module, got "
+            f"{len(state.modules)} modules sharded together. Call fully_shard on "
+            "the module that contains them too, and run its forward first."
+        )
+    root_module = state.modules[0]
+    states = _states_below(root_module)
+    for other in states:
+        if other.root is not None:
+            raise RuntimeError(
+                f"lowtide: unit '{other.name}': expected to run inside "
+                f"'{type(root_module).__name__}', got a forward of its own before "
+                "that of its root. Run forward through the root module first."
+            )
+    _name(root_module, states)
+    for other in states:
+        other.set("encloses_units", _encloses(other, states))
+        other.set("leaf_module", _is_torch_leaf(other))
+    if state.auto_reshard:
+        # Backward needs the root's own parameters right after forward.
+        state.set("reshard_after_forward", False)
+    units = [other.materialized() for other in states]
+    for other, unit in zip(states, units, strict=True):
+        unit.rename(other.name, [p.name for p in other.parameters])
+    require_agreement(states)
+    root = _C.Root(type(root_module).__name__, device_memory(state.device))
+    root.adopt(units)
+    for other in states:
+        other.root = root
+    if state.device.type != "cpu":
+        state.hooks.move_inputs_to(state.device)
+
+
+def _states_below(root: nn.Module) -> list[UnitState]:
+    found: dict[UnitState, None] = {}
+    for module in root.modules():
+        if (state := unit_state(module)) is not None:
+            found[state] = None
+    return list(found)
+
+
+def _name(root: nn.Module, states: list[UnitState]) -> None:
+    """Fully qualified names, for errors, traces and the ledger."""
+    module_names = {module: name for name, module in root.named_modules()}
+    for state in states:
+        paths = [module_names[module] for module in state.modules]
+        state.name = ", ".join(path or type(root).__name__ for path in paths)
+        for parameter in state.parameters:
+            module, name = parameter.slots[0]
+            path = module_names[module]
+            parameter.name = f"{path}.{name}" if path else name
+
+
+def _encloses(state: UnitState, states: list[UnitState]) -> bool:
+    below = {m for module in state.modules for m in module.modules()}
+    return any(
+        other is not state and any(module in below for module in other.modules)
+        for other in states
+    )
+
+
+def _is_torch_leaf(state: UnitState) -> bool:
+    if len(state.modules) != 1:
+        return False
+    module = state.modules[0]
+    original = type(module).__mro__[type(module)._orig_cls_mro_index]
+    return original.__module__.startswith("torch.nn.") and not any(module.children())
