@@ -1,5 +1,7 @@
 #include "comm/c10d_collectives.h"
 
+#include <set>
+#include <stdexcept>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
 
@@ -22,21 +24,23 @@ c10d::ReduceScatterOptions options_for(Reduction reduction, std::int64_t size) {
 
 std::string backend_name(c10d::ProcessGroup& group,
                          c10::DeviceType device_type) {
-  std::string supported;
+  std::set<std::string> supported;
   for (const c10::Device& device : group.getDeviceTypes()) {
     if (device.type() == device_type) {
       return group.getBackend(device_type)->getBackendName();
     }
-    supported += supported.empty() ? "" : ", ";
-    supported += c10::DeviceTypeName(device.type(), /*lower_case=*/true);
+    supported.insert(c10::DeviceTypeName(device.type(), /*lower_case=*/true));
+  }
+  std::string list;
+  for (const std::string& name : supported) {
+    list += (list.empty() ? "" : ", ") + name;
   }
   const std::string wanted =
       c10::DeviceTypeName(device_type, /*lower_case=*/true);
   throw InvalidArgument(base::error_text(
       "process group", base::concat("a backend for ", wanted, " tensors"),
-      base::on_rank(
-          base::concat("one for ", supported.empty() ? "nothing" : supported),
-          group.getRank(), group.getSize()),
+      base::on_rank(base::concat("one for ", list.empty() ? "nothing" : list),
+                    group.getRank(), group.getSize()),
       base::concat("Pass init_process_group or init_device_mesh a backend for ",
                    wanted, ", or move the model.")));
 }
