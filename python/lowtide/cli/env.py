@@ -62,7 +62,6 @@ def render(facts: dict[str, Section]) -> str:
 
 
 def lowtide_facts() -> Section:
-    import lowtide
     from lowtide import _C
 
     build = _C.build_info()
@@ -72,7 +71,7 @@ def lowtide_facts() -> Section:
         "built with CUDA": build["cuda_version"] or None,
         "CUDA archs": build["cuda_archs"].split(),
         "compiler": build["compiler"],
-        "path": str(Path(lowtide.__file__).parent),
+        "path": str(Path(_C.__file__).parent),
     }
 
 

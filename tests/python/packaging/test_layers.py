@@ -4,6 +4,7 @@ Reads the `#include "..."` lines of csrc and the import lines of python/lowtide.
 Add a new room or module to the table of its language.
 """
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,15 +28,35 @@ CPP_LAYERS = {
 }
 
 
+PYTHON_LAYERS = {
+    "_built_for": 0,
+    "_version_check": 0,
+    "_C": 0,
+    "policies": 1,
+    "_state": 2,
+    "api": 3,
+    "checkpoint": 3,
+    "memory": 3,
+    "phantom": 3,
+    "spmd": 3,
+    "cli": 4,
+    "integrations": 4,
+    "__init__": 5,
+    "__main__": 5,
+}
+
+
+def may_use(room: str, other: str, layers: dict[str, int]) -> bool:
+    return room == other or layers.get(other, 99) < layers.get(room, -1)
+
+
 def cpp_violations(csrc: Path) -> list[str]:
     return [
         f"{source.relative_to(csrc)}:{line} includes {included}"
         for source in sorted(csrc.rglob("*"))
         if source.suffix in {".h", ".cpp", ".cu", ".cuh"}
         for line, included in quoted_includes(source)
-        if not may_include(
-            source.relative_to(csrc).parts[0], included.split("/")[0], CPP_LAYERS
-        )
+        if not may_use(room_of(source, csrc), included.split("/")[0], CPP_LAYERS)
     ]
 
 
@@ -45,12 +66,45 @@ def quoted_includes(source: Path) -> Iterator[tuple[int, str]]:
             yield number, match[1]
 
 
-def may_include(room: str, other: str, layers: dict[str, int]) -> bool:
-    return room == other or layers.get(other, 99) < layers.get(room, -1)
+def python_violations(package: Path) -> list[str]:
+    return [
+        f"{source.relative_to(package)}:{line} imports {imported}"
+        for source in sorted(package.rglob("*.py"))
+        for line, imported in own_imports(source)
+        if not may_use(room_of(source, package), room_in(imported), PYTHON_LAYERS)
+    ]
+
+
+def own_imports(source: Path) -> Iterator[tuple[int, str]]:
+    """(line, "lowtide.room.module"), also inside functions; all are absolute."""
+    for node in ast.walk(ast.parse(source.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            origin = "." * node.level + (node.module or "")
+            names = [f"{origin}.{alias.name}" for alias in node.names]
+        for name in names:
+            if name.startswith((".", "lowtide.")) or name == "lowtide":
+                yield node.lineno, name
+
+
+def room_of(source: Path, root: Path) -> str:
+    return source.relative_to(root).parts[0].removesuffix(".py")
+
+
+def room_in(imported: str) -> str:
+    """A name that is no room, such as fully_shard, comes from the package itself."""
+    parts = imported.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in PYTHON_LAYERS else "__init__"
 
 
 def test_cpp_layers():
     assert cpp_violations(ROOT / "csrc") == []
+
+
+def test_python_layers():
+    assert python_violations(ROOT / "python/lowtide") == []
 
 
 @pytest.mark.parametrize(
@@ -74,3 +128,28 @@ def test_cpp_rule(tmp_path, file, included, allowed):
     path.write_text(f'// text\n#include <vector>\n#include "{included}"\n')
     found = [] if allowed else [f"{file}:3 includes {included}"]
     assert cpp_violations(tmp_path) == found
+
+
+@pytest.mark.parametrize(
+    ("file", "statement", "violation"),
+    [
+        ("api.py", "from lowtide._state.unit import UnitState", None),
+        ("_state/unit.py", "from lowtide import _C", None),
+        ("_state/unit.py", "from lowtide._state.root import build_root", None),
+        ("__init__.py", "from lowtide.api import fully_shard", None),
+        ("api.py", "import torch, lowtideous", None),
+        ("_state/unit.py", "import lowtide.api", "lowtide.api"),
+        ("_state/unit.py", "from lowtide import api", "lowtide.api"),
+        ("policies.py", "def f():\n    from lowtide import cli", "lowtide.cli"),
+        ("api.py", "import lowtide", "lowtide"),
+        ("cli/env.py", "from lowtide import fully_shard", "lowtide.fully_shard"),
+        ("cli/env.py", "from ..api import x", "..api.x"),  # write it absolutely
+        ("toys.py", "from lowtide import _C", "lowtide._C"),
+    ],
+)
+def test_python_rule(tmp_path, file, statement, violation):
+    path = tmp_path / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(statement)
+    found = [line.split(" imports ")[1] for line in python_violations(tmp_path)]
+    assert found == ([violation] if violation else [])

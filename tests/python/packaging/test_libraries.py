@@ -5,8 +5,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import lowtide
 import torch
+
+import lowtide
 from lowtide import _C
 
 CORE = Path(lowtide.__file__).parent / "liblowtide_core.so"
