@@ -9,8 +9,9 @@
 
 namespace lowtide::device {
 
-// One per device and process.  Throws lowtide::InvalidArgument for a device
-// type this build does not support.
+// A new one, with communication streams of its own where there are streams.
+// Throws lowtide::InvalidArgument, saying what is supported, for a device type
+// this build does not know.
 std::shared_ptr<Runtime> make_runtime(c10::Device device);
 
 }  // namespace lowtide::device
