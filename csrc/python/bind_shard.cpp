@@ -62,6 +62,20 @@ void attach(shard::Unit& unit, const std::vector<SlotTuple>& slots,
                                      std::move(full), std::move(wrap)));
 }
 
+py::dict unit_plan(shard::Unit& unit) {
+  auto& gradients = unit.gradients();
+  py::dict bytes;
+  bytes["parameters"] = unit.buffers().shard_bytes();
+  bytes["gathered"] = unit.buffers().gathered_bytes();
+  bytes["gather_input"] = unit.buffers().input_bytes();
+  bytes["gradient_chunks"] = gradients.num_chunks();
+  bytes["gradient_slot"] = gradients.slot_bytes();
+  bytes["gradient_slab"] = gradients.slab_bytes();
+  bytes["sharded_gradients"] =
+      gradients.sharded().generation_bytes(gradients.trainable());
+  return bytes;
+}
+
 std::vector<std::weak_ptr<shard::Unit>> weak_units(
     const std::vector<std::shared_ptr<shard::Unit>>& units) {
   return {units.begin(), units.end()};
@@ -84,6 +98,7 @@ void bind_device_memory(py::module_& module) {
 }  // namespace
 
 void bind_shard(py::module_& module) {
+  module.attr("GRADIENT_SLOTS") = shard::GradientStream::kNumSlots;
   bind_device_memory(module);
 
   py::class_<shard::ParameterInfo>(module, "ParameterInfo")
@@ -131,14 +146,8 @@ void bind_shard(py::module_& module) {
            })
       .def("full",
            [](Unit& unit, std::size_t i) { return unit.buffers().full(i); })
-      .def("load_full",
-           [](Unit& unit, std::size_t i, const at::Tensor& full) {
-             unit.buffers().load_full(i, full);
-           })
-      .def("load_local",
-           [](Unit& unit, std::size_t i, const at::Tensor& local) {
-             unit.buffers().load_local(i, local);
-           })
+      .def("plan", &unit_plan,
+           "bytes of each buffer of this unit when present, and its chunks")
       .def_property_readonly("attached", &Unit::attached)
       .def("attach", &attach, py::kw_only(), py::arg("slots"),
            py::arg("shards"), py::arg("full"), py::arg("wrap"))

@@ -70,6 +70,9 @@ class ParameterBuffers {
 
   std::int64_t gathered_bytes() const { return layout_.gathered_bytes(); }
   std::int64_t shard_bytes() const { return layout_.shard_bytes(); }
+  std::int64_t input_bytes() const {
+    return casts_.empty() ? 0 : layout_.input_bytes();
+  }
 
  private:
   struct Parameter {

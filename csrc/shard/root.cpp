@@ -126,12 +126,7 @@ void Root::plan_gradients() {
       complete = false;  // again after its slab has been reduced
       continue;
     }
-    // Backward completes a module's parameters roughly in reverse.
-    std::vector<std::int32_t> order(trainable[u].size());
-    std::iota(order.rbegin(), order.rend(), 0);
-    unit->gradients().plan(trainable[u], order, gradient_budget_,
-                           GradientStream::kNumSlots);
-    unit->install_nodes();
+    unit->plan_gradients(gradient_budget_);
   }
   planned_ = complete;
   planned_trainable_ = std::move(trainable);

@@ -18,7 +18,21 @@ std::int64_t align_up(std::int64_t bytes) {
          memory::kAlignment;
 }
 
+std::int64_t slice_bytes(const ShardedGradients::Parameter& parameter) {
+  return align_up(parameter.local_numel *
+                  static_cast<std::int64_t>(c10::elementSize(parameter.dtype)));
+}
+
 }  // namespace
+
+std::int64_t ShardedGradients::generation_bytes(
+    const std::vector<std::int32_t>& trainable) const {
+  std::int64_t bytes = 0;
+  for (const auto i : trainable) {
+    bytes += slice_bytes(parameters_[static_cast<std::size_t>(i)]);
+  }
+  return bytes;
+}
 
 void ShardedGradients::set_parameters(std::vector<Parameter> parameters) {
   parameters_ = std::move(parameters);

@@ -44,6 +44,9 @@ class ShardedGradients {
   // in the compute stream's order, once per backward that reduces.
   void prepare(const std::vector<std::int32_t>& trainable);
   bool prepared() const { return prepared_; }
+  // Of a generation in which all of `trainable` are fresh.
+  std::int64_t generation_bytes(
+      const std::vector<std::int32_t>& trainable) const;
 
   // Columns [begin, begin + result.numel()) of parameter i's shard have been
   // reduced: copies or adds what is not padding, on the current stream.

@@ -4,6 +4,7 @@
 #include <c10/util/Logging.h>
 
 #include <algorithm>
+#include <numeric>
 
 #include "base/check.h"
 #include "base/trace.h"
@@ -42,6 +43,19 @@ void Unit::attach(std::vector<at::Tensor> shards, std::vector<at::Tensor> full,
                           infos_[i].storage_dtype});
   }
   gradients_.sharded().set_parameters(std::move(parameters));
+  if (gradients_.accumulating()) {
+    install_nodes();
+  } else {
+    plan_gradients(root_ ? root_->gradient_budget()
+                         : GradientStream::kDefaultBudget);
+  }
+}
+
+void Unit::plan_gradients(std::int64_t budget_bytes) {
+  // Backward completes a module's parameters roughly in reverse.
+  std::vector<std::int32_t> order(shards_.size());
+  std::iota(order.rbegin(), order.rend(), 0);
+  gradients_.plan(trainable(), order, budget_bytes, GradientStream::kNumSlots);
   install_nodes();
 }
 

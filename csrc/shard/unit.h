@@ -115,6 +115,8 @@ class Unit final : public BackwardReceiver,
   // Makes autograd deliver the gradients of trainable parameters here; again
   // after `requires_grad` of a shard changed.
   void install_nodes();
+  // Plans the way out for the trainable parameters; see UnitGradients::plan.
+  void plan_gradients(std::int64_t budget_bytes);
 
   // Trainable parameters as `requires_grad` of the shards says now.
   std::vector<bool> trainable() const;

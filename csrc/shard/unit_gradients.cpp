@@ -92,6 +92,14 @@ GradientColumns UnitGradients::columns(std::int32_t i, std::int64_t begin,
   return {group_->size(), parameter.shard_numel, parameter.numel, begin, end};
 }
 
+std::int64_t UnitGradients::num_chunks() const {
+  std::int64_t chunks = 0;
+  for (const auto& lane : lanes_) {
+    chunks += static_cast<std::int64_t>(lane.plan.chunks.size());
+  }
+  return chunks;
+}
+
 std::int64_t UnitGradients::slot_bytes() const {
   std::int64_t most = 0;
   for (const auto& lane : lanes_) {
@@ -100,6 +108,14 @@ std::int64_t UnitGradients::slot_bytes() const {
                   static_cast<std::int64_t>(c10::elementSize(lane.dtype)));
   }
   return most;
+}
+
+std::int64_t UnitGradients::slab_bytes() const {
+  std::int64_t bytes = 0;
+  for (const auto& lane : lanes_) {
+    bytes += lane.slab.bytes();
+  }
+  return bytes;
 }
 
 void UnitGradients::begin(bool sync) {

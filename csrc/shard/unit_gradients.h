@@ -79,8 +79,11 @@ class UnitGradients {
 
   GradientColumns columns(std::int32_t i, std::int64_t begin,
                           std::int64_t end) const;
+  std::int64_t num_chunks() const;
   // Bytes of one chunk slot: [N + 1, max columns] of the widest lane.
   std::int64_t slot_bytes() const;
+  // Bytes of all slabs once allocated.
+  std::int64_t slab_bytes() const;
   // Bytes of all gradients of one backward in the compute dtype.
   std::int64_t source_bytes() const { return source_bytes_; }
 

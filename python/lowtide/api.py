@@ -18,6 +18,9 @@ from lowtide.policies import MixedPrecisionPolicy
 
 __all__ = ["FSDPModule", "UnshardHandle", "abort_step", "fully_shard"]
 
+_DEFAULT_PRECISION = MixedPrecisionPolicy()
+_NO_OFFLOAD = OffloadPolicy()
+
 
 @overload
 def fully_shard(
@@ -51,8 +54,8 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-    offload_policy: OffloadPolicy = OffloadPolicy(),
+    mp_policy: MixedPrecisionPolicy = _DEFAULT_PRECISION,
+    offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
 ) -> Any:
     """Shards the parameters of ``module`` over ``mesh``, in place; drop-in for

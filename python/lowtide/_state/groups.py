@@ -27,9 +27,10 @@ def gather_and_reduce(
     reduce-scatters. Collective over the mesh on first use."""
     group = mesh.get_group()
     pair = _pairs.get(group.group_name)
-    if pair is not None and dist.distributed_c10d._resolve_process_group(
-        group.group_name
-    ) is group:
+    if (
+        pair is not None
+        and dist.distributed_c10d._resolve_process_group(group.group_name) is group
+    ):
         return pair
     reduce_group = dist.new_group(
         dist.get_process_group_ranks(group),

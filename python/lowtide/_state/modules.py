@@ -52,9 +52,7 @@ def managed_parameters(
         for name, parameter in module._parameters.items():
             if parameter is None or parameter in ignored:
                 continue
-            managed = found.setdefault(
-                id(parameter), ManagedParameter(parameter, [])
-            )
+            managed = found.setdefault(id(parameter), ManagedParameter(parameter, []))
             managed.slots.append((module, name))
     for managed in found.values():
         _check(managed)

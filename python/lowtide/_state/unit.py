@@ -188,9 +188,7 @@ class UnitState:
         self._apply_settings()
 
     def _dtypes(self, parameter: UnitParameter) -> ParameterDtypes:
-        return parameter_dtypes(
-            parameter.shard.dtype, self.policy, who=parameter.name
-        )
+        return parameter_dtypes(parameter.shard.dtype, self.policy, who=parameter.name)
 
     def attach(self) -> None:
         """Hands the Python objects to the C++ unit, which then swaps them in and

@@ -1,0 +1,163 @@
+"""What lowtide holds: bytes by category and unit, planned and observed.
+
+Planned figures are arithmetic over the units' layouts (docs/design/memory.md has the
+formulas); observed figures come from the ledger every buffer is leased from.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+from torch import nn
+
+from lowtide import _C
+from lowtide._state.memory import ledger
+from lowtide._state.unit import UnitState, unit_state
+
+# In the order of the report, with what each holds.
+CATEGORIES = {
+    "parameters": "shards in the storage dtype",
+    "gathered": "full parameters of the units in use",
+    "gather_input": "shards cast to the compute dtype, during a gather",
+    "gradient_stream": "ring of chunks on their way to the reduce-scatter",
+    "gradient_slab": "gradients accumulated without sync",
+    "sharded_gradients": "reduced gradients, what .grad shows",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class CategoryBytes:
+    """Bytes of one category on this rank."""
+
+    live: int  # observed, now
+    peak: int  # observed, since the last reset
+    at_total_peak: int  # observed, when all categories together peaked
+    planned: int  # arithmetic: the peak of a step with the present settings
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryReport:
+    """``print`` it for a table; :meth:`to_dict` for machines. Bytes, this rank, this
+    process: two models on one device share the observed figures."""
+
+    device: str
+    categories: dict[str, CategoryBytes]
+    units: dict[str, dict[str, int]]  # unit -> bytes of each buffer when present
+    total_live: int
+    total_peak: int
+
+    def to_dict(self) -> dict[str, object]:
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def memory_report(model: nn.Module, *, reset_peaks: bool = False) -> MemoryReport:
+    """The memory lowtide holds for the units of ``model`` on this rank.
+
+    ``reset_peaks``: afterwards peaks start again from what is live now.
+
+    Raises ValueError if ``model`` has no unit.
+    """
+    states = list(_states(model))
+    if not states:
+        raise ValueError(
+            "lowtide: memory_report: expected a model sharded by lowtide, got "
+            f"{type(model).__name__} without a unit. Call fully_shard first."
+        )
+    book = ledger(states[0].device)
+    live, peak, at_peak = book.live(), book.peak(), book.at_total_peak()
+    units = {state.name: state.materialized().plan() for state in states}
+    planned = _planned(states, units)
+    report = MemoryReport(
+        device=str(states[0].device),
+        categories={
+            name: CategoryBytes(live[name], peak[name], at_peak[name], planned[name])
+            for name in CATEGORIES
+        },
+        units=units,
+        total_live=book.total_live,
+        total_peak=book.total_peak,
+    )
+    if reset_peaks:
+        book.reset_peaks()
+    return report
+
+
+def _states(model: nn.Module) -> Iterator[UnitState]:
+    seen: set[UnitState] = set()
+    for module in model.modules():
+        state = unit_state(module)
+        if state is not None and state not in seen:
+            seen.add(state)
+            yield state
+
+
+def _planned(
+    states: list[UnitState], units: dict[str, dict[str, int]]
+) -> dict[str, int]:
+    every = [units[state.name] for state in states]
+    syncing = [units[s.name] for s in states if s.settings["gradient_sync"]]
+    waiting = [units[s.name] for s in states if not s.settings["gradient_sync"]]
+    gathered, gather_input = _gather_peaks(states, units)
+    chunks = sum(unit["gradient_chunks"] for unit in syncing)
+    slot = max((unit["gradient_slot"] for unit in syncing), default=0)
+    return {
+        "parameters": sum(unit["parameters"] for unit in every),
+        "gathered": gathered,
+        "gather_input": gather_input,
+        "gradient_stream": min(chunks, _C.GRADIENT_SLOTS) * slot,
+        "gradient_slab": sum(unit["gradient_slab"] for unit in waiting),
+        "sharded_gradients": sum(unit["sharded_gradients"] for unit in syncing),
+    }
+
+
+def _gather_peaks(
+    states: list[UnitState], units: dict[str, dict[str, int]]
+) -> tuple[int, int]:
+    """Plays a forward in registration order: a unit is gathered while the one before
+    it runs, and freed after its own forward unless it stays for backward, which walks
+    the same pairs in reverse."""
+    below = {
+        state: {m for module in state.modules for m in module.modules()}
+        for state in states
+    }
+    gathered: dict[UnitState, None] = {}
+    peak = peak_input = 0
+    running: list[UnitState] = []
+
+    def leave(state: UnitState) -> None:
+        if state.settings["reshard_after_forward"]:
+            gathered.pop(state, None)
+
+    for place, state in enumerate(states):
+        while running and state.modules[0] not in below[running[-1]]:
+            leave(running.pop())
+        running.append(state)
+        arriving = [s for s in states[place : place + 2] if s not in gathered]
+        gathered.update(dict.fromkeys(arriving))
+        peak = max(peak, sum(units[s.name]["gathered"] for s in gathered))
+        inputs = sum(units[s.name]["gather_input"] for s in states[place : place + 2])
+        peak_input = max(peak_input, inputs)
+    return peak, peak_input
+
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def _human(num_bytes: int) -> str:
+    value, unit = float(num_bytes), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.0f} {_UNITS[unit]}" if unit == 0 else f"{value:.2f} {_UNITS[unit]}"
+
+
+def _lines(report: MemoryReport) -> Iterator[str]:
+    yield f"lowtide memory on {report.device} (this rank)"
+    yield f"{'category':<18}{'live':>12}{'peak':>12}{'at peak':>12}{'planned':>12}"
+    for name, row in report.categories.items():
+        figures = (row.live, row.peak, row.at_total_peak, row.planned)
+        columns = "".join(f"{_human(figure):>12}" for figure in figures)
+        yield f"{name:<18}{columns}  {CATEGORIES[name]}"
+    yield f"{'total':<18}{_human(report.total_live):>12}{_human(report.total_peak):>12}"
+    yield "live, peak: observed by the ledger; planned: arithmetic"
