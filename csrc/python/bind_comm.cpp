@@ -8,8 +8,8 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <vector>
 
-#include "bindings.h"
 #include "comm/c10d_collectives.h"
+#include "python/bindings.h"
 
 namespace py = pybind11;
 

@@ -8,9 +8,9 @@
 #include <utility>
 #include <vector>
 
-#include "bindings.h"
 #include "memory/allocation_timeline.h"
 #include "memory/ledger.h"
+#include "python/bindings.h"
 
 namespace py = pybind11;
 

@@ -1,10 +1,10 @@
-#include "forward_hooks.h"
+#include "python/forward_hooks.h"
 
 #include <ATen/core/grad_mode.h>
 
 #include <vector>
 
-#include "tensor_tree.h"
+#include "python/tensor_tree.h"
 
 namespace py = pybind11;
 

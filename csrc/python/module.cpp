@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "bindings.h"
+#include "python/bindings.h"
 
 namespace py = pybind11;
 

@@ -1,4 +1,4 @@
-#include "module_view.h"
+#include "python/module_view.h"
 
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>

@@ -1,4 +1,4 @@
-#include "tensor_tree.h"
+#include "python/tensor_tree.h"
 
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
