@@ -1,0 +1,78 @@
+"""Losses, gradients and parameters equal the numerics rule bit for bit.
+
+FSDP2 is held to the same rule by the same tests, so equal to the rule means
+equal to FSDP2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.bits import assert_follows_rule
+from support.model import TINY, ModelConfig
+from support.training import WRAPPINGS, Run, train_sharded
+
+PRECISIONS = {
+    "bf16_reduce_fp32": (torch.bfloat16, torch.float32),
+    "fp32": (None, None),
+    "bf16_reduce_bf16": (torch.bfloat16, torch.bfloat16),
+}
+ACCUMULATIONS = {
+    "one_microbatch": (1, "each"),
+    "three_synced": (3, "each"),
+    "three_synced_at_last": (3, "last"),
+}
+
+
+def check(pool_of, rule, system: str, run: Run) -> None:
+    traces = pool_of(run.world_size).run(train_sharded, system, run)
+    assert len(traces[0].losses) == run.num_steps >= 5
+    assert_follows_rule(traces, rule(run))
+
+
+@pytest.mark.parametrize("accumulation", ACCUMULATIONS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_uneven_rows(pool_of, rule, system, world_size, precision, accumulation):
+    param_dtype, reduce_dtype = PRECISIONS[precision]
+    microbatches, sync = ACCUMULATIONS[accumulation]
+    run = Run(
+        ModelConfig(vocab=101, ffn=42),
+        world_size,
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        microbatches=microbatches,
+        sync=sync,
+    )
+    check(pool_of, rule, system, run)
+
+
+@pytest.mark.parametrize("accumulation", ACCUMULATIONS)
+def test_fewer_rows_than_ranks(pool_of, rule, system, world_size, accumulation):
+    assert TINY.kv_dim == 2 and TINY.logit_scale
+    microbatches, sync = ACCUMULATIONS[accumulation]
+    run = Run(TINY, world_size, microbatches=microbatches, sync=sync)
+    check(pool_of, rule, system, run)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_wrappings(pool_of, rule, system, world_size, wrapping, reshard_after_forward):
+    run = Run(
+        replace(TINY, vocab=37),
+        world_size,
+        wrapping=wrapping,
+        reshard_after_forward=reshard_after_forward,
+        microbatches=3,
+        sync="last" if reshard_after_forward else "each",
+    )
+    check(pool_of, rule, system, run)
+
+
+@pytest.mark.parametrize(
+    "frozen", [("layers.0.*",), ("*.wq.weight", "*norm.weight", "embed.*")]
+)
+def test_frozen_parameters(pool_of, rule, system, world_size, frozen):
+    run = Run(replace(TINY, frozen=frozen), world_size, microbatches=2, sync="last")
+    check(pool_of, rule, system, run)

@@ -1,0 +1,1 @@
+"""Helpers of the tests and benchmarks that train on several ranks."""
