@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from support.systems import get_system
 from torch import nn
+
+from support.systems import get_system
 
 
 class Module(nn.Module):

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from support.bits import assert_follows_rule
 from support.model import TINY, ModelConfig
 from support.training import WRAPPINGS, Run, train_sharded

@@ -10,10 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.bits import assert_same_tensors, assert_same_traces
-from support.model import TINY, build
-from support.systems import get_system
-from support.training import Run, Trace, adamw, local, shard, stitch, train_step
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -21,6 +17,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
+
+from support.bits import assert_same_tensors, assert_same_traces
+from support.model import TINY, build
+from support.systems import get_system
+from support.training import Run, Trace, adamw, local, shard, stitch, train_step
 
 SAVED_AFTER = 2
 NUM_STEPS = 4

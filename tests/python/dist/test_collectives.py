@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+
 from support.bits import same_bits
 from support.reference import average
 from support.systems import get_system
-from torch import nn
 
 DIM = 6
 ROUTES = ("first", "second", "third", "fourth", "unused")

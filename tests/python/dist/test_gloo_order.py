@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+
 from support.bits import same_bits
 from support.left_fold import LeftFoldReduceScatter, left_fold
 

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
 from support.bits import assert_follows_rule, same_bits
 from support.model import TINY, build
 from support.systems import get_system
 from support.training import Run, Trace, adamw, local, shard, train_step
-from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 
 
 def prefetch_forward(model: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
 from support.bits import assert_same_traces
 from support.model import TINY, build
 from support.systems import get_system

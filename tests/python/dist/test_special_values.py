@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.systems import get_system
 from torch import nn
+
+from support.systems import get_system
 
 ROWS = 5  # uneven over 2, 3 and 4 ranks
 

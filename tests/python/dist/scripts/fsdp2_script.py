@@ -5,6 +5,7 @@
 
 import os
 import sys
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -63,7 +64,7 @@ def shard(model, mesh):
     fully_shard(model, **kwargs)
     assert isinstance(model, Transformer)
     assert isinstance(model, FSDPModule)
-    for layer, following in zip(model.layers, model.layers[1:]):
+    for layer, following in pairwise(model.layers):
         layer.set_modules_to_forward_prefetch([following])
     return model
 
