@@ -3,12 +3,12 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "bindings.h"
 #include "comm/collectives.h"
 #include "device/make_runtime.h"
-#include "forward_hooks.h"
 #include "memory/device_memory.h"
-#include "module_view.h"
+#include "python/bindings.h"
+#include "python/forward_hooks.h"
+#include "python/module_view.h"
 #include "shard/root.h"
 #include "shard/unit.h"
 
@@ -92,7 +92,8 @@ void bind_device_memory(py::module_& module) {
             memory.fail_next_lease(memory::category_of(category),
                                    std::move(name));
           },
-          py::arg("category"), py::arg("name"));
+          py::arg("category"), py::arg("name"))
+      .def("set_poison", &memory::DeviceMemory::set_poison, py::arg("poison"));
 }
 
 }  // namespace
