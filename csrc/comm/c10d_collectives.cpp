@@ -1,5 +1,7 @@
 #include "comm/c10d_collectives.h"
 
+#include <ATen/ops/from_blob.h>
+
 #include <set>
 #include <stdexcept>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -91,7 +93,9 @@ class C10dCollectives::Work final : public Pending {
 
 C10dCollectives::C10dCollectives(c10::intrusive_ptr<c10d::ProcessGroup> group,
                                  c10::DeviceType device_type)
-    : group_(std::move(group)), backend_(backend_name(*group_, device_type)) {}
+    : group_(std::move(group)),
+      device_type_(device_type),
+      backend_(backend_name(*group_, device_type)) {}
 
 C10dCollectives::~C10dCollectives() = default;
 
@@ -143,6 +147,23 @@ std::unique_ptr<Pending> C10dCollectives::reduce_scatter_coalesced(
   });
   count(Kind::reduce_scatter, work->lists().full_bytes(Kind::reduce_scatter));
   return work;
+}
+
+std::vector<std::int64_t> C10dCollectives::from_rank_zero(
+    std::vector<std::int64_t> values, const std::string& label) {
+  if (size() == 1 || values.empty()) return values;
+  const auto host = at::TensorOptions().dtype(at::kLong);
+  const auto mine =
+      at::from_blob(values.data(), {static_cast<std::int64_t>(values.size())},
+                    host)
+          .to(device_type_, /*non_blocking=*/false, /*copy=*/true);
+  Work work(*this, Kind::broadcast, label, {{mine}, {}});
+  work.start([&](auto& tensors, auto&) { return group_->broadcast(tensors); });
+  work.wait();
+  count(Kind::broadcast, static_cast<std::int64_t>(mine.nbytes()));
+  const auto received = mine.cpu();
+  const auto* begin = received.const_data_ptr<std::int64_t>();
+  return {begin, begin + values.size()};
 }
 
 }  // namespace lowtide::comm

@@ -35,9 +35,13 @@ class C10dCollectives final : public Collectives {
       std::vector<at::Tensor>& outs, std::vector<at::Tensor>& ins,
       Reduction reduction, const std::string& label) override;
 
+  std::vector<std::int64_t> from_rank_zero(std::vector<std::int64_t> values,
+                                           const std::string& label) override;
+
  private:
   class Work;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  c10::DeviceType device_type_;
   std::string backend_;
 };
 

@@ -23,6 +23,8 @@ std::string_view kind_name(Kind kind) {
       return "reduce-scatter";
     case Kind::all_reduce:
       return "all-reduce";
+    case Kind::broadcast:
+      return "broadcast";
   }
   LOWTIDE_INVARIANT(false, "a collective has a name");
 }

@@ -27,8 +27,13 @@
 
 namespace lowtide::comm {
 
-enum class Kind : std::uint8_t { all_gather, reduce_scatter, all_reduce };
-inline constexpr std::size_t kNumKinds = 3;
+enum class Kind : std::uint8_t {
+  all_gather,
+  reduce_scatter,
+  all_reduce,
+  broadcast,
+};
+inline constexpr std::size_t kNumKinds = 4;
 
 // Sum in an order that depends on the rank that gets the slice, not on timing;
 // `average` divides by the group's size in the reduced dtype after the sum.
@@ -37,8 +42,8 @@ enum class Reduction : std::uint8_t { sum, average };
 struct Count {
   std::int64_t calls = 0;
   // Bytes this rank puts on the wire under a bandwidth-optimal algorithm:
-  // (W - 1) / W of the full buffer for all-gather and reduce-scatter, twice
-  // that for all-reduce.
+  // (W - 1) / W of the full buffer for all-gather, reduce-scatter and
+  // broadcast, twice that for all-reduce.
   std::int64_t wire_bytes = 0;
 };
 using Counters = std::array<Count, kNumKinds>;
@@ -88,6 +93,11 @@ class Collectives {
   virtual std::unique_ptr<Pending> reduce_scatter_coalesced(
       std::vector<at::Tensor>& outs, std::vector<at::Tensor>& ins,
       Reduction reduction, const std::string& label) = 0;
+
+  // Rank 0's `values`, on every rank; the same number of them everywhere.
+  // Blocks the host: for agreements outside the steady step.
+  virtual std::vector<std::int64_t> from_rank_zero(
+      std::vector<std::int64_t> values, const std::string& label) = 0;
 
   const Counters& counters() const { return counters_; }
   void reset_counters() { counters_ = {}; }

@@ -194,6 +194,11 @@ std::unique_ptr<Pending> RecordingCollectives::reduce_scatter_coalesced(
                outs, ins);
 }
 
+std::vector<std::int64_t> RecordingCollectives::from_rank_zero(
+    std::vector<std::int64_t> values, const std::string& /*label*/) {
+  return values;
+}
+
 const std::vector<RecordingCollectives::Call>& RecordingCollectives::calls()
     const {
   return state_->calls;

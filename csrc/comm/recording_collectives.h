@@ -68,6 +68,10 @@ class RecordingCollectives final : public Collectives {
       std::vector<at::Tensor>& outs, std::vector<at::Tensor>& ins,
       Reduction reduction, const std::string& label) override;
 
+  // This process stands for rank 0 too: returns `values`.
+  std::vector<std::int64_t> from_rank_zero(std::vector<std::int64_t> values,
+                                           const std::string& label) override;
+
   // Oldest first.
   const std::vector<Call>& calls() const;
 

@@ -1,5 +1,8 @@
 #include "memory/device_memory.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/util/Logging.h>
 
 #include <exception>
@@ -20,7 +23,18 @@ struct Lease {
   Category category;
   std::string name;
   std::int64_t num_bytes;
+  bool poison;
 };
+
+// On compute, whose pool the bytes come from and go back to: another stream's
+// fill could hit what an earlier kernel of compute still uses.
+void fill_with_nan(device::Runtime& runtime, void* begin, std::int64_t bytes) {
+  const device::StreamScope scope(runtime, device::Stream::compute);
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  at::from_blob(begin, {bytes},
+                at::TensorOptions(at::kByte).device(runtime.device()))
+      .fill_(0xFF);
+}
 
 // Runs wherever the last reference dies, on any thread: logs, never throws.
 void release(void* context) {
@@ -28,6 +42,9 @@ void release(void* context) {
   try {
     lease->ledger->remove(lease->category, lease->name, lease->num_bytes);
     const device::UnobservedAllocations unobserved;
+    if (lease->poison) {
+      fill_with_nan(*lease->runtime, lease->bytes.get(), lease->num_bytes);
+    }
     lease->bytes.clear();
   } catch (const std::exception& error) {
     LOG(ERROR) << "lowtide: giving back " << lease->num_bytes << " bytes of "
@@ -62,11 +79,15 @@ c10::DataPtr DeviceMemory::lease(Category category, std::string_view name,
   lease->category = category;
   lease->name = name;
   lease->num_bytes = bytes;
+  lease->poison = poison_;
   {
     const device::UnobservedAllocations unobserved;
     lease->bytes = runtime_->allocate(static_cast<std::size_t>(bytes));
   }
   void* const data = lease->bytes.get();
+  if (lease->poison) {
+    fill_with_nan(*runtime_, data, bytes);
+  }
   runtime_->describe(data, category_name(category), name);
   ledger_->add(category, name, bytes);
   return {data, lease.release(), &release, runtime_->device()};

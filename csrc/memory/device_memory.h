@@ -4,6 +4,7 @@
 
 #include <c10/core/Allocator.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -38,6 +39,11 @@ class DeviceMemory {
   // every point of a step.
   void fail_next_lease(Category category, std::string name);
 
+  // Debugging: fills every lease with NaN (0xFF bytes) when it is made and
+  // again before its bytes go back, so that a read of bytes nobody wrote, or of
+  // freed ones, shows in the loss.  Costs a memset each.
+  void set_poison(bool poison) { poison_ = poison; }
+
  private:
   struct Fault {
     Category category;
@@ -47,6 +53,7 @@ class DeviceMemory {
   std::shared_ptr<Ledger> ledger_;
   std::mutex mutex_;
   std::optional<Fault> fault_;
+  std::atomic<bool> poison_{false};
 };
 
 }  // namespace lowtide::memory

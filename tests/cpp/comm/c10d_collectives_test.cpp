@@ -56,6 +56,14 @@ class ScriptedBackend final : public c10d::Backend {
         options.asyncOp, outs.size());
   }
 
+  c10::intrusive_ptr<c10d::Work> broadcast(
+      std::vector<at::Tensor>& tensors,
+      const c10d::BroadcastOptions& options) override {
+    EXPECT_EQ(options.rootRank, 0);
+    tensors[0].add_(100);  // rank 0's values
+    return note("broadcast", options.asyncOp, tensors.size());
+  }
+
   std::vector<std::string> calls;
   c10::intrusive_ptr<ScriptedWork> work = c10::make_intrusive<ScriptedWork>();
   bool fails_to_issue = false;
@@ -127,6 +135,32 @@ TEST_F(C10dCollectivesTest, OneRankAveragesBySumming) {
   C10dCollectives collectives(group_of(alone), c10::DeviceType::CPU);
   collectives.reduce_scatter(piece_, piece_, Reduction::average, "a");
   EXPECT_THAT(alone->calls, ElementsAre("plain sum 1"));
+}
+
+TEST_F(C10dCollectivesTest, RankZerosValuesReachEveryRank) {
+  EXPECT_THAT(collectives_.from_rank_zero({3, 4}, "root"),
+              ElementsAre(103, 104));
+  EXPECT_THAT(backend_->calls, ElementsAre("broadcast 1"));
+  EXPECT_EQ(backend_->work->num_waits, 1);
+  const auto& counters = collectives_.counters();
+  EXPECT_EQ(counters[static_cast<std::size_t>(Kind::broadcast)].wire_bytes, 12);
+  // Nothing to agree on.
+  EXPECT_THAT(collectives_.from_rank_zero({}, "root"), IsEmpty());
+  const auto alone = c10::make_intrusive<ScriptedBackend>(0, 1);
+  EXPECT_THAT(C10dCollectives(group_of(alone), c10::DeviceType::CPU)
+                  .from_rank_zero({3}, "root"),
+              ElementsAre(3));
+  EXPECT_THAT(alone->calls, IsEmpty());
+}
+
+TEST_F(C10dCollectivesTest, AFailedAgreementIsAFailure) {
+  backend_->work->on_wait = []() -> bool {
+    throw std::runtime_error("timed out");
+  };
+  EXPECT_THAT([&] { collectives_.from_rank_zero({3}, "root"); },
+              ThrowsMessage<Error>(HasSubstr(
+                  "lowtide: root: expected the broadcast to finish on all "
+                  "ranks, got 'timed out' (rank 1 of 4).")));
 }
 
 TEST_F(C10dCollectivesTest, NothingToDoIssuesNothing) {

@@ -37,6 +37,11 @@ class CountingCollectives final : public Collectives {
     return nullptr;
   }
 
+  std::vector<std::int64_t> from_rank_zero(std::vector<std::int64_t> values,
+                                           const std::string&) override {
+    return values;
+  }
+
  private:
   std::int64_t size_;
 };
@@ -88,6 +93,7 @@ TEST(CollectivesTest, KindsHaveNames) {
   EXPECT_EQ(kind_name(Kind::all_gather), "all-gather");
   EXPECT_EQ(kind_name(Kind::reduce_scatter), "reduce-scatter");
   EXPECT_EQ(kind_name(Kind::all_reduce), "all-reduce");
+  EXPECT_EQ(kind_name(Kind::broadcast), "broadcast");
 }
 
 TEST(TensorListsTest, LeavesOutTensorsWithoutElements) {

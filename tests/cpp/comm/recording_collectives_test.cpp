@@ -184,6 +184,11 @@ TEST_F(RecordingCollectivesTest, AnInjectedFailureHitsOneCallOfThatLabel) {
   reduce("layers.1")->wait();
 }
 
+TEST_F(RecordingCollectivesTest, StandsForRankZeroToo) {
+  RecordingCollectives collectives(1, 2, runtime_);
+  EXPECT_THAT(collectives.from_rank_zero({7, 8}, "a"), ElementsAre(7, 8));
+}
+
 TEST_F(RecordingCollectivesTest, InPlaceGathersKeepTheInput) {
   RecordingCollectives collectives(1, 2, runtime_);
   std::vector<at::Tensor> outs = {tensor(at::arange(4, at::kByte))};

@@ -1,10 +1,12 @@
 #include "memory/device_memory.h"
 
 #include <ATen/ATen.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <new>
 #include <thread>
+#include <vector>
 
 #include "base/check.h"
 #include "device/allocation_observer.h"
@@ -79,6 +81,31 @@ TEST_F(DeviceMemoryTest, OutOfMemoryPassesThroughAndLeavesTheLedgerAlone) {
       memory_.lease(Category::gathered, "a", std::int64_t{1} << 55));
   EXPECT_EQ(ledger_->total_live(), 0);
   EXPECT_EQ(ledger_->num_leases(Category::gathered), 0);
+}
+
+TEST_F(DeviceMemoryTest, PoisonFillsFreshAndReleasedBytesWithNaN) {
+  // Keeps released bytes mapped, so that they can be looked at, and allocates
+  // outside of the caching that would hide a missing fill.
+  class KeepingRuntime : public device::CpuRuntime {
+   public:
+    c10::DataPtr allocate(std::size_t bytes) override {
+      kept.resize(bytes);
+      return {kept.data(), device()};
+    }
+    std::vector<unsigned char> kept;
+  };
+  const auto runtime = std::make_shared<KeepingRuntime>();
+  DeviceMemory memory(runtime, ledger_);
+  for (const bool poison : {false, true}) {
+    memory.set_poison(poison);
+    const unsigned char expected = poison ? 0xFF : 1;
+    runtime->kept.assign(100, 1);
+    c10::DataPtr lease = memory.lease(Category::gathered, "a", 100);
+    EXPECT_THAT(runtime->kept, testing::Each(expected));
+    runtime->kept.assign(100, 1);
+    lease.clear();
+    EXPECT_THAT(runtime->kept, testing::Each(expected));
+  }
 }
 
 TEST_F(DeviceMemoryTest, ObserversOfAllocationsDoNotSeeLeases) {
