@@ -36,6 +36,12 @@ GradientStream::GradientStream(std::string root,
                                std::shared_ptr<memory::DeviceMemory> memory)
     : root_(std::move(root)), memory_(std::move(memory)) {}
 
+std::int64_t GradientStream::ring_bytes(std::int64_t budget_bytes,
+                                        std::int64_t largest_unit_bytes) {
+  constexpr std::int64_t kSmallest = std::int64_t{4} << 20;
+  return std::min(budget_bytes, std::max(kSmallest, largest_unit_bytes));
+}
+
 void GradientStream::begin(const std::vector<UnitGradients*>& units) {
   LOWTIDE_INVARIANT(next_ == entries_.size(), "one backward at a time");
   entries_.clear();
@@ -114,6 +120,9 @@ void GradientStream::accept(UnitGradients& unit, std::int32_t i,
   }
   if (!unit.sharded().prepared()) {
     unit.sharded().prepare(unit.trainable());
+  }
+  if (!parameter.produced) {
+    unit.completed(i);
   }
   parameter.produced = true;
   if (unit.accumulating()) {

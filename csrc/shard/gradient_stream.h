@@ -38,6 +38,11 @@ class GradientStream {
   // Default of `budget_bytes`, and how many slots share it.
   static constexpr std::int64_t kDefaultBudget = std::int64_t{64} << 20;
   static constexpr std::int64_t kNumSlots = 4;
+  // What a ring needs: the budget, but no more than the largest unit's
+  // gradients on the wire (a longer ring would hold chunks that have landed),
+  // and for small models at least 4 MiB so that they are not cut up.
+  static std::int64_t ring_bytes(std::int64_t budget_bytes,
+                                 std::int64_t largest_unit_bytes);
 
   GradientStream(std::string root,
                  std::shared_ptr<memory::DeviceMemory> memory);

@@ -116,6 +116,7 @@ void Root::plan_gradients() {
     return;
   }
   bool complete = true;
+  const auto ring = ring_bytes();
   for (std::size_t u = 0; u < units_.size(); ++u) {
     auto* unit = units_[u];
     if (unit == nullptr ||
@@ -126,10 +127,55 @@ void Root::plan_gradients() {
       complete = false;  // again after its slab has been reduced
       continue;
     }
-    unit->plan_gradients(gradient_budget_);
+    unit->plan_gradients(ring);
   }
   planned_ = complete;
   planned_trainable_ = std::move(trainable);
+}
+
+std::int64_t Root::ring_bytes() const {
+  std::int64_t largest = 0;
+  for (const auto* unit : units_) {
+    if (unit != nullptr) {
+      largest = std::max(largest, unit->gradients().wire_bytes());
+    }
+  }
+  return GradientStream::ring_bytes(gradient_budget_, largest);
+}
+
+// [Note: Refining the order]
+// The first plan expects gradients in reverse registration order.  After the
+// first backward that reduces, every rank adopts the order in which rank 0's
+// gradients completed: one broadcast, once.  A wrong expectation costs memory
+// (a source waits for its turn), never correctness.
+void Root::agree_on_order() {
+  std::vector<comm::Collectives*> groups;
+  for (auto* unit : in_backward_) {
+    auto* group = unit->groups().reduce.get();
+    if (std::find(groups.begin(), groups.end(), group) == groups.end()) {
+      groups.push_back(group);
+    }
+  }
+  for (auto* group : groups) {
+    std::vector<std::int64_t> orders;
+    for (const auto* unit : in_backward_) {
+      if (unit->groups().reduce.get() == group) {
+        const auto order = unit->gradients().observed_order();
+        orders.insert(orders.end(), order.begin(), order.end());
+      }
+    }
+    const auto agreed = group->from_rank_zero(std::move(orders), name_);
+    auto next = agreed.begin();
+    for (auto* unit : in_backward_) {
+      if (unit->groups().reduce.get() == group) {
+        const auto size = static_cast<std::ptrdiff_t>(unit->gradients().size());
+        unit->expect_gradients({next, next + size});
+        next += size;
+      }
+    }
+  }
+  order_agreed_ = true;
+  planned_ = false;
 }
 
 std::vector<Unit*> Root::participants() {
@@ -187,6 +233,11 @@ Unit* Root::enter_backward(Unit& unit) {
 void Root::close_backward() {
   const base::TraceRange trace("lowtide::end_of_backward", name_);
   stream_.finish();
+  if (!order_agreed_ &&
+      std::any_of(in_backward_.begin(), in_backward_.end(),
+                  [](Unit* unit) { return unit->gradients().sync(); })) {
+    agree_on_order();
+  }
   open_forwards_ = std::max<std::int64_t>(0, open_forwards_ - 1);
   const bool more_backwards = open_forwards_ > 0;
   for (auto* unit : units_) {

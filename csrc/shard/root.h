@@ -60,6 +60,8 @@ class Root : public std::enable_shared_from_this<Root> {
   void end_forward();
   void close_backward();
   void plan_gradients();
+  std::int64_t ring_bytes() const;
+  void agree_on_order();
   std::vector<Unit*> participants();
 
   std::string name_;
@@ -69,6 +71,7 @@ class Root : public std::enable_shared_from_this<Root> {
   GradientStream stream_;
   std::int64_t gradient_budget_ = GradientStream::kDefaultBudget;
   bool planned_ = false;
+  bool order_agreed_ = false;
   std::vector<std::vector<bool>> planned_trainable_;
 
   Unit* forward_root_ = nullptr;  // entered first in the running forward

@@ -46,17 +46,25 @@ void Unit::attach(std::vector<at::Tensor> shards, std::vector<at::Tensor> full,
   if (gradients_.accumulating()) {
     install_nodes();
   } else {
-    plan_gradients(root_ ? root_->gradient_budget()
-                         : GradientStream::kDefaultBudget);
+    plan_gradients(GradientStream::ring_bytes(
+        root_ ? root_->gradient_budget() : GradientStream::kDefaultBudget,
+        gradients_.wire_bytes()));
   }
 }
 
 void Unit::plan_gradients(std::int64_t budget_bytes) {
-  // Backward completes a module's parameters roughly in reverse.
-  std::vector<std::int32_t> order(shards_.size());
-  std::iota(order.rbegin(), order.rend(), 0);
-  gradients_.plan(trainable(), order, budget_bytes, GradientStream::kNumSlots);
+  if (gradient_order_.size() != shards_.size()) {
+    // Backward completes a module's parameters roughly in reverse.
+    gradient_order_.resize(shards_.size());
+    std::iota(gradient_order_.rbegin(), gradient_order_.rend(), 0);
+  }
+  gradients_.plan(trainable(), gradient_order_, budget_bytes,
+                  GradientStream::kNumSlots);
   install_nodes();
+}
+
+void Unit::expect_gradients(std::vector<std::int32_t> order) {
+  gradient_order_ = std::move(order);
 }
 
 void Unit::detach() {

@@ -73,6 +73,7 @@ class Unit final : public BackwardReceiver,
   const std::shared_ptr<Root>& root() const { return root_; }
   UnitState state() const { return state_.state(); }
   UnitGradients& gradients() { return gradients_; }
+  const UnitGradients& gradients() const { return gradients_; }
   const UnitGroups& groups() const { return groups_; }
 
   // --- settings, between steps ----------------------------------------------
@@ -117,6 +118,9 @@ class Unit final : public BackwardReceiver,
   void install_nodes();
   // Plans the way out for the trainable parameters; see UnitGradients::plan.
   void plan_gradients(std::int64_t budget_bytes);
+  // In which order gradients are expected: a permutation of all parameters, the
+  // same on every rank; takes effect with the next plan.
+  void expect_gradients(std::vector<std::int32_t> order);
 
   // Trainable parameters as `requires_grad` of the shards says now.
   std::vector<bool> trainable() const;
@@ -146,6 +150,7 @@ class Unit final : public BackwardReceiver,
 
   std::vector<at::Tensor> shards_;
   std::vector<at::Tensor> full_;
+  std::vector<std::int32_t> gradient_order_;
   std::vector<NodePtr> nodes_;  // the tensors hold them weakly
 
   std::unique_ptr<comm::Pending> pending_gather_;

@@ -92,6 +92,25 @@ GradientColumns UnitGradients::columns(std::int32_t i, std::int64_t begin,
   return {group_->size(), parameter.shard_numel, parameter.numel, begin, end};
 }
 
+std::vector<std::int32_t> UnitGradients::observed_order() const {
+  auto order = completed_;
+  std::vector<bool> listed(parameters_.size(), false);
+  for (const auto i : order) {
+    listed[static_cast<std::size_t>(i)] = true;
+  }
+  const auto append = [&](std::int32_t i) {
+    if (!listed[static_cast<std::size_t>(i)]) {
+      listed[static_cast<std::size_t>(i)] = true;
+      order.push_back(i);
+    }
+  };
+  std::for_each(trainable_.begin(), trainable_.end(), append);
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    append(static_cast<std::int32_t>(i));
+  }
+  return order;
+}
+
 std::int64_t UnitGradients::num_chunks() const {
   std::int64_t chunks = 0;
   for (const auto& lane : lanes_) {
@@ -110,6 +129,16 @@ std::int64_t UnitGradients::slot_bytes() const {
   return most;
 }
 
+std::int64_t UnitGradients::wire_bytes() const {
+  std::int64_t bytes = 0;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    bytes +=
+        group_->size() * parameters_[i].shard_numel *
+        static_cast<std::int64_t>(c10::elementSize(infos_[i].reduce_dtype));
+  }
+  return bytes;
+}
+
 std::int64_t UnitGradients::slab_bytes() const {
   std::int64_t bytes = 0;
   for (const auto& lane : lanes_) {
@@ -121,6 +150,7 @@ std::int64_t UnitGradients::slab_bytes() const {
 void UnitGradients::begin(bool sync) {
   sync_ = sync;
   sealed_ = false;
+  completed_.clear();
   for (auto& parameter : parameters_) {
     parameter.source.reset();
     parameter.pieces_written = 0;

@@ -74,7 +74,12 @@ class UnitGradients {
     return parameters_[static_cast<std::size_t>(i)];
   }
   std::size_t size() const { return parameters_.size(); }
+  // In the order of the plan.
   const std::vector<std::int32_t>& trainable() const { return trainable_; }
+  // All parameters, those first whose gradients came first in the backward that
+  // has just ended; the others as planned.
+  std::vector<std::int32_t> observed_order() const;
+  void completed(std::int32_t i) { completed_.push_back(i); }
   ShardedGradients& sharded() { return sharded_; }
 
   GradientColumns columns(std::int32_t i, std::int64_t begin,
@@ -82,6 +87,8 @@ class UnitGradients {
   std::int64_t num_chunks() const;
   // Bytes of one chunk slot: [N + 1, max columns] of the widest lane.
   std::int64_t slot_bytes() const;
+  // Bytes of all gradients, padded, in the dtypes they travel in.
+  std::int64_t wire_bytes() const;
   // Bytes of all slabs once allocated.
   std::int64_t slab_bytes() const;
   // Bytes of all gradients of one backward in the compute dtype.
@@ -115,6 +122,7 @@ class UnitGradients {
   std::shared_ptr<memory::DeviceMemory> memory_;
   std::vector<Parameter> parameters_;
   std::vector<std::int32_t> trainable_;
+  std::vector<std::int32_t> completed_;
   std::vector<Lane> lanes_;
   ShardedGradients sharded_;
   std::int64_t source_bytes_ = 0;
