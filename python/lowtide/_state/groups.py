@@ -16,22 +16,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lowtide import _C
 
-# Keyed by the mesh's group, so every unit on a mesh shares the pair.
-_pairs: dict[str, tuple[_C.Collectives, _C.Collectives]] = {}
+Pair = tuple[_C.Collectives, _C.Collectives]
+
+# By the name of the mesh's group, so every unit on a mesh shares the pair. The group
+# itself tells whether it is still that one: names come again after
+# destroy_process_group.
+_pairs: dict[str, tuple[dist.ProcessGroup, Pair]] = {}
 
 
-def gather_and_reduce(
-    mesh: DeviceMesh, device: torch.device
-) -> tuple[_C.Collectives, _C.Collectives]:
+def gather_and_reduce(mesh: DeviceMesh, device: torch.device) -> Pair:
     """The mesh's own group for gathers and a second one over the same ranks for
     reduce-scatters. Collective over the mesh on first use."""
     group = mesh.get_group()
-    pair = _pairs.get(group.group_name)
-    if (
-        pair is not None
-        and dist.distributed_c10d._resolve_process_group(group.group_name) is group
-    ):
-        return pair
+    known = _pairs.get(group.group_name)
+    if known is not None and known[0] is group:
+        return known[1]
     reduce_group = dist.new_group(
         dist.get_process_group_ranks(group),
         timeout=_timeout(group, device),
@@ -44,7 +43,7 @@ def gather_and_reduce(
         _C.Collectives(group.group_name, device),
         _C.Collectives(reduce_group.group_name, device),
     )
-    _pairs[group.group_name] = pair
+    _pairs[group.group_name] = (group, pair)
     return pair
 
 
