@@ -53,7 +53,7 @@ clean:
 
 # An existing .venv is reused; a changed requirements file updates it.
 .venv/.dev: requirements/dev.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv || { echo \
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv || { echo \
 	  "lowtide: .venv: expected Python >= 3.10 with venv, got an error from" \
 	  "$(PYTHON). Run \`apt install python3-venv python3-dev\`." >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $<
