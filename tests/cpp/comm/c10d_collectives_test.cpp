@@ -1,5 +1,5 @@
 // Everything but what real backends do with it, which
-// tests/python/dist/test_collectives.py checks on gloo and fake groups.
+// tests/python/dist/test_process_groups.py checks on gloo and fake groups.
 #include "comm/c10d_collectives.h"
 
 #include <ATen/ATen.h>

@@ -1,0 +1,170 @@
+"""lowtide's collectives on real process groups."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lowtide import _C
+from support.bits import same_bits
+from support.left_fold import left_fold
+from support.ranks import RankPool
+
+COLUMNS = (128, 384, 128 * 77)
+WAIT_SECONDS = 10
+
+
+def collectives(group: dist.ProcessGroup | None = None) -> _C.Collectives:
+    group = group or dist.group.WORLD
+    assert group is not None
+    return _C.Collectives(group.group_name, torch.device("cpu"))
+
+
+def piece_of(rank: int, index: int, size: int) -> torch.Tensor:
+    return torch.full((size,), 16 * rank + index, dtype=torch.uint8)
+
+
+def gather_unit() -> tuple[bool, dict[str, tuple[int, int]], str]:
+    ours = collectives()
+    sizes = (1, 0, 300, 7)
+    ins = [piece_of(ours.rank, i, size) for i, size in enumerate(sizes)]
+    outs = [torch.zeros(ours.size * size, dtype=torch.uint8) for size in sizes]
+    ours.all_gather(outs, ins, label="unit").wait()
+    right = all(
+        torch.equal(out, torch.cat([piece_of(r, i, size) for r in range(ours.size)]))
+        for i, (out, size) in enumerate(zip(outs, sizes, strict=True))
+    )
+    return right, ours.counters, ours.backend
+
+
+def test_a_gather_of_many_pieces_is_one_call(pool_of, world_size):
+    for right, counters, backend in pool_of(world_size).run(gather_unit):
+        assert right
+        assert backend == "gloo"
+        assert counters == {
+            "all-gather": (1, (world_size - 1) * 308),
+            "reduce-scatter": (0, 0),
+            "all-reduce": (0, 0),
+            "broadcast": (0, 0),
+        }
+
+
+def reduce_in_every_form(dtype: torch.dtype) -> list[tuple[str, int, bool]]:
+    """(form, columns, same bits as the left fold and the input unchanged)"""
+    ours = collectives()
+    rank, world_size = ours.rank, ours.size
+    inputs, expected = [], []
+    for columns in COLUMNS:
+        generator = torch.Generator().manual_seed(columns)
+        shape = (world_size, world_size, columns)
+        spread = torch.randn(shape, generator=generator).mul(3).exp()
+        by_rank = (torch.randn(shape, generator=generator) * spread).to(dtype)
+        inputs.append(by_rank[rank].flatten())
+        expected.append(left_fold(by_rank[:, rank].unbind(), rank))
+    unchanged = [full.clone() for full in inputs]
+    rows = []
+    for average in (False, True):
+        want = [total / world_size if average else total for total in expected]
+        plain = [torch.empty_like(total) for total in expected]
+        for out, full in zip(plain, inputs, strict=True):
+            ours.reduce_scatter(out, full, average=average, label="unit").wait()
+        listed = [torch.empty_like(total) for total in expected]
+        ours.reduce_scatter_coalesced(
+            listed, inputs, average=average, label="unit"
+        ).wait()
+        for form, outs in (("plain", plain), ("coalesced", listed)):
+            for i, columns in enumerate(COLUMNS):
+                equal = same_bits(outs[i], want[i])
+                kept = same_bits(inputs[i], unchanged[i])
+                rows.append((f"{form} average={average}", columns, equal and kept))
+    return rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_reductions_are_the_left_fold_and_a_division(pool_of, world_size, dtype):
+    for rows in pool_of(world_size).run(reduce_in_every_form, dtype):
+        assert [row for row in rows if not row[2]] == []
+        assert len(rows) == 4 * len(COLUMNS)
+
+
+def waited_in_reverse() -> bool:
+    ours = collectives()
+    pending, outs = [], []
+    for i in range(8):
+        outs.append(torch.zeros(64 * ours.size, dtype=torch.uint8))
+        piece = piece_of(ours.rank, i, 64)
+        pending.append(ours.all_gather([outs[i]], [piece], label=f"unit {i}"))
+    for one in reversed(pending):
+        one.wait()
+        one.wait()
+    return all(
+        torch.equal(out, torch.cat([piece_of(r, i, 64) for r in range(ours.size)]))
+        for i, out in enumerate(outs)
+    )
+
+
+def test_many_may_be_on_their_way(pool_of):
+    assert pool_of(3).run(waited_in_reverse) == [True] * 3
+
+
+def reduce_with_a_dead_peer() -> str:
+    ours = collectives()
+    dist.barrier()
+    if ours.rank == 1:
+        os._exit(3)
+    try:
+        ours.reduce_scatter(
+            torch.empty(128), torch.ones(3 * 128), average=True, label="layers.7"
+        ).wait()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_dead_peer_is_an_error_that_names_the_unit():
+    with RankPool(3, group_timeout=WAIT_SECONDS) as pool:
+        outcomes = pool.outcomes(reduce_with_a_dead_peer)
+    assert outcomes[1].kind == "died"
+    for rank in (0, 2):
+        text = outcomes[rank].value
+        assert text.startswith(
+            "lowtide: layers.7: expected the reduce-scatter to finish on all ranks, "
+            "got '"
+        )
+        assert text.endswith(
+            f"(rank {rank} of 3). Look at the log of the rank that failed first; "
+            "then call lowtide.abort_step() or restart from the last checkpoint."
+        )
+
+
+def on_a_fake_group() -> tuple[str, int, list[int], list[float]]:
+    group = dist.new_group([0], backend="fake")
+    ours = collectives(group)
+    gathered = torch.zeros(3, dtype=torch.uint8)
+    ours.all_gather([gathered], [piece_of(2, 0, 3)], label="unit").wait()
+    out = torch.full((2,), 5.0)
+    ours.reduce_scatter(out, torch.ones(2), average=True, label="unit").wait()
+    return ours.backend, ours.size, gathered.tolist(), out.tolist()
+
+
+def test_a_fake_group_gathers_copies_and_leaves_reductions_alone(pool_of):
+    assert pool_of(1).run(on_a_fake_group) == [("fake", 1, [32] * 3, [5.0] * 2)]
+
+
+def on_a_device_without_a_backend() -> str:
+    group = dist.new_group(backend="cpu:gloo")
+    with pytest.raises(ValueError, match="lowtide: process group") as error:
+        _C.Collectives(group.group_name, torch.device("cuda"))
+    return str(error.value)
+
+
+def test_a_group_without_a_backend_for_the_device_is_refused(pool_of):
+    for rank, text in enumerate(pool_of(2).run(on_a_device_without_a_backend)):
+        assert text == (
+            "lowtide: process group: expected a backend for cuda tensors, got one for "
+            f"cpu (rank {rank} of 2). Pass init_process_group or init_device_mesh a "
+            "backend for cuda, or move the model."
+        )
