@@ -1,16 +1,16 @@
 #include "shard/gradient_rows.h"
 
-#include <ATen/ops/as_strided.h>
-
 #include <algorithm>
+
+#include "shard/storage.h"
 
 namespace lowtide::shard {
 namespace {
 
 at::Tensor block(const at::Tensor& flat, std::int64_t offset, std::int64_t rows,
                  std::int64_t columns, std::int64_t row_stride) {
-  return flat.as_strided({rows, columns}, {row_stride, 1},
-                         flat.storage_offset() + offset);
+  return strided_view(flat, {rows, columns}, {row_stride, 1},
+                      flat.storage_offset() + offset);
 }
 
 // Calls `apply(destination, source)` for the whole rows at once, then for the
@@ -22,7 +22,8 @@ void for_each_block(const at::Tensor& gradient, const GradientColumns& c,
   if (c.numel == 0 || width == 0) {
     return;
   }
-  const at::Tensor flat = gradient.reshape({-1});
+  const at::Tensor flat =
+      gradient.is_contiguous() ? gradient : gradient.contiguous();
   // Rank r's run holds columns up to `end` iff r * shard_numel + end <= numel.
   const std::int64_t whole =
       c.numel < c.end

@@ -44,9 +44,6 @@ std::int64_t GradientStream::ring_bytes(std::int64_t budget_bytes,
 
 void GradientStream::begin(const std::vector<UnitGradients*>& units) {
   LOWTIDE_INVARIANT(next_ == entries_.size(), "one backward at a time");
-  entries_.clear();
-  firsts_.clear();
-  next_ = 0;
   slot_bytes_ = source_budget_ = 0;
   for (auto* unit : units) {
     append(*unit);
@@ -54,10 +51,10 @@ void GradientStream::begin(const std::vector<UnitGradients*>& units) {
 }
 
 void GradientStream::append(UnitGradients& unit) {
-  First first{&unit, {}};
+  units_.push_back(&unit);
   for (std::size_t l = 0; l < unit.lanes().size(); ++l) {
-    first.lanes.push_back(entries_.size());
-    const auto& lane = unit.lanes()[l];
+    auto& lane = unit.lanes()[l];
+    lane.place = entries_.size();
     Entry entry;
     entry.unit = &unit;
     entry.lane = static_cast<std::int32_t>(l);
@@ -75,28 +72,17 @@ void GradientStream::append(UnitGradients& unit) {
       entries_.push_back(std::move(chunk));
     }
   }
-  firsts_.push_back(std::move(first));
   slot_bytes_ = std::max(slot_bytes_, unit.slot_bytes());
   source_budget_ = std::max(source_budget_, unit.source_bytes());
 }
 
 bool GradientStream::contains(const UnitGradients& unit) const {
-  return std::any_of(firsts_.begin(), firsts_.end(),
-                     [&](const auto& first) { return first.unit == &unit; });
+  return !unit.lanes().empty() && unit.lanes().front().place.has_value();
 }
 
 const Chunk& GradientStream::chunk_of(const Entry& entry) const {
   return entry.unit->lanes()[static_cast<std::size_t>(entry.lane)]
       .plan.chunks[static_cast<std::size_t>(entry.chunk)];
-}
-
-std::size_t GradientStream::place_of(const UnitGradients& unit,
-                                     std::int32_t lane) const {
-  const auto first =
-      std::find_if(firsts_.begin(), firsts_.end(),
-                   [&](const auto& f) { return f.unit == &unit; });
-  LOWTIDE_INVARIANT(first != firsts_.end(), "the unit is in the sequence");
-  return first->lanes[static_cast<std::size_t>(lane)];
 }
 
 bool GradientStream::in_window(std::size_t place) const {
@@ -139,7 +125,8 @@ void GradientStream::accept(UnitGradients& unit, std::int32_t i,
   }
   auto& runtime = memory_->runtime();
   order_after(runtime, Stream::reduce, Stream::compute);
-  const std::size_t first = place_of(unit, parameter.lane);
+  const std::size_t first =
+      *unit.lanes()[static_cast<std::size_t>(parameter.lane)].place;
   for (const auto& where : parameter.places) {
     const std::size_t place = first + static_cast<std::size_t>(where.chunk);
     if (!in_window(place)) {
@@ -299,10 +286,11 @@ void GradientStream::complete(std::size_t place) {
   }
   if (chunk.flags_column >= 0) {
     const auto rows = unit.group().size();
-    entry.input.view({rows, chunk.columns})
-        .narrow(1, chunk.flags_column,
-                unit.lanes()[static_cast<std::size_t>(entry.lane)]
-                    .plan.num_parameters)
+    strided_view(entry.input,
+                 {rows, unit.lanes()[static_cast<std::size_t>(entry.lane)]
+                            .plan.num_parameters},
+                 {chunk.columns, 1},
+                 entry.input.storage_offset() + chunk.flags_column)
         .fill_(1.0);
     for (const auto i :
          unit.lanes()[static_cast<std::size_t>(entry.lane)].members) {
@@ -382,16 +370,12 @@ void GradientStream::land(std::size_t place) {
     return;
   }
   const auto& chunk = chunk_of(entry);
-  for (const auto& piece : chunk.pieces) {
-    entry.unit->sharded().land(
-        piece.parameter, piece.begin,
-        entry.output.narrow(0, piece.column, piece.size()));
-  }
+  entry.unit->sharded().land(chunk.pieces, entry.output);
   if (chunk.flags_column >= 0) {
     const auto& lane =
         entry.unit->lanes()[static_cast<std::size_t>(entry.lane)];
-    read_flags(entry, entry.output.narrow(0, chunk.flags_column,
-                                          lane.plan.num_parameters));
+    read_flags(entry, slice_of(entry.output, chunk.flags_column,
+                               lane.plan.num_parameters));
   }
   entry.input.reset();
   entry.output.reset();
@@ -402,9 +386,8 @@ void GradientStream::land_slab(Entry& entry) {
   auto output = entry.slab_outputs.begin();
   for (const auto i : lane.members) {
     if (lane.slab.columns(i) > 0) {
-      const auto numel =
-          std::min(output->numel(), entry.unit->parameter(i).shard_numel);
-      entry.unit->sharded().land(i, 0, output->narrow(0, 0, numel));
+      const auto columns = entry.unit->parameter(i).shard_numel;
+      entry.unit->sharded().land({{i, 0, columns, 0}}, *output);
       ++output;
     }
   }
@@ -430,12 +413,8 @@ void GradientStream::read_flags(Entry& entry, const at::Tensor& flags) {
 }
 
 void GradientStream::finish() {
-  for (auto& first : firsts_) {
-    for (const auto place : first.lanes) {
-      if (place < entries_.size()) {
-        entries_[place].unit->seal();
-      }
-    }
+  for (auto* unit : units_) {
+    unit->seal();
   }
   order_after(memory_->runtime(), Stream::reduce, Stream::compute);
   pump();
@@ -444,11 +423,7 @@ void GradientStream::finish() {
   }
   auto& runtime = memory_->runtime();
   order_after(runtime, Stream::compute, Stream::reduce);
-  drop_retired(0);
-  entries_.clear();
-  firsts_.clear();
-  next_ = 0;
-  slots_.clear();
+  clear();
 }
 
 void GradientStream::abort() {
@@ -464,9 +439,19 @@ void GradientStream::abort() {
     }
   }
   order_after(runtime, Stream::compute, Stream::reduce);
+  clear();
+}
+
+// In the compute stream's order, after everything on `reduce`.
+void GradientStream::clear() {
   drop_retired(0);
+  for (auto* unit : units_) {
+    for (auto& lane : unit->lanes()) {
+      lane.place.reset();
+    }
+  }
+  units_.clear();
   entries_.clear();
-  firsts_.clear();
   next_ = 0;
   slots_.clear();
 }

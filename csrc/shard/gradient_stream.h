@@ -87,10 +87,6 @@ class GradientStream {
     bool sent = false;
     bool landed = false;
   };
-  struct First {
-    const UnitGradients* unit;
-    std::vector<std::size_t> lanes;  // place of each lane's first entry
-  };
   struct Retired {
     at::Tensor source;
     device::Event copied;
@@ -98,7 +94,6 @@ class GradientStream {
   };
 
   const Chunk& chunk_of(const Entry& entry) const;
-  std::size_t place_of(const UnitGradients& unit, std::int32_t lane) const;
   bool in_window(std::size_t place) const;
   void write_ready_pieces(std::size_t place);
   void write_piece(std::size_t place, std::size_t piece);
@@ -112,11 +107,12 @@ class GradientStream {
   void land_slab(Entry& entry);
   void read_flags(Entry& entry, const at::Tensor& flags);
   void drop_retired(std::int64_t down_to_bytes);
+  void clear();
 
   std::string root_;
   std::shared_ptr<memory::DeviceMemory> memory_;
   std::vector<Entry> entries_;
-  std::vector<First> firsts_;
+  std::vector<UnitGradients*> units_;
   std::size_t next_ = 0;  // the first entry that has not left
   std::vector<c10::Storage> slots_;
   std::int64_t slot_bytes_ = 0;

@@ -7,20 +7,20 @@
 
 #include <algorithm>
 
-#include "memory/flat_layout.h"
 #include "shard/storage.h"
 
 namespace lowtide::shard {
 namespace {
 
-std::int64_t align_up(std::int64_t bytes) {
-  return (bytes + memory::kAlignment - 1) / memory::kAlignment *
-         memory::kAlignment;
+std::int64_t itemsize(at::ScalarType dtype) {
+  return static_cast<std::int64_t>(c10::elementSize(dtype));
 }
 
+// Slices lie as far apart as the pieces of a chunk do.
 std::int64_t slice_bytes(const ShardedGradients::Parameter& parameter) {
-  return align_up(parameter.local_numel *
-                  static_cast<std::int64_t>(c10::elementSize(parameter.dtype)));
+  return (parameter.shard_numel + kPieceColumnMultiple - 1) /
+         kPieceColumnMultiple * kPieceColumnMultiple *
+         itemsize(parameter.dtype);
 }
 
 }  // namespace
@@ -70,9 +70,7 @@ void ShardedGradients::prepare(const std::vector<std::int32_t>& trainable) {
       continue;
     }
     offsets_[i] = bytes;
-    bytes += align_up(
-        parameters_[i].local_numel *
-        static_cast<std::int64_t>(c10::elementSize(parameters_[i].dtype)));
+    bytes += slice_bytes(parameters_[i]);
   }
   if (bytes > 0) {
     generation_ = owning_storage(
@@ -84,8 +82,8 @@ void ShardedGradients::prepare(const std::vector<std::int32_t>& trainable) {
     if (slots_[i].target == Target::add) {
       continue;
     }
-    // A rank without rows may have no generation at all.
-    slots_[i].flat = parameters_[i].local_numel == 0
+    // Without elements at all there may be no generation.
+    slots_[i].flat = parameters_[i].shard_numel == 0
                          ? at::Tensor()
                          : flat_view(generation_, parameters_[i].dtype,
                                      offsets_[i], parameters_[i].local_numel);
@@ -93,26 +91,58 @@ void ShardedGradients::prepare(const std::vector<std::int32_t>& trainable) {
   prepared_ = true;
 }
 
-void ShardedGradients::land(std::int32_t p, std::int64_t begin,
-                            const at::Tensor& result) {
-  const auto i = static_cast<std::size_t>(p);
-  const auto numel =
-      std::min(result.numel(), parameters_[i].local_numel - begin);
-  if (numel <= 0) {
-    return;
-  }
-  auto& slot = slots_[i];
-  auto to = slot.flat.narrow(0, begin, numel);
-  const auto from = result.narrow(0, 0, numel);
+bool ShardedGradients::fresh(const Piece& piece) const {
+  const auto target = slots_[static_cast<std::size_t>(piece.parameter)].target;
+  return target == Target::fresh || target == Target::foreign;
+}
+
+// Where a piece begins in its generation, in elements.
+std::int64_t ShardedGradients::place_of(const Piece& piece) const {
+  const auto i = static_cast<std::size_t>(piece.parameter);
+  return offsets_[i] / itemsize(parameters_[i].dtype) + piece.begin;
+}
+
+void ShardedGradients::write(const at::Tensor& to, const at::Tensor& from,
+                             bool add) {
   auto& runtime = memory_->runtime();
   runtime.touches(runtime.current(), from.const_data_ptr(), from.nbytes(),
                   device::Access::read);
   runtime.touches(runtime.current(), to.const_data_ptr(), to.nbytes(),
                   device::Access::write);
-  if (slot.target == Target::add) {
-    to.add_(from);
-  } else {
-    to.copy_(from);
+  add ? to.add_(from) : to.copy_(from);
+}
+
+void ShardedGradients::land(const std::vector<Piece>& pieces,
+                            const at::Tensor& result) {
+  for (std::size_t first = 0; first < pieces.size();) {
+    const auto& piece = pieces[first];
+    const auto i = static_cast<std::size_t>(piece.parameter);
+    const auto& parameter = parameters_[i];
+    if (!fresh(piece)) {
+      const auto numel =
+          std::min(piece.size(), parameter.local_numel - piece.begin);
+      if (numel > 0) {
+        write(slice_of(slots_[i].flat, piece.begin, numel),
+              slice_of(result, piece.column, numel), /*add=*/true);
+      }
+      ++first;
+      continue;
+    }
+    // As far as the generation continues in step with the row.
+    const auto place = place_of(piece);
+    std::size_t last = first;
+    while (last + 1 < pieces.size() && fresh(pieces[last + 1]) &&
+           parameters_[static_cast<std::size_t>(pieces[last + 1].parameter)]
+                   .dtype == parameter.dtype &&
+           place_of(pieces[last + 1]) - place ==
+               pieces[last + 1].column - piece.column) {
+      ++last;
+    }
+    const auto numel = pieces[last].column + pieces[last].size() - piece.column;
+    write(flat_view(generation_, parameter.dtype,
+                    place * itemsize(parameter.dtype), numel),
+          slice_of(result, piece.column, numel), /*add=*/false);
+    first = last + 1;
   }
 }
 

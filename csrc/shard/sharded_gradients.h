@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "memory/device_memory.h"
+#include "shard/gradient_plan.h"
 #include "shard/unit_name.h"
 
 namespace lowtide::shard {
@@ -27,6 +28,7 @@ class ShardedGradients {
     at::Tensor shard;                       // the sharded nn.Parameter
     std::vector<std::int64_t> local_sizes;  // of this rank's rows
     std::int64_t local_numel;
+    std::int64_t shard_numel;  // with padding
     at::ScalarType dtype;
   };
   // Wraps local gradients as the DTensors that become `.grad`.
@@ -48,9 +50,10 @@ class ShardedGradients {
   std::int64_t generation_bytes(
       const std::vector<std::int32_t>& trainable) const;
 
-  // Columns [begin, begin + result.numel()) of parameter i's shard have been
-  // reduced: copies or adds what is not padding, on the current stream.
-  void land(std::int32_t i, std::int64_t begin, const at::Tensor& result);
+  // `pieces` of a chunk have been reduced to the row `result`: copies or adds
+  // them, on the current stream.  Neighbours in a fresh generation, which is
+  // laid out as the plan's chunks are, go in one copy, padding included.
+  void land(const std::vector<Piece>& pieces, const at::Tensor& result);
 
   // Makes the fresh slices of the parameters in `used` visible as `.grad` and
   // runs their post-accumulate hooks; the slices of others stay invisible.
@@ -72,6 +75,9 @@ class ShardedGradients {
   };
 
   Target choose(std::size_t i);
+  bool fresh(const Piece& piece) const;
+  std::int64_t place_of(const Piece& piece) const;
+  void write(const at::Tensor& to, const at::Tensor& from, bool add);
   at::Tensor fresh_local(std::size_t i) const;
 
   UnitName unit_;

@@ -54,6 +54,12 @@ c10::Storage owning_storage(c10::DataPtr lease, std::int64_t bytes) {
       nullptr, /*resizable=*/false));
 }
 
+at::Tensor strided_view(const at::Tensor& base, at::IntArrayRef sizes,
+                        at::IntArrayRef strides, std::int64_t offset) {
+  return tensor_on(base.storage(), base.device(), base.scalar_type(), sizes,
+                   strides, offset);
+}
+
 at::Tensor flat_view(const c10::Storage& storage, at::ScalarType dtype,
                      std::int64_t byte_offset, std::int64_t numel) {
   const auto itemsize = static_cast<std::int64_t>(c10::elementSize(dtype));

@@ -40,6 +40,18 @@ class RepointedStorage {
 // A fixed-size storage that owns leased bytes.
 c10::Storage owning_storage(c10::DataPtr lease, std::int64_t bytes);
 
+// A tensor over part of `base`'s storage, without the dispatcher: what
+// base.as_strided(sizes, strides, offset) gives, `offset` in elements from the
+// start of the storage.
+at::Tensor strided_view(const at::Tensor& base, at::IntArrayRef sizes,
+                        at::IntArrayRef strides, std::int64_t offset);
+
+// Elements [begin, begin + numel) of the flat tensor `base`.
+inline at::Tensor slice_of(const at::Tensor& base, std::int64_t begin,
+                           std::int64_t numel) {
+  return strided_view(base, {numel}, {1}, base.storage_offset() + begin);
+}
+
 // A contiguous 1-D tensor over `numel` elements at byte `offset` of `storage`.
 at::Tensor flat_view(const c10::Storage& storage, at::ScalarType dtype,
                      std::int64_t byte_offset, std::int64_t numel);

@@ -40,6 +40,7 @@ void Unit::attach(std::vector<at::Tensor> shards, std::vector<at::Tensor> full,
     sizes[0] = buffers_.slice(i).local_rows(groups_.gather->rank());
     parameters.push_back({shards_[i], std::move(sizes),
                           buffers_.slice(i).local_numel(groups_.gather->rank()),
+                          buffers_.slice(i).shard_numel,
                           infos_[i].storage_dtype});
   }
   gradients_.sharded().set_parameters(std::move(parameters));

@@ -82,7 +82,7 @@ void UnitGradients::plan(const std::vector<bool>& trainable,
     GradientSlab slab(unit_, dtype, group_->size(), shard_numel, numel, members,
                       memory_);
     lanes_.push_back(
-        {dtype, std::move(members), std::move(plan), std::move(slab), {}});
+        {dtype, std::move(members), std::move(plan), std::move(slab), {}, {}});
   }
 }
 

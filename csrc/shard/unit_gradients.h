@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -30,6 +31,8 @@ struct Lane {
   // The flag columns after the sum; empty unless this rank left a parameter
   // without a gradient (only then does it need to know about the others).
   std::vector<float> used_anywhere;
+  // Where its first chunk stands in the stream's sequence, while it is there.
+  std::optional<std::size_t> place;
 };
 
 class UnitGradients {

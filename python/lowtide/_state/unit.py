@@ -270,7 +270,8 @@ def _lazy_init(state: "weakref.ref[UnitState]") -> None:
 def _wrap_gradients(
     specs: list[DTensorSpec], indices: list[int], locals_: list[torch.Tensor]
 ) -> list[torch.Tensor]:
+    # Without DTensor.__init__, which does nothing at five times the price.
     return [
-        DTensor(local, specs[i], requires_grad=False)
+        DTensor.__new__(DTensor, local, specs[i], requires_grad=False)
         for i, local in zip(indices, locals_, strict=True)
     ]
