@@ -152,6 +152,9 @@ std::unique_ptr<comm::Pending> ParameterBuffers::gather(
     cast_masters();
     return group.all_gather(gather_outs_, gather_ins_, *unit_);
   } catch (...) {
+    // What was cast already reads and writes bytes that go back now.
+    runtime.wait(device::Stream::compute,
+                 runtime.record(device::Stream::gather));
     arrived();
     release();
     throw;
