@@ -1,0 +1,120 @@
+#include "layers.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+
+#include <algorithm>
+
+#include "base/check.h"
+
+namespace lowtide::shard {
+namespace {
+
+// Different for every element, so that a mixed-up order shows.
+at::Tensor weights_like(const at::Tensor& parameter, at::ScalarType dtype) {
+  return at::arange(parameter.numel(), at::kFloat)
+      .remainder(7)
+      .sub(2.5)
+      .mul(0.125)
+      .to(dtype)
+      .view(parameter.sizes());
+}
+
+at::Tensor random(at::IntArrayRef sizes, std::uint64_t seed) {
+  return at::randn(sizes, at::detail::createCPUGenerator(seed), at::kFloat);
+}
+
+}  // namespace
+
+Layers::Body layer(const std::vector<std::size_t>& skip) {
+  return
+      [skip](const std::vector<at::Tensor>& parameters, const at::Tensor& x) {
+        const auto used = [&](std::size_t p) {
+          return p < parameters.size() &&
+                 std::find(skip.begin(), skip.end(), p) == skip.end();
+        };
+        const auto dtype = x.scalar_type();
+        at::Tensor y = used(0) ? x.mm(parameters[0].to(dtype).t()) : x * 0.5;
+        if (used(1)) y = y + parameters[1].to(dtype);
+        for (std::size_t p = 2; p < parameters.size(); ++p) {
+          if (!used(p)) continue;
+          const at::Tensor parameter = parameters[p].to(dtype);
+          y = y + (parameter * weights_like(parameter, dtype)).sum();
+        }
+        return y.tanh();
+      };
+}
+
+Program chain(std::size_t num_units) {
+  return [num_units](Layers& layers, const at::Tensor& x) {
+    at::Tensor y = x;
+    for (std::size_t unit = 0; unit < num_units; ++unit) {
+      y = layers.call(unit, y, layer());
+    }
+    return y;
+  };
+}
+
+std::vector<ParameterSpec> dense() { return {{{kWidth, kWidth}}, {{kWidth}}}; }
+
+std::vector<ParameterSpec> odd_shapes() {
+  return {{{kWidth, kWidth}}, {{kWidth}},  {{1}},  {{5, 3}},
+          {{0, 4}},           {{2, 3, 2}}, {{300}}};
+}
+
+std::vector<UnitSpec> layers_of(std::size_t num_units,
+                                const std::vector<ParameterSpec>& parameters) {
+  std::vector<UnitSpec> units;
+  for (std::size_t unit = 0; unit < num_units; ++unit) {
+    units.push_back({base::concat("layers.", unit), parameters});
+  }
+  return units;
+}
+
+std::vector<UnitSpec> with_dtypes(std::vector<UnitSpec> units,
+                                  at::ScalarType storage,
+                                  at::ScalarType compute,
+                                  at::ScalarType reduce) {
+  for (UnitSpec& unit : units) {
+    for (ParameterSpec& parameter : unit.parameters) {
+      parameter.storage = storage;
+      parameter.compute = compute;
+      parameter.reduce = reduce;
+    }
+  }
+  return units;
+}
+
+Parameters initial_parameters(const std::vector<UnitSpec>& units,
+                              std::uint64_t seed) {
+  Parameters all;
+  for (const UnitSpec& unit : units) {
+    std::vector<at::Tensor> parameters;
+    for (const ParameterSpec& parameter : unit.parameters) {
+      seed += 1;
+      parameters.push_back(
+          random(parameter.sizes, seed).mul_(0.5).to(parameter.storage));
+    }
+    all.push_back(std::move(parameters));
+  }
+  return all;
+}
+
+at::Tensor input_for(const std::vector<UnitSpec>& units, std::int64_t rank,
+                     std::uint64_t seed) {
+  return random({3, kWidth}, 1000 * seed + static_cast<std::uint64_t>(rank))
+      .to(units.at(0).parameters.at(0).compute);
+}
+
+at::Tensor loss_of(const at::Tensor& y) { return (y * y).sum(); }
+
+bool same_bits(const at::Tensor& a, const at::Tensor& b) {
+  if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) {
+    return false;
+  }
+  const auto bytes = [](const at::Tensor& tensor) {
+    return tensor.detach().contiguous().view({-1}).view(at::kByte);
+  };
+  return bytes(a).equal(bytes(b));
+}
+
+}  // namespace lowtide::shard

@@ -1,0 +1,80 @@
+// Small models as programs that run the same way on lowtide's units (Rank) and
+// on plain tensors (naive.h).
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace lowtide::shard {
+
+struct ParameterSpec {
+  std::vector<std::int64_t> sizes;
+  at::ScalarType storage = at::kFloat;
+  at::ScalarType compute = at::kFloat;
+  at::ScalarType reduce = at::kFloat;
+  bool trainable = true;
+};
+
+struct UnitSpec {
+  std::string name;
+  std::vector<ParameterSpec> parameters;
+  bool encloses_units = false;
+  bool leaf_module = false;
+};
+
+// What a program runs on.
+class Layers {
+ public:
+  using Body = std::function<at::Tensor(
+      const std::vector<at::Tensor>& parameters, const at::Tensor& x)>;
+
+  virtual ~Layers() = default;
+  // The forward of that unit's module.
+  virtual at::Tensor call(std::size_t unit, const at::Tensor& x,
+                          const Body& body) = 0;
+  virtual std::int64_t rank() const = 0;
+};
+
+using Program = std::function<at::Tensor(Layers& layers, const at::Tensor& x)>;
+
+// tanh(x W^T + b) with the unit's first two parameters; every further one
+// enters as a weighted sum.  Parameters in `skip` are left out.
+Layers::Body layer(const std::vector<std::size_t>& skip = {});
+
+// Unit 0 feeds unit 1 feeds unit 2, ...
+Program chain(std::size_t num_units);
+
+// Width of all layers; [kWidth, kWidth] and [kWidth].
+inline constexpr std::int64_t kWidth = 6;
+std::vector<ParameterSpec> dense();
+// The same and: [1], uneven [5, 3], [0, 4], [2, 3, 2] and a long [300].
+std::vector<ParameterSpec> odd_shapes();
+// "layers.0", "layers.1", ..., all with these parameters.
+std::vector<UnitSpec> layers_of(std::size_t num_units,
+                                const std::vector<ParameterSpec>& parameters);
+// Other dtypes for all parameters.
+std::vector<UnitSpec> with_dtypes(std::vector<UnitSpec> units,
+                                  at::ScalarType storage,
+                                  at::ScalarType compute,
+                                  at::ScalarType reduce);
+
+// Parameters of all units, by unit and index.
+using Parameters = std::vector<std::vector<at::Tensor>>;
+
+// Full parameters in the storage dtype, the same for equal seeds.
+Parameters initial_parameters(const std::vector<UnitSpec>& units,
+                              std::uint64_t seed = 1);
+// A batch for that rank, in the compute dtype of the first parameter.
+at::Tensor input_for(const std::vector<UnitSpec>& units, std::int64_t rank,
+                     std::uint64_t seed);
+
+at::Tensor loss_of(const at::Tensor& y);
+
+// Same shape, dtype and bits; NaN equals NaN.
+bool same_bits(const at::Tensor& a, const at::Tensor& b);
+
+}  // namespace lowtide::shard

@@ -1,0 +1,280 @@
+#include "shard/parameter_buffers.h"
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <new>
+
+#include "comm/recording_collectives.h"
+#include "device/scripted_runtime.h"
+
+namespace lowtide::shard {
+namespace {
+
+using comm::RecordingCollectives;
+using memory::Category;
+using testing::Each;
+using testing::IsEmpty;
+
+constexpr auto kUnit = "layers.0";
+
+// Mixed dtypes, uneven rows, fewer rows than ranks, no elements.
+std::vector<ParameterInfo> mixed_infos() {
+  const auto info = [](std::string name, std::vector<std::int64_t> sizes,
+                       at::ScalarType storage, at::ScalarType compute) {
+    return ParameterInfo{std::move(name), std::move(sizes), storage, compute,
+                         at::kFloat};
+  };
+  return {
+      info("even", {6, 4}, at::kFloat, at::kBFloat16),
+      info("uneven", {5, 3}, at::kFloat, at::kBFloat16),
+      info("kept", {7}, at::kFloat, at::kFloat),
+      info("one_row", {1, 130}, at::kFloat, at::kBFloat16),
+      info("empty_rows", {0, 3}, at::kFloat, at::kBFloat16),
+      info("empty_columns", {4, 0}, at::kFloat, at::kFloat),
+      info("counter", {3, 2, 2}, at::kLong, at::kLong),
+      info("half", {2, 2}, at::kBFloat16, at::kBFloat16),
+  };
+}
+
+std::vector<ParameterInfo> uniform_infos() {
+  return {{"w", {4, 4}, at::kFloat, at::kFloat, at::kFloat}};
+}
+
+at::Tensor values_for(const ParameterInfo& info, std::int64_t seed) {
+  at::Tensor values = at::empty(info.sizes, info.storage_dtype);
+  for (std::int64_t k = 0; k < values.numel(); ++k) {
+    values.view({-1})[k] = static_cast<double>((k * 7 + seed * 13) % 101) - 50;
+  }
+  return values;
+}
+
+// One rank's piece of one parameter in the compute dtype, padded with zeros.
+at::Tensor padded_piece(const ParameterInfo& info, const at::Tensor& full,
+                        std::int64_t rank, std::int64_t size) {
+  const std::int64_t rows = (info.sizes[0] + size - 1) / size;
+  auto sizes = info.sizes;
+  sizes[0] = rows;
+  at::Tensor piece = at::zeros(sizes, info.compute_dtype);
+  const std::int64_t first = std::min(rank * rows, info.sizes[0]);
+  const std::int64_t count = std::min(rows, info.sizes[0] - first);
+  piece.narrow(0, 0, count).copy_(full.narrow(0, first, count));
+  return piece.view({-1}).view(at::kByte);
+}
+
+class ParameterBuffersTest : public testing::Test {
+ protected:
+  // Loads values that depend on the parameter; peers hold the other rows.
+  void make(std::vector<ParameterInfo> infos, std::int64_t rank,
+            std::int64_t size) {
+    infos_ = std::move(infos);
+    buffers_.emplace(std::make_shared<const std::string>(kUnit), infos_, size,
+                     rank, memory_);
+    full_.clear();
+    for (std::size_t i = 0; i < infos_.size(); ++i) {
+      full_.push_back(values_for(infos_[i], static_cast<std::int64_t>(i)));
+      buffers_->load_full(i, full_[i]);
+    }
+    collectives_.emplace(
+        rank, size, runtime_,
+        [this, size](const RecordingCollectives::Request& request,
+                     const at::Tensor& mine) {
+          // Parameters without elements are not in the list.
+          std::size_t seen = 0;
+          for (std::size_t i = 0; i < infos_.size(); ++i) {
+            if (full_[i].numel() == 0 || seen++ != request.index) continue;
+            return padded_piece(infos_[i], full_[i], request.rank, size);
+          }
+          return mine;
+        });
+  }
+
+  void gather_and_arrive() {
+    const auto pending = buffers_->gather(*collectives_);
+    pending->wait();
+    buffers_->arrived();
+  }
+
+  std::int64_t live(Category category) const {
+    return ledger_->live()[static_cast<std::size_t>(category)];
+  }
+
+  void expect_sharded() const {
+    EXPECT_EQ(live(Category::gathered), 0);
+    EXPECT_EQ(live(Category::gather_input), 0);
+    for (std::size_t i = 0; i < buffers_->size(); ++i) {
+      EXPECT_EQ(buffers_->full(i).storage().nbytes(), 0u);
+      EXPECT_EQ(buffers_->storage(i).data(), nullptr);
+    }
+  }
+
+  std::shared_ptr<device::ScriptedRuntime> runtime_ =
+      std::make_shared<device::ScriptedRuntime>();
+  std::shared_ptr<memory::Ledger> ledger_ = std::make_shared<memory::Ledger>();
+  std::shared_ptr<memory::DeviceMemory> memory_ =
+      std::make_shared<memory::DeviceMemory>(runtime_, ledger_);
+  std::vector<ParameterInfo> infos_;
+  std::vector<at::Tensor> full_;
+  std::optional<RecordingCollectives> collectives_;
+  std::optional<ParameterBuffers> buffers_;
+};
+
+TEST_F(ParameterBuffersTest, TheFullParameterIsAllRanksRowsOneAfterAnother) {
+  for (std::int64_t size = 1; size <= 5; ++size) {
+    for (std::int64_t rank = 0; rank < size; ++rank) {
+      make(mixed_infos(), rank, size);
+      gather_and_arrive();
+      for (std::size_t i = 0; i < infos_.size(); ++i) {
+        SCOPED_TRACE(infos_[i].name);
+        EXPECT_EQ(buffers_->full(i).scalar_type(), infos_[i].compute_dtype);
+        EXPECT_EQ(buffers_->full(i).sizes(), infos_[i].sizes);
+        EXPECT_TRUE(buffers_->full(i).is_contiguous());
+        EXPECT_TRUE(
+            buffers_->full(i).equal(full_[i].to(infos_[i].compute_dtype)));
+      }
+      buffers_->release();
+      expect_sharded();
+    }
+  }
+  EXPECT_THAT(runtime_->violations(), IsEmpty());
+}
+
+TEST_F(ParameterBuffersTest, PaddingIsZeroOnTheWire) {
+  make(mixed_infos(), 0, 4);
+  gather_and_arrive();
+  // "uneven": 5 rows of 3 over 4 ranks of 2 rows; 9 elements of padding.
+  const auto* base = static_cast<const char*>(buffers_->storage(1).data());
+  EXPECT_THAT(std::vector<char>(base + 15 * 2, base + 24 * 2), Each(0));
+}
+
+TEST_F(ParameterBuffersTest, ShardsAreViewsOfOneMaster) {
+  make(mixed_infos(), 1, 2);
+  const at::Tensor shard = buffers_->local_shard(1);
+  EXPECT_EQ(shard.sizes(), (std::vector<std::int64_t>{2, 3}));
+  EXPECT_TRUE(shard.equal(full_[1].narrow(0, 3, 2)));
+  EXPECT_EQ(shard.storage().data(), buffers_->local_shard(0).storage().data());
+  // What an optimizer writes there is gathered next.
+  shard.add_(1);
+  full_[1].narrow(0, 3, 2).add_(1);
+  gather_and_arrive();
+  EXPECT_TRUE(buffers_->full(1).equal(full_[1].to(at::kBFloat16)));
+}
+
+TEST_F(ParameterBuffersTest, ARankWithoutRowsHasEmptyShards) {
+  make(mixed_infos(), 3, 4);
+  EXPECT_EQ(buffers_->local_shard(3).sizes(),
+            (std::vector<std::int64_t>{0, 130}));
+  EXPECT_EQ(buffers_->local_shard(5).sizes(),
+            (std::vector<std::int64_t>{1, 0}));
+}
+
+TEST_F(ParameterBuffersTest, LoadingLeavesAutogradAndVersionsAlone) {
+  make(uniform_infos(), 0, 2);
+  const at::Tensor shard = buffers_->local_shard(0);
+  const auto version = shard._version();
+  const at::Tensor local = at::full({2, 4}, 3.0).set_requires_grad(true);
+  buffers_->load_local(0, local);
+  EXPECT_EQ(shard._version(), version);
+  EXPECT_FALSE(shard.requires_grad());
+  EXPECT_TRUE(shard.equal(local));
+}
+
+TEST_F(ParameterBuffersTest, HoldsExactlyTheBytesOfTheLayout) {
+  make(mixed_infos(), 1, 3);
+  std::vector<memory::ParameterShape> shapes;
+  for (const auto& info : infos_) {
+    shapes.push_back(
+        {info.name, info.sizes,
+         static_cast<std::int64_t>(c10::elementSize(info.storage_dtype)),
+         static_cast<std::int64_t>(c10::elementSize(info.compute_dtype))});
+  }
+  const memory::FlatLayout layout(3, shapes);
+  EXPECT_EQ(live(Category::parameters), layout.shard_bytes());
+  expect_sharded();
+
+  const auto pending = buffers_->gather(*collectives_);
+  EXPECT_EQ(live(Category::gathered), layout.gathered_bytes());
+  EXPECT_EQ(live(Category::gather_input), layout.input_bytes());
+  pending->wait();
+  buffers_->arrived();
+  EXPECT_EQ(live(Category::gathered), layout.gathered_bytes());
+  EXPECT_EQ(live(Category::gather_input), 0);
+  buffers_->release();
+  EXPECT_EQ(live(Category::gathered), 0);
+  buffers_.reset();
+  EXPECT_EQ(ledger_->total_live(), 0);
+}
+
+TEST_F(ParameterBuffersTest, WithoutACastTheMastersAreTheInput) {
+  make(uniform_infos(), 0, 2);
+  const auto pending = buffers_->gather(*collectives_);
+  EXPECT_EQ(ledger_->num_leases(Category::gather_input), 0);
+  EXPECT_EQ(buffers_->input_bytes(), 0);
+  pending->wait();
+  EXPECT_TRUE(buffers_->full(0).equal(full_[0]));
+}
+
+TEST_F(ParameterBuffersTest, OneCoalescedCallCarriesTheUnit) {
+  make(mixed_infos(), 0, 2);
+  gather_and_arrive();
+  ASSERT_EQ(collectives_->calls().size(), 1u);
+  const auto& call = collectives_->calls()[0];
+  EXPECT_EQ(call.kind, comm::Kind::all_gather);
+  EXPECT_EQ(call.label, kUnit);
+  EXPECT_EQ(call.issued_from, device::Stream::gather);
+  EXPECT_EQ(call.full_bytes.size(), 6u);  // two have no elements
+}
+
+TEST_F(ParameterBuffersTest, AUnitWithoutElementsIssuesNothing) {
+  make({{"none", {0, 4}, at::kFloat, at::kBFloat16, at::kFloat}}, 0, 2);
+  EXPECT_EQ(buffers_->gather(*collectives_), nullptr);
+  EXPECT_THAT(collectives_->calls(), IsEmpty());
+  EXPECT_EQ(ledger_->total_live(), 0);
+}
+
+TEST_F(ParameterBuffersTest, GathersAgainAfterRelease) {
+  make(mixed_infos(), 0, 2);
+  const at::Tensor full = buffers_->full(0);
+  for (int step = 0; step < 3; ++step) {
+    gather_and_arrive();
+    EXPECT_TRUE(full.equal(full_[0].to(at::kBFloat16)));
+    buffers_->release();
+  }
+  EXPECT_EQ(ledger_->num_leases(Category::gathered), 3);
+  EXPECT_EQ(full._version(), 0);
+  EXPECT_THAT(runtime_->violations(), IsEmpty());
+}
+
+TEST_F(ParameterBuffersTest, AFailingLeaseLeavesEverythingAsItWas) {
+  make(mixed_infos(), 0, 2);
+  for (const Category category : {Category::gathered, Category::gather_input}) {
+    memory_->fail_next_lease(category, kUnit);
+    EXPECT_THROW(buffers_->gather(*collectives_), std::bad_alloc);
+    expect_sharded();
+    EXPECT_THAT(collectives_->calls(), IsEmpty());
+  }
+  gather_and_arrive();
+  EXPECT_TRUE(buffers_->full(0).equal(full_[0].to(at::kBFloat16)));
+  EXPECT_THAT(runtime_->violations(), IsEmpty());
+}
+
+TEST_F(ParameterBuffersTest, AFailingIssueLeavesEverythingAsItWas) {
+  make(mixed_infos(), 0, 2);
+  // A group of another size is refused before anything is on the wire.
+  RecordingCollectives others(0, 3, runtime_);
+  EXPECT_THROW(buffers_->gather(others), Error);
+  expect_sharded();
+  gather_and_arrive();
+  EXPECT_TRUE(buffers_->full(0).equal(full_[0].to(at::kBFloat16)));
+  EXPECT_THAT(runtime_->violations(), IsEmpty());
+}
+
+TEST_F(ParameterBuffersTest, AMasterThatDoesNotFitIsAnError) {
+  memory_->fail_next_lease(Category::parameters, kUnit);
+  EXPECT_THROW(make(uniform_infos(), 0, 2), std::bad_alloc);
+  EXPECT_EQ(ledger_->total_live(), 0);
+}
+
+}  // namespace
+}  // namespace lowtide::shard

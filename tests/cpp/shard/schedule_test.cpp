@@ -1,0 +1,145 @@
+#include "shard/schedule.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+namespace lowtide::shard {
+namespace {
+
+using testing::ElementsAre;
+using testing::IsEmpty;
+
+using Units = std::vector<std::int32_t>;
+using Guess = std::optional<std::int32_t>;
+constexpr std::nullopt_t none = std::nullopt;
+
+// Enters and leaves `units` one after another; returns what was expected next
+// each time.
+std::vector<Guess> forward(Schedule& schedule, const Units& units,
+                           bool recorded = true) {
+  schedule.begin_forward();
+  std::vector<Guess> guesses;
+  for (const std::int32_t unit : units) {
+    guesses.push_back(schedule.enter_forward(unit));
+    schedule.leave_forward(unit, recorded);
+  }
+  schedule.end_forward();
+  return guesses;
+}
+
+std::vector<Guess> backward(Schedule& schedule, const Units& units) {
+  std::vector<Guess> guesses;
+  for (const std::int32_t unit : units) {
+    guesses.push_back(schedule.enter_backward(unit));
+  }
+  return guesses;
+}
+
+TEST(ScheduleTest, ExpectsRegistrationOrderAtFirst) {
+  Schedule schedule(4);
+  EXPECT_THAT(forward(schedule, {0, 1, 2, 3}), ElementsAre(1, 2, 3, none));
+}
+
+TEST(ScheduleTest, ExpectsTheRecordedOrderAfterwards) {
+  Schedule schedule(4);
+  forward(schedule, {2, 0, 3, 1});
+  EXPECT_THAT(forward(schedule, {2, 0, 3, 1}), ElementsAre(0, 3, 1, none));
+}
+
+TEST(ScheduleTest, AWrongGuessFindsItsWayBack) {
+  Schedule schedule(4);
+  // 1 is skipped: after 2 the order is known again.
+  EXPECT_THAT(forward(schedule, {0, 2, 3}), ElementsAre(1, 3, none));
+  // 1 was not seen in the last forward, so nothing follows it.
+  EXPECT_THAT(forward(schedule, {0, 1, 2, 3}), ElementsAre(2, none, 3, none));
+  EXPECT_THAT(forward(schedule, {0, 1, 2, 3}), ElementsAre(1, 2, 3, none));
+}
+
+TEST(ScheduleTest, ForgetsAUnitThatIsNoLongerRun) {
+  Schedule schedule(3);
+  forward(schedule, {0, 1, 2});
+  forward(schedule, {0, 2});
+  EXPECT_THAT(forward(schedule, {0, 2}), ElementsAre(2, none));
+}
+
+TEST(ScheduleTest, AUnitCalledTwiceIsExpectedTwice) {
+  Schedule schedule(3);
+  forward(schedule, {0, 1, 0, 2});
+  EXPECT_THAT(forward(schedule, {0, 1, 0, 2}), ElementsAre(1, 0, 2, none));
+  schedule.end_backward();
+  forward(schedule, {0, 0, 1});
+  EXPECT_THAT(backward(schedule, {1, 0, 0}), ElementsAre(0, 0, none));
+}
+
+TEST(ScheduleTest, BackwardExpectsTheReverseWithMultiplicity) {
+  Schedule schedule(3);
+  forward(schedule, {0, 1, 0, 2});
+  EXPECT_THAT(backward(schedule, {2, 0, 1, 0}), ElementsAre(0, 1, 0, none));
+  // Nothing is left to expect.
+  EXPECT_THAT(backward(schedule, {2, 0}), ElementsAre(none, none));
+}
+
+TEST(ScheduleTest, NestedUnitsAreExpectedInTheOrderTheyWereLeft) {
+  Schedule schedule(3);
+  schedule.begin_forward();
+  EXPECT_EQ(schedule.enter_forward(0), 1);
+  EXPECT_EQ(schedule.enter_forward(1), 2);
+  schedule.leave_forward(1, true);
+  EXPECT_EQ(schedule.enter_forward(2), none);
+  schedule.leave_forward(2, true);
+  schedule.leave_forward(0, true);
+  schedule.end_forward();
+  EXPECT_THAT(schedule.completion_order(), ElementsAre(0, 2, 1));
+  EXPECT_THAT(backward(schedule, {0, 2, 1}), ElementsAre(2, 1, none));
+}
+
+TEST(ScheduleTest, CompletionOrderCountsAUnitAtItsFirstCall) {
+  Schedule schedule(3);
+  EXPECT_THAT(schedule.completion_order(), IsEmpty());
+  forward(schedule, {0, 1, 0, 2});
+  EXPECT_THAT(schedule.completion_order(), ElementsAre(2, 1, 0));
+  schedule.end_backward();
+  EXPECT_THAT(schedule.completion_order(), IsEmpty());
+}
+
+TEST(ScheduleTest, ForwardsWithoutGradLeaveNoTraceInBackward) {
+  Schedule schedule(2);
+  forward(schedule, {0, 1});
+  forward(schedule, {1, 0}, /*recorded=*/false);
+  EXPECT_THAT(schedule.completion_order(), ElementsAre(1, 0));
+  EXPECT_THAT(backward(schedule, {1, 0}), ElementsAre(0, none));
+}
+
+TEST(ScheduleTest, BackwardsOfSeveralForwardsComeInReverse) {
+  Schedule schedule(3);
+  forward(schedule, {0, 1, 2});
+  forward(schedule, {0, 2, 1});
+  EXPECT_THAT(schedule.completion_order(), ElementsAre(2, 1, 0));
+  EXPECT_THAT(backward(schedule, {1, 2, 0}), ElementsAre(2, 0, 2));
+  EXPECT_THAT(backward(schedule, {2, 1, 0}), ElementsAre(1, 0, none));
+}
+
+TEST(ScheduleTest, AbortForgetsTheUnfinishedStepOnly) {
+  Schedule schedule(3);
+  forward(schedule, {0, 2, 1});
+  schedule.begin_forward();
+  schedule.enter_forward(0);
+  schedule.leave_forward(0, true);
+  schedule.abort();
+  EXPECT_THAT(schedule.completion_order(), IsEmpty());
+  EXPECT_EQ(schedule.enter_backward(0), none);
+  EXPECT_THAT(forward(schedule, {0, 2, 1}), ElementsAre(2, 1, none));
+  EXPECT_THAT(backward(schedule, {1, 2, 0}), ElementsAre(2, 0, none));
+}
+
+TEST(ScheduleTest, ForwardsWithoutBackwardDoNotGrowTheRecordForEver) {
+  Schedule schedule(2);
+  for (int step = 0; step < 20'000; ++step) forward(schedule, {0, 1});
+  int recorded = 0;
+  while (schedule.enter_backward(1)) ++recorded;
+  EXPECT_LE(recorded, 1 << 14);
+  EXPECT_GE(recorded, 1);
+}
+
+}  // namespace
+}  // namespace lowtide::shard

@@ -1,0 +1,70 @@
+// Forwards to a ScriptedRuntime, but can forget one wait: what a missing line
+// in the engine would do.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/check.h"
+#include "device/scripted_runtime.h"
+
+namespace lowtide::shard {
+
+class SkippingRuntime final : public device::Runtime {
+ public:
+  explicit SkippingRuntime(std::shared_ptr<device::ScriptedRuntime> scripted)
+      : scripted_(std::move(scripted)) {}
+
+  // Ignores the wait that comes after `k` others, counted from now.
+  void skip(std::int64_t k) {
+    waits_.clear();
+    skipped_ = k;
+  }
+  // "reduce after compute", ..., in order, since construction or `skip`.
+  const std::vector<std::string>& waits() const { return waits_; }
+
+  void wait(device::Stream stream, const device::Event& event) override {
+    if (event.empty()) return;
+    const bool skipped = static_cast<std::int64_t>(waits_.size()) == skipped_;
+    waits_.push_back(base::concat(device::stream_name(stream), " after ",
+                                  recorded_on_[event.get()]));
+    if (!skipped) scripted_->wait(stream, event);
+  }
+
+  c10::Device device() const override { return scripted_->device(); }
+  c10::DataPtr allocate(std::size_t bytes) override {
+    return scripted_->allocate(bytes);
+  }
+  device::Event record(device::Stream stream) override {
+    device::Event event = scripted_->record(stream);
+    recorded_on_[event.get()] = device::stream_name(stream);
+    return event;
+  }
+  void synchronize(device::Stream stream) override {
+    scripted_->synchronize(stream);
+  }
+  std::int64_t enter(device::Stream stream) override {
+    return scripted_->enter(stream);
+  }
+  void leave(std::int64_t previous) override { scripted_->leave(previous); }
+  device::Stream current() const override { return scripted_->current(); }
+  void touches(device::Stream stream, const void* begin, std::size_t bytes,
+               device::Access access) override {
+    scripted_->touches(stream, begin, bytes, access);
+  }
+  void describe(const void* begin, std::string_view kind,
+                std::string_view name) override {
+    scripted_->describe(begin, kind, name);
+  }
+
+ private:
+  std::shared_ptr<device::ScriptedRuntime> scripted_;
+  std::map<const void*, std::string_view> recorded_on_;
+  std::vector<std::string> waits_;
+  std::int64_t skipped_ = -1;
+};
+
+}  // namespace lowtide::shard
