@@ -84,6 +84,29 @@ TEST_F(AccessCheckerTest, ALaterUseDoesNotHideAnEarlierUnorderedOne) {
   EXPECT_EQ(checker_.violations().size(), 1u);
 }
 
+TEST_F(AccessCheckerTest, ALaterReadDoesNotHideTheWriteBeforeIt) {
+  checker_.allocated(at(0x1000), 256, "");
+  order(Stream::compute, Stream::reduce);
+  order(Stream::compute, Stream::gather);
+  touch(Stream::gather, 0x1000, 256, Access::write);
+  order(Stream::gather, Stream::compute);
+  touch(Stream::compute, 0x1000, 256, Access::read);
+  EXPECT_THAT(checker_.violations(), IsEmpty());
+  touch(Stream::reduce, 0x1000, 256, Access::read);
+  EXPECT_EQ(checker_.violations().size(), 1u);
+}
+
+TEST_F(AccessCheckerTest, ALaterReadDoesNotHideAnUnorderedOne) {
+  checker_.allocated(at(0x1000), 256, "");
+  for (const Stream stream : {Stream::gather, Stream::reduce}) {
+    order(Stream::compute, stream);
+    touch(stream, 0x1000, 256, Access::read);
+  }
+  order(Stream::reduce, Stream::compute);  // not after the gather stream's
+  touch(Stream::compute, 0x1000, 256, Access::write);
+  EXPECT_EQ(checker_.violations().size(), 1u);
+}
+
 TEST_F(AccessCheckerTest, AReleaseWaitsForEveryUse) {
   for (const bool waits : {true, false}) {
     checker_.allocated(at(0x1000), 256, "gradient_stream of layers.0");
