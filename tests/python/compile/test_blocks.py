@@ -1,0 +1,87 @@
+"""Blocks compiled with fullgraph train with lowtide to the same bits, in one graph,
+whether they were compiled before or after sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.utils import counters
+
+import lowtide
+from support.model import ModelConfig, batch, build, loss_fn
+from support.training import adamw, local_params
+
+CONFIG = ModelConfig(num_layers=2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def wrapper(model: nn.Module, backend: str) -> None:
+    layers = model.layers
+    assert isinstance(layers, nn.ModuleList)
+    for i, layer in enumerate(layers):
+        compiled = torch.compile(layer, backend=backend, fullgraph=True)
+        assert isinstance(compiled, nn.Module)
+        layers[i] = compiled
+
+
+def in_place(model: nn.Module, backend: str) -> None:
+    layers = model.layers
+    assert isinstance(layers, nn.ModuleList)
+    for layer in layers:
+        layer.compile(backend=backend, fullgraph=True)
+
+
+def train(
+    *, before: object = None, after: object = None, backend: str = ""
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = build(CONFIG)
+    if callable(before):
+        before(model, backend)
+    policy = lowtide.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for layer in model.layers:
+        lowtide.fully_shard(layer, mp_policy=policy)
+    lowtide.fully_shard(model, mp_policy=policy)
+    if callable(after):
+        after(model, backend)
+    optimizer = adamw(model, foreach=False)
+    losses = []
+    for step in range(4):
+        with torch._dynamo.config.patch(error_on_recompile=step >= 2):
+            ids, targets = batch(CONFIG, step, 0, 0)
+            loss = loss_fn(model(ids), targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses, {
+        name.replace("_orig_mod.", ""): value
+        for name, value in local_params(model).items()
+    }
+
+
+@pytest.mark.parametrize("how", ["wrapper", "in_place_before", "in_place_after"])
+def test_one_graph_and_the_same_bits(how: str) -> None:
+    expected = train()
+    torch._dynamo.reset()
+    counters.clear()
+    hooks = {
+        "wrapper": {"before": wrapper},
+        "in_place_before": {"before": in_place},
+        "in_place_after": {"after": in_place},
+    }[how]
+    losses, params = train(**hooks, backend="aot_eager")
+    assert counters["stats"]["unique_graphs"] == 1
+    assert losses == expected[0]
+    for name, value in params.items():
+        assert torch.equal(value, expected[1][name]), name
