@@ -178,6 +178,9 @@ void Unit::pre_forward() {
   if (!at::GradMode::is_enabled() && root_->recording()) {
     ++calls_without_grad_;
   }
+  if (at::GradMode::is_enabled()) {
+    ++calls_without_inputs_;  // until watch_forward_inputs says otherwise
+  }
   gather();
   prefetched_ = false;
   // Issued before this unit's own kernels: the next gather then waits for
@@ -198,6 +201,7 @@ std::vector<at::Tensor> Unit::watch_forward_inputs(
     const std::vector<at::Tensor>& inputs) {
   auto watched = watch_inputs(inputs, weak_from_this());
   if (!in_backward()) {
+    --calls_without_inputs_;
     open_calls_.push_back(std::move(watched.node));
   }
   return std::move(watched.tensors);
@@ -310,7 +314,8 @@ void Unit::on_inputs_done(const torch::autograd::Node* node) {
   if (nested) {
     ++nested_calls_done_;
   }
-  bool more_to_come = calls_without_grad_ > nested_calls_done_;
+  bool more_to_come =
+      calls_without_inputs_ > 0 || calls_without_grad_ > nested_calls_done_;
   std::erase_if(open_calls_, [&](const WeakNodePtr& weak) {
     const auto call = weak.lock();
     if (!call || call.get() == node) {
@@ -371,6 +376,9 @@ void Unit::end_backward(bool more_backwards) {
   in_backward_ = output_gradient_ = false;
   saved_ = saved_ && more_backwards;
   calls_without_grad_ = nested_calls_done_ = 0;
+  if (!more_backwards) {
+    calls_without_inputs_ = 0;
+  }
   std::erase_if(open_calls_,
                 [](const WeakNodePtr& call) { return call.expired(); });
   if (state() == UnitState::reducing) {
@@ -398,7 +406,7 @@ void Unit::abort(bool drop_gradients) {
   state_.on(UnitEvent::abort);
   shown_ = prefetched_ = saved_ = false;
   in_backward_ = output_gradient_ = false;
-  calls_without_grad_ = nested_calls_done_ = 0;
+  calls_without_grad_ = nested_calls_done_ = calls_without_inputs_ = 0;
   open_calls_.clear();
   if (drop_gradients) {
     gradients_.abort();

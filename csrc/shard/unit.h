@@ -167,6 +167,9 @@ class Unit final : public BackwardReceiver,
   std::vector<WeakNodePtr> open_calls_;
   std::int64_t calls_without_grad_ = 0;
   std::int64_t nested_calls_done_ = 0;
+  // Recorded calls none of whose inputs required grad: nothing tells when their
+  // backward is over, so the unit is sealed at the end.
+  std::int64_t calls_without_inputs_ = 0;
   bool in_backward_ = false;      // takes part in the current backward
   bool output_gradient_ = false;  // between output gradient and inputs done
 };
