@@ -60,6 +60,7 @@ Rank::Rank(Exchange& exchange, std::int64_t rank,
           unit->buffers().local_shard(p).set_requires_grad(trainable));
       leaves.push_back(
           unit->buffers().full(p).detach().set_requires_grad(trainable));
+      if (!trainable) continue;
       leaves.back().register_hook([this](const at::Tensor& gradient) {
         if (gradient.defined()) {
           runtime->touches(Stream::compute, gradient.const_data_ptr(),

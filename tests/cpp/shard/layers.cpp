@@ -44,13 +44,15 @@ Layers::Body layer(const std::vector<std::size_t>& skip) {
       };
 }
 
-Program chain(std::size_t num_units) {
-  return [num_units](Layers& layers, const at::Tensor& x) {
-    at::Tensor y = x;
-    for (std::size_t unit = 0; unit < num_units; ++unit) {
-      y = layers.call(unit, y, layer());
-    }
-    return y;
+Program chain(std::size_t num_layers) {
+  return [num_layers](Layers& layers, const at::Tensor& x) {
+    return layers.call(0, x, [&](const auto& parameters, const auto& input) {
+      at::Tensor y = input;
+      for (std::size_t unit = 1; unit <= num_layers; ++unit) {
+        y = layers.call(unit, y, layer());
+      }
+      return layer()(parameters, y);
+    });
   };
 }
 
@@ -61,11 +63,11 @@ std::vector<ParameterSpec> odd_shapes() {
           {{0, 4}},           {{2, 3, 2}}, {{300}}};
 }
 
-std::vector<UnitSpec> layers_of(std::size_t num_units,
-                                const std::vector<ParameterSpec>& parameters) {
-  std::vector<UnitSpec> units;
-  for (std::size_t unit = 0; unit < num_units; ++unit) {
-    units.push_back({base::concat("layers.", unit), parameters});
+std::vector<UnitSpec> model_of(std::size_t num_layers,
+                               const std::vector<ParameterSpec>& parameters) {
+  std::vector<UnitSpec> units = {{"model", dense(), /*encloses_units=*/true}};
+  for (std::size_t i = 0; i < num_layers; ++i) {
+    units.push_back({base::concat("layers.", i), parameters});
   }
   return units;
 }

@@ -45,17 +45,18 @@ using Program = std::function<at::Tensor(Layers& layers, const at::Tensor& x)>;
 // enters as a weighted sum.  Parameters in `skip` are left out.
 Layers::Body layer(const std::vector<std::size_t>& skip = {});
 
-// Unit 0 feeds unit 1 feeds unit 2, ...
-Program chain(std::size_t num_units);
+// A model whose module is unit 0: it feeds its input through units 1 to
+// `num_layers` and then through its own parameters.
+Program chain(std::size_t num_layers);
 
 // Width of all layers; [kWidth, kWidth] and [kWidth].
 inline constexpr std::int64_t kWidth = 6;
 std::vector<ParameterSpec> dense();
 // The same and: [1], uneven [5, 3], [0, 4], [2, 3, 2] and a long [300].
 std::vector<ParameterSpec> odd_shapes();
-// "layers.0", "layers.1", ..., all with these parameters.
-std::vector<UnitSpec> layers_of(std::size_t num_units,
-                                const std::vector<ParameterSpec>& parameters);
+// "model", dense and enclosing the others, "layers.0", "layers.1", ...
+std::vector<UnitSpec> model_of(std::size_t num_layers,
+                               const std::vector<ParameterSpec>& parameters);
 // Other dtypes for all parameters.
 std::vector<UnitSpec> with_dtypes(std::vector<UnitSpec> units,
                                   at::ScalarType storage,

@@ -22,7 +22,7 @@ class NumericsTest : public testing::TestWithParam<Case> {
   std::vector<UnitSpec> units(
       std::size_t count, const std::vector<ParameterSpec>& parameters) const {
     const Dtypes& dtypes = std::get<1>(GetParam());
-    return with_dtypes(layers_of(count, parameters), dtypes.storage,
+    return with_dtypes(model_of(count, parameters), dtypes.storage,
                        dtypes.compute, dtypes.reduce);
   }
 };
@@ -51,6 +51,20 @@ TEST_P(NumericsTest, SyncEachMicrobatchWithEveryChunkSize) {
       rank.root->set_gradient_budget(budget);
     });
   }
+}
+
+TEST_P(NumericsTest, SyncLastMicrobatchOnly) {
+  expect_naive_bits({.units = units(2, odd_shapes()),
+                     .program = chain(2),
+                     .sync = {false, false, true}},
+                    world_size());
+}
+
+TEST_P(NumericsTest, SyncInBetween) {
+  expect_naive_bits({.units = units(2, odd_shapes()),
+                     .program = chain(2),
+                     .sync = {true, false, true, true}},
+                    world_size());
 }
 
 }  // namespace
