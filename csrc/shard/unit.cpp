@@ -310,6 +310,7 @@ void Unit::on_parameter_gradient(std::int32_t i, at::Tensor gradient) {
 void Unit::on_inputs_done(const torch::autograd::Node* node) {
   const base::TraceRange trace("lowtide::post_backward", *name_);
   root_->open_backward();
+  output_gradient_ = false;
   const bool nested = root_->nested_backward();
   if (nested) {
     ++nested_calls_done_;
@@ -333,7 +334,6 @@ void Unit::on_inputs_done(const torch::autograd::Node* node) {
 
 // All gradients of this unit have been seen, and nobody reads its parameters.
 void Unit::finish_backward() {
-  output_gradient_ = false;
   if (encloses_units) {
     return;
   }
