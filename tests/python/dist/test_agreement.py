@@ -1,13 +1,15 @@
-"""Ranks that wrap different models learn so at once, with both sides shown."""
+"""Ranks that wrapped different models hear so in the first forward, with both sides."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from support.systems import get_system
 
@@ -17,6 +19,9 @@ class Module(nn.Module):
         super().__init__()
         for name, parameter in parameters.items():
             self.register_parameter(name, parameter)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + sum(p.sum() for p in self.parameters())
 
 
 def weight(
@@ -38,7 +43,7 @@ def other_columns_of_one_size(odd: bool) -> nn.Module:
 
 
 def other_dtype(odd: bool) -> nn.Module:
-    return Module(proj=weight(dtype=torch.float16 if odd else torch.float32))
+    return Module(proj=weight(dtype=torch.bfloat16 if odd else torch.float32))
 
 
 def other_order(odd: bool) -> nn.Module:
@@ -57,69 +62,99 @@ def other_requires_grad(odd: bool) -> nn.Module:
     return module
 
 
-# What each message must show of the one side and of the other.
+# What each message must show of rank 0's side and of the odd rank's.
 CASES: dict[Callable[[bool], nn.Module], tuple[str, str]] = {
-    other_name: ("gate", "proj"),
-    other_shape: ("[5, 3]", "[4, 3]"),
-    other_columns_of_one_size: ("[4, 3]", "[2, 6]"),
-    other_dtype: ("float16", "float32"),
-    other_order: ("gate", "proj"),
-    one_more: ("extra", "1 parameter"),
-    other_requires_grad: ("frozen", "trainable"),
+    other_name: ("parameter 'proj'", "parameter 'gate'"),
+    other_shape: ("(4, 3)", "(5, 3)"),
+    other_columns_of_one_size: ("(2, 6)", "(4, 3)"),
+    other_dtype: ("torch.float32", "torch.bfloat16"),
+    other_order: ("parameter 'proj'", "parameter 'gate'"),
+    one_more: ("nothing more", "parameter 'extra'"),
+    other_requires_grad: ("torch.float32, policy", "torch.float32 frozen, policy"),
 }
 
 
-def wrap_disagreeing(case: str) -> tuple[str, str]:
-    """The error of this rank; the last rank's model is the odd one.  Then a
-    model on which all agree must train."""
+def run_forward(module: nn.Module) -> str:
+    """The error it raises, as "type: message"."""
+    try:
+        module(torch.zeros(1))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def wrap_and_run(case: str) -> str:
+    """The last rank's model is the odd one.  Afterwards the ranks must still be
+    able to run a model on which they agree."""
     odd = dist.get_rank() == dist.get_world_size() - 1
     build = {case.__name__: case for case in CASES}[case]
     system = get_system("lowtide")
-    try:
-        system.fully_shard(build(odd))
-    except Exception as error:
-        result = (type(error).__name__, str(error))
-    else:
-        result = ("", "no error")
-    module = Module(proj=weight())
-    system.fully_shard(module)
-    module.unshard()
-    assert module.proj.shape == (4, 3)
+    result = run_forward(system.fully_shard(build(odd)))
+    assert run_forward(system.fully_shard(Module(proj=weight()))) == "no error"
     return result
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_every_rank_sees_both_sides(pool_of, world_size, case):
+    messages = pool_of(world_size).run(wrap_and_run, case.__name__, timeout=30)
     if world_size == 1:
-        # A rank always agrees with itself.
-        assert pool_of(1).run(wrap_disagreeing, case.__name__) == [("", "no error")]
+        # A rank agrees with itself.
+        assert messages == ["no error"]
         return
-    results = pool_of(world_size).run(wrap_disagreeing, case.__name__, timeout=30)
-    for rank, (kind, message) in enumerate(results):
-        assert kind == "ValueError", message
-        assert message.startswith("lowtide: ")
-        assert f"(rank {rank} of {world_size})" in message
-        for side in CASES[case]:
-            assert side in message
-        assert f"rank {world_size - 1}" in message
+    first, last = CASES[case]
+    for rank, message in enumerate(messages):
+        assert message.startswith(
+            "RuntimeError: lowtide: fully_shard: expected the same"
+        )
+        shown = message.index(first), message.index(" on rank 0 and ")
+        odd = message.rindex(last), message.index(f" on rank {world_size - 1} ")
+        assert shown[0] < shown[1] < odd[0] < odd[1], message
+        assert f"rank {rank} of {world_size}" in message
+        assert message.endswith("the same way on every rank.")
 
 
-def one_rank_wraps_more_units(num_layers: int) -> str:
-    """The last rank wraps one block more than the others."""
+def wrap_other_units(num_layers: int) -> str:
+    """The last rank makes the last block a unit of its own, the others do not."""
     odd = dist.get_rank() == dist.get_world_size() - 1
     system = get_system("lowtide")
     model = nn.Sequential(*(Module(proj=weight()) for _ in range(num_layers)))
-    try:
-        for layer in list(model)[: num_layers if odd else num_layers - 1]:
-            system.fully_shard(layer)
-        system.fully_shard(model)
-    except Exception as error:
-        return str(error)
-    return "no error"
+    for layer in list(model)[: num_layers if odd else num_layers - 1]:
+        system.fully_shard(layer)
+    return run_forward(system.fully_shard(model))
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_units_that_differ_are_named(pool_of, world_size):
-    if world_size == 1:
-        return
-    for message in pool_of(world_size).run(one_rank_wraps_more_units, 2, timeout=30):
-        assert message.startswith("lowtide: ") and "proj" in message
+    for message in pool_of(world_size).run(wrap_other_units, 3, timeout=30):
+        assert "parameter '2.proj'" in message and "unit '0'" in message
+
+
+def wrap_with_other_settings(settings: dict[str, Any], odd_settings: dict[str, Any]):
+    odd = dist.get_rank() == dist.get_world_size() - 1
+    system = get_system("lowtide")
+    module = Module(proj=weight())
+    return run_forward(
+        system.fully_shard(module, **(odd_settings if odd else settings))
+    )
+
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+BF16_REDUCE_FP32 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ({"mp_policy": BF16}, {"mp_policy": BF16_REDUCE_FP32}),
+        ({"reshard_after_forward": True}, {"reshard_after_forward": False}),
+    ],
+    ids=["mp_policy", "reshard_after_forward"],
+)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_settings_that_change_what_is_sent_must_agree(pool_of, world_size, settings):
+    pool = pool_of(world_size)
+    for message in pool.run(wrap_with_other_settings, *settings, timeout=30):
+        assert message.startswith(
+            "RuntimeError: lowtide: fully_shard: expected the same"
+        )
+        assert f"on rank {world_size - 1}" in message

@@ -33,6 +33,7 @@ class ModelConfig:
     seq: int = 12
     batch: int = 2
     logit_scale: bool = False
+    dropout: float = 0.0
     frozen: tuple[str, ...] = ()  # fnmatch patterns of parameter names
 
 
@@ -58,6 +59,7 @@ class Block(nn.Module):
         dim, head_dim = config.dim, config.kv_dim // config.num_kv_heads
         q_dim = config.num_heads * head_dim
         self.head_dim = head_dim
+        self.dropout = config.dropout
         self.attention_norm = RMSNorm(dim)
         self.wq = nn.Linear(dim, q_dim, bias=False)
         self.wk = nn.Linear(dim, config.kv_dim, bias=False)
@@ -76,7 +78,7 @@ class Block(nn.Module):
         k, v = (t.repeat_interleave(repeat, 1) for t in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.wo(y.transpose(1, 2).flatten(2))
-        y = self.ffn_norm(x)
+        y = F.dropout(self.ffn_norm(x), self.dropout, self.training)
         return x + self.w2(F.silu(self.w1(y)) * self.w3(y))
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
