@@ -25,11 +25,6 @@ void touch(device::Runtime& runtime, const at::Tensor& tensor, Access access) {
                   access);
 }
 
-// What `to` enqueues from now on runs after everything on `from`.
-void order_after(device::Runtime& runtime, Stream to, Stream from) {
-  runtime.wait(to, runtime.record(from));
-}
-
 }  // namespace
 
 GradientStream::GradientStream(std::string root,
@@ -119,12 +114,11 @@ void GradientStream::accept(UnitGradients& unit, std::int32_t i,
   parameter.source = parameter.source.defined()
                          ? at::add(parameter.source, gradient)
                          : std::move(gradient);
+  reduce_behind_ = true;
   parameter.held = parameter.held || hold;
   if (parameter.held) {
     return;
   }
-  auto& runtime = memory_->runtime();
-  order_after(runtime, Stream::reduce, Stream::compute);
   const std::size_t first =
       *unit.lanes()[static_cast<std::size_t>(parameter.lane)].place;
   for (const auto& where : parameter.places) {
@@ -161,6 +155,7 @@ void GradientStream::write_ready_pieces(std::size_t place) {
 
 void GradientStream::write_piece(std::size_t place, std::size_t piece_index) {
   open_slot(place);
+  catch_up_reduce();
   auto& entry = entries_[place];
   const auto& chunk = chunk_of(entry);
   const auto& piece = chunk.pieces[piece_index];
@@ -204,6 +199,29 @@ void GradientStream::drop_retired(std::int64_t down_to_bytes) {
   }
 }
 
+// Work on `reduce` from now on finds what compute made: sources, slots, the
+// generation results land in.
+void GradientStream::catch_up_reduce() {
+  auto& runtime = memory_->runtime();
+  if (reduce_behind_) {
+    runtime.wait(Stream::reduce, runtime.record(Stream::compute));
+  }
+  reduce_behind_ = false;
+  compute_behind_ = true;  // by the work that follows
+}
+
+// Compute from now on finds results in place, and what goes back to its pool
+// unused.
+void GradientStream::catch_up_compute() {
+  auto& runtime = memory_->runtime();
+  if (compute_behind_) {
+    runtime.wait(Stream::compute, runtime.record(Stream::reduce));
+  }
+  compute_behind_ = false;
+  retired_.clear();
+  retired_bytes_ = 0;
+}
+
 // Gives the chunk its slot: leased on first use, otherwise taken over from the
 // chunk one round earlier, which has left.
 void GradientStream::open_slot(std::size_t place) {
@@ -222,7 +240,7 @@ void GradientStream::open_slot(std::size_t place) {
     slots_[slot] = owning_storage(
         memory_->lease(memory::Category::gradient_stream, root_, slot_bytes_),
         slot_bytes_);
-    order_after(memory_->runtime(), Stream::reduce, Stream::compute);
+    reduce_behind_ = true;
   }
   const auto& chunk = chunk_of(entry);
   const auto dtype =
@@ -238,7 +256,6 @@ void GradientStream::seal(UnitGradients& unit) {
     return;
   }
   unit.seal();
-  order_after(memory_->runtime(), Stream::reduce, Stream::compute);
   pump();
 }
 
@@ -271,6 +288,10 @@ void GradientStream::complete(std::size_t place) {
   auto& entry = entries_[place];
   auto& unit = *entry.unit;
   const auto& chunk = chunk_of(entry);
+  if (entry.pieces_missing == 0 && chunk.flags_column < 0) {
+    return;
+  }
+  catch_up_reduce();
   auto& runtime = memory_->runtime();
   const device::StreamScope scope(runtime, Stream::reduce);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -307,8 +328,9 @@ void GradientStream::send(std::size_t place) {
   auto& unit = *entry.unit;
   if (!unit.sharded().prepared()) {
     unit.sharded().prepare(unit.trainable());
-    order_after(memory_->runtime(), Stream::reduce, Stream::compute);
+    reduce_behind_ = true;
   }
+  catch_up_reduce();
   const device::StreamScope scope(memory_->runtime(), Stream::reduce);
   entry.pending = unit.group().reduce_scatter(
       entry.output, entry.input, comm::Reduction::average, unit.unit());
@@ -322,7 +344,6 @@ void GradientStream::send_slab(std::size_t place) {
   auto& entry = entries_[place];
   auto& unit = *entry.unit;
   auto& lane = unit.lanes()[static_cast<std::size_t>(entry.lane)];
-  auto& runtime = memory_->runtime();
   if (!unit.sharded().prepared()) {
     unit.sharded().prepare(unit.trainable());
   }
@@ -346,8 +367,9 @@ void GradientStream::send_slab(std::size_t place) {
         flat_view(results, lane.dtype, column * itemsize(lane.dtype), width));
     column += width;
   }
-  order_after(runtime, Stream::reduce, Stream::compute);
-  const device::StreamScope scope(runtime, Stream::reduce);
+  reduce_behind_ = true;
+  catch_up_reduce();
+  const device::StreamScope scope(memory_->runtime(), Stream::reduce);
   entry.pending = unit.group().reduce_scatter_coalesced(
       entry.slab_outputs, entry.slab_inputs, comm::Reduction::average,
       unit.unit());
@@ -362,6 +384,7 @@ void GradientStream::land(std::size_t place) {
   auto& runtime = memory_->runtime();
   const device::StreamScope scope(runtime, Stream::reduce);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  compute_behind_ = true;
   entry.pending->wait();
   entry.pending.reset();
   entry.landed = true;
@@ -393,7 +416,7 @@ void GradientStream::land_slab(Entry& entry) {
   }
   read_flags(entry, *output);
   // The slab and the results go back in the compute stream's order.
-  order_after(memory_->runtime(), Stream::compute, Stream::reduce);
+  catch_up_compute();
   entry.slab_inputs.clear();
   entry.slab_outputs.clear();
   lane.slab.release_bytes();
@@ -416,13 +439,10 @@ void GradientStream::finish() {
   for (auto* unit : units_) {
     unit->seal();
   }
-  order_after(memory_->runtime(), Stream::reduce, Stream::compute);
   pump();
   for (std::size_t place = 0; place < entries_.size(); ++place) {
     land(place);
   }
-  auto& runtime = memory_->runtime();
-  order_after(runtime, Stream::compute, Stream::reduce);
   clear();
 }
 
@@ -431,6 +451,7 @@ void GradientStream::abort() {
   for (auto& entry : entries_) {
     if (entry.pending) {
       const device::StreamScope scope(runtime, Stream::reduce);
+      compute_behind_ = true;
       try {
         entry.pending->wait();
       } catch (const std::exception& error) {
@@ -438,13 +459,13 @@ void GradientStream::abort() {
       }
     }
   }
-  order_after(runtime, Stream::compute, Stream::reduce);
   clear();
 }
 
 // In the compute stream's order, after everything on `reduce`.
 void GradientStream::clear() {
-  drop_retired(0);
+  catch_up_compute();
+  reduce_behind_ = false;
   for (auto* unit : units_) {
     for (auto& lane : unit->lanes()) {
       lane.place.reset();

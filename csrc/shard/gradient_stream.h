@@ -14,7 +14,8 @@
 // Streams.  Casts into slots, results' way to `.grad` and the waits for
 // collectives run on `reduce`.  A source is released on `compute` after the
 // copy: sources of up to `source_budget` bytes may be waiting for that, beyond
-// it compute waits.
+// it compute waits.  Either stream waits for the other only when that one has
+// work or memory for it since the last time.
 //
 // A unit is *sealed* when no more gradients can come for it in this backward;
 // what is missing then leaves as -0.0 (see gradient_rows.h).
@@ -107,6 +108,8 @@ class GradientStream {
   void land_slab(Entry& entry);
   void read_flags(Entry& entry, const at::Tensor& flags);
   void drop_retired(std::int64_t down_to_bytes);
+  void catch_up_reduce();
+  void catch_up_compute();
   void clear();
 
   std::string root_;
@@ -119,6 +122,8 @@ class GradientStream {
   std::int64_t source_budget_ = 0;
   std::deque<Retired> retired_;
   std::int64_t retired_bytes_ = 0;
+  bool reduce_behind_ = false;   // compute has what reduce must wait for
+  bool compute_behind_ = false;  // and the other way round
 };
 
 }  // namespace lowtide::shard
