@@ -11,9 +11,19 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lowtide._state.unit import unit_state
 from support.bits import assert_follows_rule
-from support.model import TINY, ModelConfig
-from support.training import WRAPPINGS, Run, train_sharded
+from support.model import TINY, ModelConfig, build
+from support.systems import get_system
+from support.training import (
+    WRAPPINGS,
+    Run,
+    Trace,
+    adamw,
+    shard,
+    train_sharded,
+    train_step,
+)
 
 PRECISIONS = {
     "bf16_reduce_fp32": (torch.bfloat16, torch.float32),
@@ -77,3 +87,30 @@ def test_wrappings(pool_of, rule, system, world_size, wrapping, reshard_after_fo
 def test_frozen_parameters(pool_of, rule, system, world_size, frozen):
     run = Run(replace(TINY, frozen=frozen), world_size, microbatches=2, sync="last")
     check(pool_of, rule, system, run)
+
+
+def train_with_budget(run: Run, budget: int) -> tuple[Trace, int]:
+    """The gradient stream holds at most `budget` bytes from step 1 on, if that is
+    enough for its smallest chunks.  Also returns in how many chunks they leave."""
+    model = shard(build(run.model), run, get_system("lowtide"))
+    optimizer = adamw(model, **dict(run.adamw))
+    trace = Trace()
+    for step in range(run.num_steps):
+        train_step(model, optimizer, run, step, trace)
+        unit_state(model).root.gradient_budget = budget
+    units = {unit_state(module) for module in model.modules()} - {None}
+    return trace, sum(state.unit.plan()["gradient_chunks"] for state in units)
+
+
+@pytest.mark.parametrize("budget", [1, 20_000])
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_chunking_does_not_change_the_bits(
+    pool_of, rule, world_size, reduce_dtype, budget
+):
+    # The smallest budget cuts every parameter into strips of 128 columns.
+    run = Run(ModelConfig(), world_size, reduce_dtype=reduce_dtype)
+    results = pool_of(world_size).run(train_with_budget, run, budget)
+    num_units = run.model.num_layers + 1
+    for _, num_chunks in results:
+        assert num_chunks > (100 if budget == 1 else num_units) / world_size
+    assert_follows_rule([trace for trace, _ in results], rule(run))

@@ -1,5 +1,6 @@
-"""Ranks that use different parameters still take part in the same collectives.
+"""What goes over the wire: the same collectives on all ranks, and how many bytes.
 
+Ranks that use different parameters still take part in the same collectives.
 FSDP2 mixes the gradients of two same-sized parameters here, so the expected
 gradients are written out: the average over ranks of each rank's own gradient,
 zero where a rank did not use the parameter, None where none did.
@@ -15,9 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from support.bits import same_bits
+from lowtide._state.unit import unit_state
+from support.bits import difference, same_bits
+from support.model import ModelConfig, build, loss_fn
+from support.model import batch as llama_batch
 from support.reference import average
 from support.systems import get_system
+from support.training import Run, shard
 
 DIM = 6
 ROUTES = ("first", "second", "third", "fourth", "unused")
@@ -101,26 +106,49 @@ def expected_grads(
     return {name: average([grads[name] for grads in by_rank]) for name in by_rank[0]}
 
 
-def train_routed(routing_name: str, microbatches: int) -> list[str]:
-    """What differs from the expected gradients over three steps."""
+def counters(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """(calls, bytes this rank sends) so far, over both groups of the mesh."""
+    state = unit_state(model)
+    assert state is not None
+    gather, reduce = state.gather_group.counters, state.reduce_group.counters
+    return {
+        kind: tuple(a + b for a, b in zip(gather[kind], reduce[kind], strict=True))
+        for kind in gather
+    }
+
+
+def sent(
+    before: dict[str, tuple[int, int]], after: dict[str, tuple[int, int]]
+) -> dict[str, tuple[int, int]]:
+    return {
+        kind: (after[kind][0] - before[kind][0], after[kind][1] - before[kind][1])
+        for kind in after
+    }
+
+
+def train_routed(routing_name: str, microbatches: int) -> tuple[list[str], Any]:
+    """What differs from the expected gradients over three steps, and what was sent
+    in each."""
     routing, rank = ROUTINGS[routing_name], dist.get_rank()
     system = get_system("lowtide")
     net: Any = build_net()
     for block in net.blocks:
         system.fully_shard(block)
     system.fully_shard(net)
-    wrong = []
+    wrong, wire = [], []
     for step in range(3):
+        before = counters(net)
         for microbatch in range(microbatches):
             net.set_requires_gradient_sync(microbatch == microbatches - 1)
             net(inputs(rank, step, microbatch), routing(rank, step)).backward()
+        wire.append(sent(before, counters(net)))
         expected = expected_grads(routing, step, microbatches)
         for name, p in net.named_parameters():
             got = None if p.grad is None else p.grad.full_tensor()
             if not same_bits(got, expected[name]):
-                wrong.append(f"step {step} {name}: {got} {expected[name]}")
+                wrong.append(f"step {step} {name}: {difference(got, expected[name])}")
         net.zero_grad()
-    return wrong
+    return wrong, wire
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
@@ -129,7 +157,8 @@ def test_ranks_that_use_different_parameters(
     pool_of, world_size, routing, microbatches
 ):
     results = pool_of(world_size).run(train_routed, routing, microbatches, timeout=60)
-    assert results == [[]] * world_size
+    assert [wrong for wrong, _ in results] == [[]] * world_size
+    assert all(wire == results[0][1] for _, wire in results)
 
 
 def grads_set(routing_name: str) -> list[list[str]]:
@@ -160,3 +189,40 @@ def test_grad_is_none_where_no_rank_used_the_parameter(pool_of, world_size):
     }
     for by_step in pool_of(world_size).run(grads_set, "changing_with_the_step"):
         assert by_step == [unused[step] for step in range(3)]
+
+
+def steady_wire_bytes(run: Run) -> dict[str, tuple[int, int]]:
+    """What this rank sends in the third step."""
+    model = shard(build(run.model), run, get_system("lowtide"))
+    before = counters(model)
+    for step in range(3):
+        before = counters(model)
+        ids, targets = llama_batch(run.model, step, 0, dist.get_rank())
+        loss_fn(model(ids), targets).backward()
+        model.zero_grad()
+    return sent(before, counters(model))
+
+
+@pytest.mark.parametrize("config", [ModelConfig(), ModelConfig(dim=64, vocab=256)])
+def test_bytes_on_the_wire_are_the_plans(pool_of, world_size, config):
+    model = build(config)
+    blocks = [list(layer.parameters()) for layer in model.layers]
+    in_blocks = {id(p) for block in blocks for p in block}
+    root = [p for p in model.parameters() if id(p) not in in_blocks]
+
+    def padded(unit: list[nn.Parameter]) -> list[int]:
+        """Elements this rank sends of each parameter, to each other rank."""
+        return [-(-p.shape[0] // world_size) * p[0].numel() for p in unit]
+
+    peers = world_size - 1
+    # bf16, blocks in forward and backward, the root stays between them.
+    gathered = peers * 2 * sum(sum(padded(u)) for u in (root, *blocks, *blocks))
+    # fp32, once; columns are padded to 128 in all, pieces to 64, plus flags.
+    reduced = peers * 4 * sum(sum(padded(u)) for u in (root, *blocks))
+    slack = peers * 4 * sum(128 + 63 * len(u) + 128 for u in (root, *blocks))
+    for wire in pool_of(world_size).run(steady_wire_bytes, Run(config, world_size)):
+        assert wire["all-gather"] == (1 + 2 * len(blocks), gathered)
+        calls, num_bytes = wire["reduce-scatter"]
+        assert calls == 1 + len(blocks)
+        assert reduced <= num_bytes <= reduced + slack
+        assert wire["all-reduce"] == (0, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from support.bits import assert_follows_rule
+from support.model import TINY
 from support.systems import get_system
+from support.training import Run, Trace, train_sharded
 
 ROWS = 5  # uneven over 2, 3 and 4 ranks
 
@@ -116,3 +120,26 @@ def test_bad_gradient_stays_in_its_row(pool_of, system, world_size, bad):
         finite = grads["middle"].isfinite().all(1)
         assert finite.tolist() == [True, True, True, False, True]
         assert grads["middle"][finite].eq(2).all()
+
+
+def train_poisoned(run: Run) -> Trace:
+    """Every buffer lowtide leases starts as NaN and is NaN once given back."""
+    from lowtide._state.memory import device_memory
+
+    memory = device_memory(torch.device("cpu"))
+    memory.set_poison(True)
+    try:
+        return train_sharded("lowtide", run)
+    finally:
+        memory.set_poison(False)
+
+
+@pytest.mark.parametrize(("microbatches", "sync"), [(1, "each"), (3, "last")])
+@pytest.mark.parametrize("frozen", [(), ("layers.0.*", "*.wk.weight")])
+def test_poisoned_buffers_leak_nowhere(
+    pool_of, rule, world_size, frozen, microbatches, sync
+):
+    # Uneven rows, empty shards and frozen parameters: all kinds of padding.
+    config = replace(TINY, frozen=frozen)
+    run = Run(config, world_size, microbatches=microbatches, sync=sync)
+    assert_follows_rule(pool_of(world_size).run(train_poisoned, run), rule(run))
