@@ -291,6 +291,10 @@ void GradientStream::complete(std::size_t place) {
   if (entry.pieces_missing == 0 && chunk.flags_column < 0) {
     return;
   }
+  if (!unit.sharded().prepared()) {
+    unit.sharded().prepare(unit.trainable());
+    reduce_behind_ = true;
+  }
   catch_up_reduce();
   auto& runtime = memory_->runtime();
   const device::StreamScope scope(runtime, Stream::reduce);
@@ -326,11 +330,6 @@ void GradientStream::complete(std::size_t place) {
 void GradientStream::send(std::size_t place) {
   auto& entry = entries_[place];
   auto& unit = *entry.unit;
-  if (!unit.sharded().prepared()) {
-    unit.sharded().prepare(unit.trainable());
-    reduce_behind_ = true;
-  }
-  catch_up_reduce();
   const device::StreamScope scope(memory_->runtime(), Stream::reduce);
   entry.pending = unit.group().reduce_scatter(
       entry.output, entry.input, comm::Reduction::average, unit.unit());
