@@ -236,6 +236,12 @@ void GradientStream::open_slot(std::size_t place) {
   if (slots_.size() <= slot) {
     slots_.resize(slot + 1);
   }
+  // A unit that nobody expected may need more than the others.
+  if (slots_[slot] &&
+      static_cast<std::int64_t>(slots_[slot].nbytes()) < slot_bytes_) {
+    catch_up_compute();
+    slots_[slot] = c10::Storage();
+  }
   if (!slots_[slot]) {
     slots_[slot] = owning_storage(
         memory_->lease(memory::Category::gradient_stream, root_, slot_bytes_),
