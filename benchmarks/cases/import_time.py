@@ -1,19 +1,19 @@
-"""CPU seconds that `import lowtide` adds to `import torch`, as JSON.
+"""CPU seconds that `import lowtide` adds to `import torch`."""
 
-The aim is < 0.3 s.  What is loaded on first use (`lowtide.fully_shard` needs torch's
-FSDP and DTensor) is reported beside it.
-"""
+from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import subprocess
 import sys
 
+from case import Case, Row, rows_of
+
+NAME = "import_time"
+REPEATS = 7
 STATEMENTS = {
-    "torch": "import torch",
-    "lowtide": "import lowtide",
-    "fully_shard": "from lowtide import fully_shard",
+    "import torch": "import torch",
+    "import lowtide": "import lowtide",
+    "first fully_shard": "from lowtide import fully_shard",
 }
 
 # CPU time of this process and its threads: blind to what else the machine does.
@@ -26,14 +26,16 @@ for statement in {statements!r}:
 """
 
 
-def measure(repeats: int) -> dict[str, float]:
-    """Median CPU seconds of each statement, run in this order in a new process."""
+def measure() -> list[Row]:
+    """Median of each statement, run in this order in a new process."""
+    row = rows_of(NAME)
     program = PROGRAM.format(statements=list(STATEMENTS.values()))
-    runs = [run(program) for _ in range(repeats + 1)][1:]  # the first warms caches
-    return {
-        f"{name}_cpu_s": round(statistics.median(column), 4)
-        for name, column in zip(STATEMENTS, zip(*runs, strict=True), strict=True)
-    }
+    runs = [run(program) for _ in range(REPEATS + 1)][1:]  # the first warms caches
+    medians = [round(statistics.median(column), 4) for column in zip(*runs, strict=True)]
+    return [
+        row("lowtide", f"{name}, CPU time", seconds, "s", "measured")
+        for name, seconds in zip(STATEMENTS, medians, strict=True)
+    ] + [row("aim", "import lowtide, CPU time", 0.3, "s", "arithmetic")]
 
 
 def run(program: str) -> list[float]:
@@ -43,12 +45,11 @@ def run(program: str) -> list[float]:
     return [float(line) for line in done.stdout.split()]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=7)
-    options = parser.parse_args()
-    print(json.dumps({"case": "import_time", **measure(options.repeats)}))
-
-
-if __name__ == "__main__":
-    main()
+CASE = Case(
+    name=NAME,
+    describe="What `import lowtide` adds to `import torch`.",
+    how="""\
+CPU time of a new process and its threads, median of 7. What `fully_shard` needs of
+torch (FSDP, DTensor) is loaded on its first use and stands beside it.""",
+    run=measure,
+)

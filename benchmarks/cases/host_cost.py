@@ -1,0 +1,66 @@
+"""CPU time that sharding adds to a unit, forward and backward."""
+
+from __future__ import annotations
+
+import json
+
+from case import Case, Row, rows_of
+from launch import run
+
+NAME = "host_cost"
+NUM_STEPS = 40
+AIM = 0.15
+LONGER = (
+    "the aim is on instructions, see host_instructions, where the part spent inside "
+    "the fake process group is told apart"
+)
+
+
+def measure() -> list[Row]:
+    medians = json.loads(run("host_time.py", str(NUM_STEPS), timeout=900))
+    return rows(medians)
+
+
+def rows(medians: dict[str, dict[str, float]]) -> list[Row]:
+    """From microseconds per unit by system and phase, computing included."""
+    row = rows_of(NAME)
+    plain = medians["plain"]
+    added = {
+        system: {phase: medians[system][phase] - plain[phase] for phase in plain}
+        for system in ("lowtide", "fsdp2")
+    }
+    result = []
+    for system, phases in added.items():
+        phases["both"] = sum(phases.values())
+        for phase, value in phases.items():
+            quantity = {
+                "forward": "host time per unit, forward",
+                "backward": "host time per unit, backward",
+                "both": "host time per unit",
+            }[phase]
+            result.append(row(system, quantity, round(value, 1), "us", "measured"))
+    share = added["lowtide"]["both"] / added["fsdp2"]["both"]
+    note = "" if share <= AIM else LONGER
+    result.append(
+        row("lowtide", "share of FSDP2's", round(share, 3), "", "measured", note)
+    )
+    result.append(row("aim", "share of FSDP2's", AIM, "", "arithmetic"))
+    for phase, value in plain.items():
+        quantity = f"unsharded {phase} of a block, for scale"
+        result.append(row("plain", quantity, round(value, 1), "us", "measured"))
+    return result
+
+
+CASE = Case(
+    name=NAME,
+    describe="Host time per 9-parameter unit, beside FSDP2.",
+    how="""\
+`programs/host_time.py`: torch's `fake` process group of 8 ranks, a Llama of 32 blocks
+(9 parameters each) and tensors of a few elements, bf16 compute, fp32 reduction. The
+unsharded model, FSDP2 and lowtide take turns in one process; a figure is the median of
+40 steps of the thread's CPU time, less the unsharded model's, over 33 units. The fake
+group's own time is in it: it copies every parameter of a coalesced all-gather once per
+rank, where FSDP2's single buffer costs it one copy per rank.""",
+    run=measure,
+    headlines=("host time per unit",),
+)

@@ -1,0 +1,40 @@
+"""Runs the programs of this folder in a new, quiet interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+PROGRAMS = Path(__file__).resolve().parent
+SUPPORT = PROGRAMS.parents[1] / "tests" / "python"
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONHASHSEED": "0",
+    "PYTHONPATH": str(SUPPORT),  # the program's own folder comes by itself
+}
+
+
+def run(
+    program: str,
+    *arguments: str,
+    under: Sequence[str] = (),
+    directory: Path | None = None,
+    timeout: float,
+) -> str:
+    """What it printed; RuntimeError with the end of its errors when it fails."""
+    command = [*under, sys.executable, str(PROGRAMS / program), *arguments]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=directory,
+        env=os.environ | ENVIRONMENT,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{program}: exit {done.returncode}\n{done.stderr[-3000:]}")
+    return done.stdout

@@ -1,0 +1,110 @@
+"""Markdown from results: headlines for the README, all rows for the docs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from case import Row
+from results import Result
+
+BEGIN = "<!-- benchmarks:begin -->"
+END = "<!-- benchmarks:end -->"
+# Systems that every table shows first, in this order; others follow.
+SYSTEMS = ("lowtide", "fsdp2")
+TITLES = {"fsdp2": "FSDP2"}
+
+
+def replace_region(text: str, content: str) -> str:
+    """``text`` with ``content`` between the two markers."""
+    before, found_begin, rest = text.partition(BEGIN)
+    _, found_end, after = rest.partition(END)
+    if not (found_begin and found_end):
+        raise ValueError(f"tables: expected the lines {BEGIN} and {END}, got neither.")
+    return f"{before}{BEGIN}\n{content.strip()}\n{END}{after}"
+
+
+def headlines(results: Sequence[Result]) -> str:
+    """lowtide beside FSDP2, the quantities each case names."""
+    lines = ["| | lowtide | FSDP2 | ratio | |", "|---|--:|--:|--:|---|"]
+    for result in results:
+        for quantity in result.headlines:
+            rows = {r.system: r for r in result.rows if r.quantity == quantity}
+            if "lowtide" not in rows:
+                continue
+            ours, theirs = rows["lowtide"], rows.get("fsdp2")
+            cells = [
+                f"{quantity}{in_unit(ours)}",
+                number(ours),
+                number(theirs) if theirs else "",
+                ratio(ours, theirs),
+                " / ".join(dict.fromkeys(r.kind for r in rows.values())),
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def everything(results: Sequence[Result]) -> str:
+    return "\n\n".join("\n".join(section(result)) for result in results) + "\n"
+
+
+def section(result: Result) -> Iterator[str]:
+    yield f"## {result.case}"
+    yield ""
+    yield result.describe
+    yield ""
+    yield result.how.strip()
+    yield ""
+    yield f"`{result.command}`"
+    yield ""
+    systems = columns(result.rows)
+    titles = [TITLES.get(system, system) for system in systems]
+    yield f"| | {' | '.join(titles)} | unit | kind |"
+    yield f"|---|{'--:|' * len(systems)}---|---|"
+    notes: dict[str, int] = {}
+    for quantity in dict.fromkeys(row.quantity for row in result.rows):
+        rows = [row for row in result.rows if row.quantity == quantity]
+        cells = {row.system: number(row) + mark(row, notes) for row in rows}
+        yield "| {} | {} | {} | {} |".format(
+            quantity,
+            " | ".join(cells.get(system, "") for system in systems),
+            rows[0].unit,
+            ", ".join(dict.fromkeys(row.kind for row in rows)),
+        )
+    if notes:
+        yield ""
+    yield from (f"{place}. {note}" for note, place in notes.items())
+    yield ""
+    environment = ", ".join(f"{k} {v}" for k, v in result.environment.items())
+    yield f"Obtained with {environment}."
+
+
+def columns(rows: Iterable[Row]) -> list[str]:
+    present = list(dict.fromkeys(row.system for row in rows))
+    first = [system for system in SYSTEMS if system in present]
+    return first + [system for system in present if system not in first]
+
+
+def mark(row: Row, notes: dict[str, int]) -> str:
+    if not row.note:
+        return ""
+    return f" ({notes.setdefault(row.note, len(notes) + 1)})"
+
+
+def in_unit(row: Row) -> str:
+    return f", {row.unit}" if row.unit else ""
+
+
+def number(row: Row) -> str:
+    if row.value is None:
+        return "-"
+    if isinstance(row.value, bool):
+        return "yes" if row.value else "no"
+    if isinstance(row.value, int) or abs(row.value) >= 1000:
+        return f"{row.value:,.0f}"
+    return f"{row.value:,.4g}"
+
+
+def ratio(ours: Row, theirs: Row | None) -> str:
+    if theirs is None or not theirs.value or ours.value is None:
+        return ""
+    return f"{ours.value / theirs.value:.2f}"
