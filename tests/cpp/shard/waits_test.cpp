@@ -8,10 +8,13 @@
 
 #include "base/check.h"
 #include "harness.h"
+#include "reentrant.h"
 
 namespace lowtide::shard {
 namespace {
 
+using testing::Each;
+using testing::HasSubstr;
 using testing::IsEmpty;
 
 constexpr std::int64_t kWorldSize = 2;
@@ -173,6 +176,20 @@ TEST(WaitsTest, AllMatterWhenAPrefetchWasInVain) {
                        }
                        return train(rank, scenario, expected);
                      }});
+}
+
+// Gradients are held until their unit is sealed, at the end.
+TEST(WaitsTest, AllMatterInReentrantCheckpoints) {
+  Scenario scenario = chain_of_layers({true});
+  scenario.units[0].parameters = scenario.units[1].parameters;
+  scenario.program = checkpointed({1, 2, 3});
+  const Usage usage =
+      training(scenario, [](Rank& rank) { rank.root->set_gradient_budget(1); });
+  // Compute has waited for gathers that came behind the model's own reductions
+  // on the wire before it gives the model's sources back.
+  EXPECT_THAT(superfluous_waits(usage),
+              Each(HasSubstr("compute after reduce")));
+  EXPECT_THAT(superfluous_pending_waits(usage), IsEmpty());
 }
 
 // In forward, in backward before and after something is on its way.
