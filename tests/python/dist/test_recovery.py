@@ -12,13 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
 from support.bits import assert_same_traces
 from support.bombs import Bombs, Boom
 from support.model import TINY, build
 from support.ranks import RankPool
 from support.systems import get_system
 from support.training import Run, Trace, accumulate, adamw, shard, train_step
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 NUM_STEPS = 4
 FAILING_STEP = 1
