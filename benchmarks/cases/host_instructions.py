@@ -9,7 +9,7 @@ from pathlib import Path
 
 import callgrind
 from case import Case, Row, rows_of
-from host_instructions import NUM_LAYERS, NUM_STEPS
+from host_instructions import ENTRY, NUM_LAYERS, NUM_STEPS
 from host_models import SYSTEMS
 from launch import run
 
@@ -21,8 +21,8 @@ CALLGRIND = (
     "valgrind",
     "--tool=callgrind",
     "--collect-atstart=no",
-    "--toggle-collect=lfind",
-    "--dump-after=lfind",
+    f"--toggle-collect={ENTRY}",
+    f"--dump-after={ENTRY}",
     "--callgrind-out-file=profile",
 )
 NO_VALGRIND = "valgrind was not found: `apt install valgrind`, then run the case again"

@@ -31,7 +31,9 @@ def measure() -> list[Row]:
     row = rows_of(NAME)
     program = PROGRAM.format(statements=list(STATEMENTS.values()))
     runs = [run(program) for _ in range(REPEATS + 1)][1:]  # the first warms caches
-    medians = [round(statistics.median(column), 4) for column in zip(*runs, strict=True)]
+    medians = [
+        round(statistics.median(column), 4) for column in zip(*runs, strict=True)
+    ]
     return [
         row("lowtide", f"{name}, CPU time", seconds, "s", "measured")
         for name, seconds in zip(STATEMENTS, medians, strict=True)
