@@ -32,6 +32,7 @@ RESULTS = BENCHMARKS / "results"
 # In the order of the tables.
 CASES = (
     "live_bytes",
+    "allocations",
     "case1_flat_gradients",
     "wire_bytes",
     "host_cost",

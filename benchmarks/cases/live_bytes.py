@@ -70,8 +70,21 @@ def rows_for(setting: Setting, seen: dict[str, dict[str, Any]]) -> list[Row]:
     if ours["peak"] > theirs["peak"]:
         note = f"{note}; {MORE}"
     rows = [
-        row("lowtide", f"peak, {setting}", mib(ours["peak"]), "MiB", "measured", note),
-        row("fsdp2", f"peak, {setting}", mib(theirs["peak"]), "MiB", "measured"),
+        row(
+            "lowtide",
+            f"peak live bytes, {setting}",
+            mib(ours["peak"]),
+            "MiB",
+            "measured",
+            note,
+        ),
+        row(
+            "fsdp2",
+            f"peak live bytes, {setting}",
+            mib(theirs["peak"]),
+            "MiB",
+            "measured",
+        ),
     ]
     for system in SYSTEMS:
         # Sharded gradients, the same for both, are what is left at the end.
@@ -103,5 +116,5 @@ real gradients of other ranks. The peak is the third step's, above the sharded
 parameters, sharded gradients included. lowtide's *transient* is what must not grow
 with depth: gathered, gather_input and gradient_stream, each at its own peak.""",
     run=measure,
-    headlines=tuple(f"peak, {setting}" for setting in SETTINGS),
+    headlines=tuple(f"peak live bytes, {setting}" for setting in SETTINGS),
 )
