@@ -46,7 +46,8 @@ ParameterBuffers::ParameterBuffers(UnitName unit,
       rank_(rank),
       memory_(std::move(memory)),
       layout_(lay_out(infos, world_size)),
-      input_(memory_->runtime().device()) {
+      input_(memory_->runtime().device()),
+      gathered_(memory_->runtime().device()) {
   auto lease = memory_->lease(memory::Category::parameters, *unit_,
                               layout_.shard_bytes());
   master_ = owning_storage(std::move(lease), layout_.shard_bytes());
@@ -65,8 +66,8 @@ void ParameterBuffers::build_gather_lists() {
                              contiguous_strides(info.sizes));
     const bool cast = info.storage_dtype != info.compute_dtype;
     if (slice.shard_numel > 0) {
-      gather_outs_.push_back(
-          storage.view(at::kByte, {slice.gathered_bytes}, {1}));
+      gather_outs_.push_back(gathered_.view(at::kByte, {slice.gathered_bytes},
+                                            {1}, slice.gathered_offset));
       gather_ins_.push_back(cast ? input_.view(at::kByte, {slice.input_bytes},
                                                {1}, slice.input_offset)
                                  : flat_view(master_, at::kByte,
@@ -102,8 +103,9 @@ at::Tensor ParameterBuffers::local_shard(std::size_t i) const {
   auto sizes = info.sizes;
   sizes[0] = layout_[i].local_rows(rank_);
   const BelowAutograd guard;
-  return flat_view(master_, info.storage_dtype, layout_[i].shard_offset,
-                   layout_[i].local_numel(rank_))
+  return flat_view(sub_storage(master_, layout_[i].shard_offset,
+                               layout_[i].shard_bytes),
+                   info.storage_dtype, 0, layout_[i].local_numel(rank_))
       .view(sizes);
 }
 
@@ -136,6 +138,7 @@ std::unique_ptr<comm::Pending> ParameterBuffers::gather(
   }
   const auto allocated = runtime.record(device::Stream::compute);
   auto* base = static_cast<char*>(gathered.get());
+  gathered_.bind(base, layout_.gathered_bytes());
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     parameters_[i].storage.bind(base + layout_[i].gathered_offset,
                                 layout_[i].gathered_bytes);
@@ -182,6 +185,7 @@ void ParameterBuffers::release() {
   for (auto& parameter : parameters_) {
     parameter.storage.unbind();
   }
+  gathered_.unbind();
   gathered_lease_.clear();
 }
 

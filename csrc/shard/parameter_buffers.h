@@ -48,7 +48,9 @@ class ParameterBuffers {
     return layout_[i];
   }
 
-  // This rank's rows of parameter i, [local_rows, ...], a view of the master.
+  // This rank's rows of parameter i, [local_rows, ...], in the master.  At
+  // offset 0 of a storage of its own: torch tells a DTensor without data from
+  // one with data by a data pointer that includes the storage offset.
   at::Tensor local_shard(std::size_t i) const;
   // The full parameter's data; its storage is unbound unless gathered.
   const at::Tensor& full(std::size_t i) const { return parameters_[i].full; }
@@ -95,6 +97,10 @@ class ParameterBuffers {
   memory::FlatLayout layout_;
   c10::Storage master_;
   RepointedStorage input_;
+  // What the collective writes to.  Not the parameters' own storages: a process
+  // group may drop its references late, and use counts of those storages tell
+  // what autograd saved (see unit.cpp).
+  RepointedStorage gathered_;
   std::vector<Parameter> parameters_;
   std::vector<CastRun> casts_;
   std::vector<at::Tensor> gather_outs_;  // uint8, per parameter

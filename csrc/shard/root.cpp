@@ -62,8 +62,12 @@ void Root::set_gradient_budget(std::int64_t bytes) {
 // --- forward ----------------------------------------------------------------
 
 Unit* Root::enter_forward(Unit& unit) {
-  // Entered again from outside: the forward before did not return.
-  const bool raised = forward_root_ == &unit;
+  // Entered again from outside, or from a module around it: the forward before
+  // did not return.
+  const bool raised =
+      forward_root_ != nullptr &&
+      (forward_root_ == &unit ||
+       (unit.encloses_units && unit.number() < forward_root_->number()));
   if (forward_root_ == nullptr || raised) {
     if (raised || failed_ || backward_ != -1) {
       abort(/*drop_gradients=*/failed_ || backward_ != -1 || recorded_);

@@ -5,6 +5,8 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/core/StorageImpl.h>
 
+#include <memory>
+
 #include "base/check.h"
 
 namespace lowtide::shard {
@@ -52,6 +54,17 @@ c10::Storage owning_storage(c10::DataPtr lease, std::int64_t bytes) {
   return c10::Storage(c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), c10::SymInt(bytes), std::move(lease),
       nullptr, /*resizable=*/false));
+}
+
+c10::Storage sub_storage(const c10::Storage& owner, std::int64_t offset,
+                         std::int64_t bytes) {
+  auto* data = static_cast<char*>(owner.mutable_data()) + offset;
+  auto keep_alive = std::make_unique<c10::Storage>(owner);
+  c10::DataPtr pointer(
+      data, keep_alive.release(),
+      [](void* context) { delete static_cast<c10::Storage*>(context); },
+      owner.device());
+  return owning_storage(std::move(pointer), bytes);
 }
 
 at::Tensor strided_view(const at::Tensor& base, at::IntArrayRef sizes,

@@ -40,6 +40,11 @@ class RepointedStorage {
 // A fixed-size storage that owns leased bytes.
 c10::Storage owning_storage(c10::DataPtr lease, std::int64_t bytes);
 
+// A storage of its own over [offset, offset + bytes) of `owner`, which it keeps
+// alive.
+c10::Storage sub_storage(const c10::Storage& owner, std::int64_t offset,
+                         std::int64_t bytes);
+
 // A tensor over part of `base`'s storage, without the dispatcher: what
 // base.as_strided(sizes, strides, offset) gives, `offset` in elements from the
 // start of the storage.
