@@ -25,14 +25,20 @@ std::vector<ParameterInfo> infos_of(const UnitSpec& unit) {
 
 class Rank::View final : public ModuleView {
  public:
+  View(Rank& rank, std::string unit) : rank_(rank), unit_(std::move(unit)) {}
   void show_full() override { shown = true; }
   void show_shards() override { shown = false; }
   std::vector<at::Tensor> wrap_gradients(
       const std::vector<std::int32_t>& /*parameters*/,
       const std::vector<at::Tensor>& locals) override {
+    if (rank_.on_wrap) rank_.on_wrap(unit_);
     return locals;
   }
   bool shown = false;
+
+ private:
+  Rank& rank_;
+  std::string unit_;
 };
 
 Rank::Rank(Exchange& exchange, std::int64_t rank,
@@ -69,7 +75,7 @@ Rank::Rank(Exchange& exchange, std::int64_t rank,
         return gradient;
       });
     }
-    auto view = std::make_unique<View>();
+    auto view = std::make_unique<View>(*this, units[u].name);
     views_.push_back(view.get());
     unit->attach(shards, leaves, std::move(view));
     units_.push_back(std::move(unit));

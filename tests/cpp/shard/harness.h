@@ -71,6 +71,8 @@ class Rank final : public Layers {
   std::shared_ptr<Root> root;
   // Called at every kernel with its name; what it throws is the kernel's error.
   std::function<void(const std::string& kernel)> on_kernel;
+  // Called before a unit's gradients become `.grad`.
+  std::function<void(const std::string& unit)> on_wrap;
 
  private:
   class View;
