@@ -99,7 +99,8 @@ def rows(costs: dict[str, Costs]) -> list[Row]:
         (OUTSIDE, "share of FSDP2's instructions outside the process group"),
     ):
         share = round(sums["lowtide"][quantity] / sums["fsdp2"][quantity], 3)
-        result.append(row("lowtide", name, share, "", "measured"))
+        note = IN_GROUP if quantity == TOTAL and share > AIM else ""
+        result.append(row("lowtide", name, share, "", "measured", note))
         result.append(row("aim", name, AIM, "", "arithmetic"))
     for phase in PHASES:
         value = round(costs["plain"][phase][0] / 1e6, 3)
