@@ -138,16 +138,14 @@ std::unique_ptr<comm::Pending> ParameterBuffers::gather(
   }
   const auto allocated = runtime.record(device::Stream::compute);
   auto* base = static_cast<char*>(gathered.get());
-  gathered_.bind(base, layout_.gathered_bytes());
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     parameters_[i].storage.bind(base + layout_[i].gathered_offset,
                                 layout_[i].gathered_bytes);
   }
-  if (input.get() != nullptr) {
-    input_.bind(input.get(), layout_.input_bytes());
+  gathered_.own(std::move(gathered), layout_.gathered_bytes());
+  if (!casts_.empty()) {
+    input_.own(std::move(input), layout_.input_bytes());
   }
-  gathered_lease_ = std::move(gathered);
-  input_lease_ = std::move(input);
 
   runtime.wait(device::Stream::gather, allocated);
   const device::StreamScope scope(runtime, device::Stream::gather);
@@ -176,17 +174,13 @@ void ParameterBuffers::cast_masters() {
   }
 }
 
-void ParameterBuffers::arrived() {
-  input_.unbind();
-  input_lease_.clear();
-}
+void ParameterBuffers::arrived() { input_.unbind(); }
 
 void ParameterBuffers::release() {
   for (auto& parameter : parameters_) {
     parameter.storage.unbind();
   }
   gathered_.unbind();
-  gathered_lease_.clear();
 }
 
 }  // namespace lowtide::shard

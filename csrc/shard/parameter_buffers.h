@@ -105,8 +105,6 @@ class ParameterBuffers {
   std::vector<CastRun> casts_;
   std::vector<at::Tensor> gather_outs_;  // uint8, per parameter
   std::vector<at::Tensor> gather_ins_;
-  c10::DataPtr gathered_lease_;
-  c10::DataPtr input_lease_;
 };
 
 }  // namespace lowtide::shard

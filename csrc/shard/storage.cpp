@@ -38,6 +38,12 @@ void RepointedStorage::bind(void* data, std::int64_t bytes) {
   impl->set_nbytes(static_cast<std::size_t>(bytes));
 }
 
+void RepointedStorage::own(c10::DataPtr lease, std::int64_t bytes) {
+  auto* impl = storage_.unsafeGetStorageImpl();
+  impl->set_data_ptr_noswap(std::move(lease));
+  impl->set_nbytes(static_cast<std::size_t>(bytes));
+}
+
 void RepointedStorage::unbind() { bind(nullptr, 0); }
 
 at::Tensor RepointedStorage::view(at::ScalarType dtype, at::IntArrayRef sizes,

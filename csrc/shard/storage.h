@@ -22,6 +22,9 @@ class RepointedStorage {
   // Shows `bytes` bytes at `data`, which the caller keeps alive until unbind.
   void bind(void* data, std::int64_t bytes);
   void unbind();
+  // The same, but the storage owns the bytes until unbind, or until the last
+  // tensor on it dies: a collective that still writes keeps them alive.
+  void own(c10::DataPtr lease, std::int64_t bytes);
 
   // A tensor on this storage, whether bound or not.  Normal (not inference),
   // no autograd history.  `offset` in elements.
