@@ -148,12 +148,20 @@ TEST_F(ParameterBuffersTest, PaddingIsZeroOnTheWire) {
   EXPECT_THAT(std::vector<char>(base + 15 * 2, base + 24 * 2), Each(0));
 }
 
-TEST_F(ParameterBuffersTest, ShardsAreViewsOfOneMaster) {
+TEST_F(ParameterBuffersTest, ShardsLieInOneMasterEachOnItsOwnStorage) {
   make(mixed_infos(), 1, 2);
   const at::Tensor shard = buffers_->local_shard(1);
   EXPECT_EQ(shard.sizes(), (std::vector<std::int64_t>{2, 3}));
   EXPECT_TRUE(shard.equal(full_[1].narrow(0, 3, 2)));
-  EXPECT_EQ(shard.storage().data(), buffers_->local_shard(0).storage().data());
+  const at::Tensor first = buffers_->local_shard(0);
+  EXPECT_EQ(shard.storage_offset(), 0);
+  EXPECT_EQ(first.storage_offset(), 0);
+  const auto distance = static_cast<const char*>(shard.const_data_ptr()) -
+                        static_cast<const char*>(first.const_data_ptr());
+  EXPECT_EQ(distance,
+            buffers_->slice(1).shard_offset - buffers_->slice(0).shard_offset);
+  EXPECT_EQ(static_cast<std::int64_t>(shard.storage().nbytes()),
+            buffers_->slice(1).shard_bytes);
   // What an optimizer writes there is gathered next.
   shard.add_(1);
   full_[1].narrow(0, 3, 2).add_(1);

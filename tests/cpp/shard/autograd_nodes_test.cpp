@@ -1,0 +1,192 @@
+#include "shard/autograd_nodes.h"
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+
+#include "base/check.h"
+#include "reentrant.h"
+
+namespace lowtide::shard {
+namespace {
+
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+using testing::StrEq;
+using testing::ThrowsMessage;
+
+class Recorder final : public BackwardReceiver {
+ public:
+  void on_output_gradient() override { events.emplace_back("output"); }
+  void on_parameter_gradient(std::int32_t i, at::Tensor gradient) override {
+    events.push_back(base::concat("parameter ", i));
+    gradients.push_back(std::move(gradient));
+  }
+  void on_inputs_done(const torch::autograd::Node* node) override {
+    events.emplace_back("inputs");
+    nodes.push_back(node);
+  }
+
+  std::vector<std::string> events;
+  std::vector<at::Tensor> gradients;
+  std::vector<const torch::autograd::Node*> nodes;
+};
+
+class AutogradNodesTest : public testing::Test {
+ protected:
+  std::shared_ptr<Recorder> recorder_ = std::make_shared<Recorder>();
+  at::Tensor weight_ = at::full({2, 2}, 3.f).set_requires_grad(true);
+  at::Tensor bias_ = at::full({2}, 1.f).set_requires_grad(true);
+  std::vector<NodePtr> nodes_ = {install_gradient_node(weight_, recorder_, 0),
+                                 install_gradient_node(bias_, recorder_, 1)};
+
+  at::Tensor forward(const at::Tensor& x) const {
+    return x.mm(weight_) + bias_;
+  }
+};
+
+TEST_F(AutogradNodesTest, GradientsGoToTheReceiverInsteadOfGrad) {
+  forward(at::ones({1, 2})).sum().backward();
+  EXPECT_THAT(recorder_->events, ElementsAre("parameter 1", "parameter 0"));
+  EXPECT_FALSE(weight_.grad().defined());
+  EXPECT_TRUE(recorder_->gradients[0].equal(at::ones({2})));
+  EXPECT_TRUE(recorder_->gradients[1].equal(at::ones({2, 2})));
+}
+
+TEST_F(AutogradNodesTest, SeveralUsesGiveOneGradient) {
+  const at::Tensor x = at::ones({1, 2});
+  forward(forward(x)).sum().backward();
+  EXPECT_EQ(recorder_->events.size(), 2u);
+}
+
+TEST_F(AutogradNodesTest, HooksOfTheParameterRunFirst) {
+  weight_.register_hook(
+      [](const at::Tensor& gradient) { return gradient * 7; });
+  forward(at::ones({1, 2})).sum().backward();
+  EXPECT_TRUE(recorder_->gradients[1].equal(at::full({2, 2}, 7.f)));
+}
+
+TEST_F(AutogradNodesTest, AGradientRunsBeforeOtherReadyNodes) {
+  const at::Tensor x = at::ones({1, 2}).set_requires_grad(true);
+  const auto watched = watch_inputs({x}, recorder_);
+  forward(watched.tensors[0]).sum().backward();
+  EXPECT_THAT(recorder_->events,
+              ElementsAre("parameter 1", "parameter 0", "inputs"));
+  EXPECT_EQ(recorder_->nodes[0], watched.node.lock().get());
+  EXPECT_TRUE(x.grad().equal(at::full({1, 2}, 6.f)));
+}
+
+TEST_F(AutogradNodesTest, AnOutputIsSeenBeforeItsProducer) {
+  const at::Tensor y = forward(at::ones({1, 2}));
+  watch_output(y, recorder_);
+  y.sum().backward();
+  EXPECT_THAT(recorder_->events,
+              ElementsAre("output", "parameter 1", "parameter 0"));
+}
+
+TEST_F(AutogradNodesTest, AnOutputThatIsALeafIsSeenToo) {
+  const at::Tensor leaf = at::ones({2}).set_requires_grad(true);
+  watch_output(leaf, recorder_);
+  (leaf * 2).sum().backward();
+  EXPECT_THAT(recorder_->events, ElementsAre("output"));
+  EXPECT_TRUE(leaf.grad().defined());
+}
+
+TEST_F(AutogradNodesTest, AParameterThatContributesNothingFiresUndefined) {
+  // A node that gives the weight no gradient.
+  class Silent final : public torch::autograd::Node {
+    torch::autograd::variable_list apply(
+        torch::autograd::variable_list&&) override {
+      return {at::Tensor()};
+    }
+  };
+  auto node = std::make_shared<Silent>();
+  node->set_next_edges(torch::autograd::collect_next_edges(weight_));
+  at::Tensor y = at::ones({1});
+  torch::autograd::set_history(y, node);
+  y.sum().backward();
+  EXPECT_THAT(recorder_->events, ElementsAre("parameter 0"));
+  EXPECT_FALSE(recorder_->gradients[0].defined());
+}
+
+TEST_F(AutogradNodesTest, AGraphMayOutliveItsReceiver) {
+  const at::Tensor x = at::ones({1, 2}).set_requires_grad(true);
+  const auto watched = watch_inputs({x}, recorder_);
+  const at::Tensor y = forward(watched.tensors[0]);
+  watch_output(y, recorder_);
+  recorder_.reset();
+  y.sum().backward();
+  EXPECT_TRUE(x.grad().defined());
+}
+
+TEST_F(AutogradNodesTest, WatchedInputsAreViewsThatRefuseInPlaceWrites) {
+  const at::Tensor x = at::ones({1, 2}).set_requires_grad(true) * 1;
+  const auto watched = watch_inputs({x}, recorder_);
+  EXPECT_TRUE(watched.tensors[0].is_view());
+  EXPECT_EQ(watched.tensors[0].const_data_ptr(), x.const_data_ptr());
+  EXPECT_THROW(watched.tensors[0].add_(1), c10::Error);
+}
+
+TEST_F(AutogradNodesTest, HigherOrderDerivativesAreRefused) {
+  const at::Tensor y = forward(at::ones({1, 2})).sum();
+  EXPECT_THAT(
+      [&] { y.backward({}, /*retain_graph=*/true, /*create_graph=*/true); },
+      ThrowsMessage<Error>(StrEq(
+          "lowtide: backward: expected create_graph=False for parameters "
+          "sharded by lowtide, got create_graph=True (or a backward inside an "
+          "enable_grad context). Compute higher-order derivatives on an "
+          "unsharded model.")));
+  EXPECT_THAT(recorder_->events, IsEmpty());
+}
+
+TEST_F(AutogradNodesTest, KnowsWhichBackwardRuns) {
+  EXPECT_FALSE(in_backward());
+  EXPECT_FALSE(in_current_backward(nodes_[0].get()));
+  std::vector<std::int64_t> outer;
+  std::vector<std::int64_t> inner;
+  std::vector<bool> takes_part;
+  const at::Tensor x = at::ones({1, 2}).set_requires_grad(true);
+  const at::Tensor y = reentrant_checkpoint(
+      [&](const at::Tensor& h) {
+        const at::Tensor z = forward(h);
+        if (z.requires_grad()) {
+          z.register_hook([&](const at::Tensor& gradient) {
+            inner.push_back(current_backward());
+            takes_part.push_back(in_current_backward(nodes_[0].get()));
+            return gradient;
+          });
+        }
+        return z;
+      },
+      x);
+  y.register_hook([&](const at::Tensor& gradient) {
+    outer.push_back(current_backward());
+    takes_part.push_back(in_current_backward(nodes_[0].get()));
+    return gradient;
+  });
+  y.sum().backward();
+  ASSERT_EQ(outer.size(), 1u);
+  ASSERT_EQ(inner.size(), 1u);
+  EXPECT_NE(outer[0], inner[0]);
+  EXPECT_THAT(takes_part, ElementsAre(false, true));
+  EXPECT_FALSE(in_backward());
+}
+
+TEST_F(AutogradNodesTest, CallsBackAtTheEndOfBackward) {
+  const at::Tensor x = at::ones({1, 2}).set_requires_grad(true);
+  const auto watched = watch_inputs({x}, recorder_);
+  const at::Tensor y = forward(watched.tensors[0]);
+  y.register_hook([&](const at::Tensor& gradient) {
+    at_end_of_backward([&] { recorder_->events.emplace_back("end"); });
+    return gradient;
+  });
+  y.sum().backward();
+  EXPECT_THAT(recorder_->events,
+              ElementsAre("parameter 1", "parameter 0", "inputs", "end"));
+}
+
+}  // namespace
+}  // namespace lowtide::shard
