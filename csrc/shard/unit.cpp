@@ -293,8 +293,13 @@ void Unit::begin_backward() {
 void Unit::on_parameter_gradient(std::int32_t i, at::Tensor gradient) {
   root_->open_backward();
   begin_backward();
-  if (gradient.defined() && gradient.layout() != at::kStrided) {
-    gradient = gradient.to_dense();
+  if (gradients_.parameter(i).lane < 0) {
+    return;  // frozen since its forward; AccumulateGrad ignores it, too
+  }
+  if (gradient.defined()) {
+    // Here and not where it is copied: memory comes from compute's pool.
+    gradient = gradient.layout() == at::kStrided ? gradient.contiguous()
+                                                 : gradient.to_dense();
   }
   if (gradients_.sync()) {
     if (!root_->stream().contains(gradients_)) {
