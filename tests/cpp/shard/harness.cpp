@@ -68,7 +68,7 @@ Rank::Rank(Exchange& exchange, std::int64_t rank,
           unit->buffers().full(p).detach().set_requires_grad(trainable));
       if (!trainable) continue;
       leaves.back().register_hook([this](const at::Tensor& gradient) {
-        if (gradient.defined()) {
+        if (gradient.defined() && gradient.is_contiguous()) {
           runtime->touches(Stream::compute, gradient.const_data_ptr(),
                            gradient.nbytes(), Access::write);
         }
@@ -158,6 +158,14 @@ void Rank::zero_grad() {
 
 void Rank::set_sync(bool sync) {
   for (const auto& unit : units_) unit->gradient_sync = sync;
+}
+
+void Rank::drop(std::size_t u) {
+  units_.erase(units_.begin() + static_cast<std::ptrdiff_t>(u));
+  views_.erase(views_.begin() + static_cast<std::ptrdiff_t>(u));
+  shards_.erase(shards_.begin() + static_cast<std::ptrdiff_t>(u));
+  leaves_.erase(leaves_.begin() + static_cast<std::ptrdiff_t>(u));
+  specs_.erase(specs_.begin() + static_cast<std::ptrdiff_t>(u));
 }
 
 at::Tensor Rank::rows_of(std::size_t u, std::size_t p,

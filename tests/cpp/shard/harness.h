@@ -42,6 +42,8 @@ class Rank final : public Layers {
   void optimize();
   void zero_grad();
   void set_sync(bool sync);
+  // The unit dies, as when a module is deleted; the program must not call it.
+  void drop(std::size_t u);
 
   std::size_t size() const { return units_.size(); }
   Unit& unit(std::size_t u) { return *units_[u]; }

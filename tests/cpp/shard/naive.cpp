@@ -120,7 +120,8 @@ std::vector<NaiveStep> train_naively(const Scenario& scenario,
         for_each_parameter(scenario, [&](auto u, auto p, const auto& spec) {
           if (!leaves[u][p].grad().defined()) return;
           at::Tensor& sum = local[rank][u][p];
-          const at::Tensor gradient = leaves[u][p].grad().to(spec.reduce);
+          const at::Tensor gradient =
+              leaves[u][p].grad().to_dense().to(spec.reduce);
           sum = sum.defined() ? sum + gradient : gradient;
         });
       }

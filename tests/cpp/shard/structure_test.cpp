@@ -183,6 +183,27 @@ TEST_P(StructureTest, AUnitWithoutParameters) {
   expect_bits({.units = model_of(2, {}), .program = chain(2)});
 }
 
+// Gradients that are expanded, transposed and sparse.
+TEST_P(StructureTest, GradientsOfAnyLayout) {
+  expect_bits(
+      {.units = model_of(
+           1,
+           {{{kWidth, kWidth}}, {{5, 3}}, {{kWidth, kWidth}}, {{7, kWidth}}}),
+       .program = around([](Layers& layers, const at::Tensor& x) {
+         return layers.call(
+             1, x, [](const auto& parameters, const auto& input) {
+               const at::Tensor rows = at::embedding(
+                   parameters[3], at::tensor({1, 4, 4}, at::kLong),
+                   /*padding_idx=*/-1, /*scale_grad_by_freq=*/false,
+                   /*sparse=*/true);
+               return (input * parameters[0].sum() + parameters[1].sum() +
+                       rows.mm(parameters[2].t().contiguous()))
+                   .tanh();
+             });
+       }),
+       .sync = {true, false, true}});
+}
+
 TEST_P(StructureTest, TwoForwardsBeforeOneBackward) {
   expect_bits({.units = model_of(2, odd_shapes()),
                .program =
