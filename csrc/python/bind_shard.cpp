@@ -10,6 +10,7 @@
 #include "python/forward_hooks.h"
 #include "python/module_view.h"
 #include "shard/root.h"
+#include "shard/row_stream.h"
 #include "shard/unit.h"
 
 namespace py = pybind11;
@@ -66,8 +67,8 @@ py::dict unit_plan(shard::Unit& unit) {
   auto& gradients = unit.gradients();
   py::dict bytes;
   bytes["parameters"] = unit.buffers().shard_bytes();
-  bytes["gathered"] = unit.buffers().gathered_bytes();
-  bytes["gather_input"] = unit.buffers().input_bytes();
+  bytes["gathered"] = unit.planned_gathered_bytes();
+  bytes["gather_input"] = unit.planned_input_bytes();
   bytes["gradient_chunks"] = gradients.num_chunks();
   bytes["gradient_slot"] = gradients.slot_bytes();
   bytes["gradient_slab"] = gradients.slab_bytes();
@@ -99,7 +100,7 @@ void bind_device_memory(py::module_& module) {
 }  // namespace
 
 void bind_shard(py::module_& module) {
-  module.attr("GRADIENT_SLOTS") = shard::GradientStream::kNumSlots;
+  module.attr("GRADIENT_SLOTS") = shard::GradientRing::kNumSlots;
   bind_device_memory(module);
 
   py::class_<shard::ParameterInfo>(module, "ParameterInfo")
@@ -153,9 +154,28 @@ void bind_shard(py::module_& module) {
       .def("attach", &attach, py::kw_only(), py::arg("slots"),
            py::arg("shards"), py::arg("full"), py::arg("wrap"))
       .def("detach", &Unit::detach)
+      .def("stream_rows", &Unit::stream_rows,
+           py::return_value_policy::reference_internal)
+      .def_property_readonly("streams_rows", &Unit::streams_rows)
       .def("gather", &Unit::gather, NoGil())
       .def("unshard", &Unit::unshard, NoGil())
       .def("reshard", &Unit::reshard, NoGil());
+
+  using shard::RowStream;
+  py::class_<RowStream>(module, "RowStream")
+      .def_property_readonly("world_size", &RowStream::world_size)
+      .def_property_readonly("num_rows", &RowStream::num_rows)
+      .def_property_readonly("padded_rows", &RowStream::padded_rows)
+      .def_property_readonly("block_rows", &RowStream::block_rows)
+      .def_property_readonly("num_blocks", &RowStream::num_blocks)
+      .def("rows_in", &RowStream::rows_in, py::arg("block"))
+      .def("begin_forward", &RowStream::begin_forward, NoGil(),
+           py::arg("recorded"))
+      .def("begin_backward", &RowStream::begin_backward, NoGil())
+      .def("fetch", &RowStream::fetch, NoGil(), py::arg("block"))
+      .def("put", &RowStream::put, NoGil(), py::arg("block"),
+           py::arg("gradient"))
+      .def("end", &RowStream::end, NoGil());
 
   using shard::Root;
   py::class_<Root, std::shared_ptr<Root>>(module, "Root")

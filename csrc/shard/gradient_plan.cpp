@@ -33,6 +33,16 @@ class Cutter {
     }
   }
 
+  void add_in_strips(std::int32_t parameter, std::int64_t numel,
+                     std::int64_t strip) {
+    for (std::int64_t begin = 0; begin < numel; begin += strip) {
+      open();
+      const std::int64_t end = std::min(numel, begin + strip);
+      plan_.chunks.back().pieces.push_back({parameter, begin, end, 0});
+      used_ = round_up(end - begin, kPieceColumnMultiple);
+    }
+  }
+
   void finish() {
     if (plan_.chunks.empty()) {
       open();
@@ -79,7 +89,8 @@ std::int64_t UnitPlan::max_columns() const {
 
 UnitPlan plan_unit(const std::vector<std::int64_t>& shard_numel,
                    const std::vector<std::int32_t>& order,
-                   std::int64_t max_columns) {
+                   std::int64_t max_columns,
+                   const std::vector<std::int64_t>& strips) {
   UnitPlan plan;
   plan.num_parameters = static_cast<std::int64_t>(shard_numel.size());
   if (order.empty()) {
@@ -92,7 +103,12 @@ UnitPlan plan_unit(const std::vector<std::int64_t>& shard_numel,
   for (const auto parameter : order) {
     LOWTIDE_INVARIANT(parameter >= 0 && parameter < plan.num_parameters,
                       "gradient order names a parameter of the unit");
-    cutter.add(parameter, shard_numel[static_cast<std::size_t>(parameter)]);
+    const auto p = static_cast<std::size_t>(parameter);
+    if (p < strips.size() && strips[p] > 0) {
+      cutter.add_in_strips(parameter, shard_numel[p], strips[p]);
+    } else {
+      cutter.add(parameter, shard_numel[p]);
+    }
   }
   cutter.finish();
   return plan;

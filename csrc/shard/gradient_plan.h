@@ -56,12 +56,15 @@ struct UnitPlan {
 // least one multiple.
 //
 // A parameter that fits in one chunk is never cut; a larger one is cut into
-// strips.  Flags may make the last chunk exceed `max_columns` by up to
-// num_parameters columns rounded to the multiple, never by more.
-// No trainable parameter: no chunks.
+// strips.  `strips[p]` > 0 fixes the strips of parameter p: that many columns
+// each, every one at the start of a chunk, whatever `max_columns` says (its
+// gradient comes in blocks of rows, see row_stream.h).  Flags may make the last
+// chunk exceed `max_columns` by up to num_parameters columns rounded to the
+// multiple, never by more. No trainable parameter: no chunks.
 UnitPlan plan_unit(const std::vector<std::int64_t>& shard_numel,
                    const std::vector<std::int32_t>& order,
-                   std::int64_t max_columns);
+                   std::int64_t max_columns,
+                   const std::vector<std::int64_t>& strips = {});
 
 // The largest `max_columns` for which `num_slots` chunks of [world_size + 1,
 // columns] elements of `itemsize` bytes fit in `budget_bytes` (the extra row

@@ -57,13 +57,29 @@ at::Tensor GradientSlab::flags() const {
 }
 
 void GradientSlab::add(std::int32_t p, const at::Tensor& gradient) {
+  const auto i = static_cast<std::size_t>(p);
+  write(p, {world_size_, shard_numel_[i], numel_[i], 0, shard_numel_[i]}, 0,
+        gradient);
+  touched_[i] = true;
+}
+
+void GradientSlab::add_rows(std::int32_t p, std::int64_t begin,
+                            const GradientColumns& columns,
+                            const at::Tensor& rows) {
+  const auto i = static_cast<std::size_t>(p);
+  write(p, columns, begin, rows);
+  if (begin + columns.shard_numel == shard_numel_[i]) {
+    touched_[i] = true;
+  }
+}
+
+void GradientSlab::write(std::int32_t p, const GradientColumns& columns,
+                         std::int64_t begin, const at::Tensor& gradient) {
   if (!allocated()) {
     allocate();
   }
   const auto i = static_cast<std::size_t>(p);
-  const GradientColumns all{world_size_, shard_numel_[i], numel_[i], 0,
-                            shard_numel_[i]};
-  const BlockPlace place{0, columns_[i]};
+  const BlockPlace place{begin, columns_[i]};
   auto& runtime = memory_->runtime();
   const auto to = block(p);
   runtime.touches(device::Stream::compute, gradient.const_data_ptr(),
@@ -71,10 +87,9 @@ void GradientSlab::add(std::int32_t p, const at::Tensor& gradient) {
   runtime.touches(device::Stream::compute, to.const_data_ptr(), to.nbytes(),
                   device::Access::write);
   if (touched_[i]) {
-    add_columns(gradient, all, to, place);
+    add_columns(gradient, columns, to, place);
   } else {
-    copy_columns(gradient, all, to, place);
-    touched_[i] = true;
+    copy_columns(gradient, columns, to, place);
   }
 }
 

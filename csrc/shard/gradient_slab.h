@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "memory/device_memory.h"
+#include "shard/gradient_rows.h"
 #include "shard/unit_name.h"
 
 namespace lowtide::shard {
@@ -37,6 +38,10 @@ class GradientSlab {
 
   // On the compute stream.
   void add(std::int32_t i, const at::Tensor& gradient);
+  // The same for the columns of every rank's shard from `begin` on that `rows`,
+  // laid out as `columns` says, stands for.  They come in order, all of them.
+  void add_rows(std::int32_t i, std::int64_t begin,
+                const GradientColumns& columns, const at::Tensor& rows);
 
   // Before the reduce-scatter: allocates if nothing was touched, fills
   // untouched blocks with -0.0 and writes the flags.  On the compute stream.
@@ -57,6 +62,8 @@ class GradientSlab {
 
  private:
   void allocate();
+  void write(std::int32_t i, const GradientColumns& columns, std::int64_t begin,
+             const at::Tensor& gradient);
   at::Tensor block(std::int32_t i) const;
   at::Tensor flags() const;
 

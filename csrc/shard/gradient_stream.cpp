@@ -29,17 +29,12 @@ void touch(device::Runtime& runtime, const at::Tensor& tensor, Access access) {
 
 GradientStream::GradientStream(std::string root,
                                std::shared_ptr<memory::DeviceMemory> memory)
-    : root_(std::move(root)), memory_(std::move(memory)) {}
-
-std::int64_t GradientStream::ring_bytes(std::int64_t budget_bytes,
-                                        std::int64_t largest_unit_bytes) {
-  constexpr std::int64_t kSmallest = std::int64_t{4} << 20;
-  return std::min(budget_bytes, std::max(kSmallest, largest_unit_bytes));
-}
+    : root_(std::move(root)),
+      memory_(memory),
+      ring_(root_, std::move(memory)) {}
 
 void GradientStream::begin(const std::vector<UnitGradients*>& units) {
   LOWTIDE_INVARIANT(next_ == entries_.size(), "one backward at a time");
-  slot_bytes_ = source_budget_ = 0;
   for (auto* unit : units) {
     append(*unit);
   }
@@ -67,8 +62,7 @@ void GradientStream::append(UnitGradients& unit) {
       entries_.push_back(std::move(chunk));
     }
   }
-  slot_bytes_ = std::max(slot_bytes_, unit.slot_bytes());
-  source_budget_ = std::max(source_budget_, unit.source_bytes());
+  ring_.fit(unit.slot_bytes());
 }
 
 bool GradientStream::contains(const UnitGradients& unit) const {
@@ -81,7 +75,7 @@ const Chunk& GradientStream::chunk_of(const Entry& entry) const {
 }
 
 bool GradientStream::in_window(std::size_t place) const {
-  return place < next_ + static_cast<std::size_t>(kNumSlots);
+  return place < next_ + static_cast<std::size_t>(GradientRing::kNumSlots);
 }
 
 void GradientStream::accept(UnitGradients& unit, std::int32_t i,
@@ -99,13 +93,7 @@ void GradientStream::accept(UnitGradients& unit, std::int32_t i,
         "This happens when re-entrant checkpointing runs a module several "
         "times; use torch.utils.checkpoint with use_reentrant=False."));
   }
-  if (!unit.sharded().prepared()) {
-    unit.sharded().prepare(unit.trainable());
-  }
-  if (!parameter.produced) {
-    unit.completed(i);
-  }
-  parameter.produced = true;
+  produced(unit, i);
   if (unit.accumulating()) {
     unit.accumulate(i, gradient);
     return;
@@ -114,7 +102,7 @@ void GradientStream::accept(UnitGradients& unit, std::int32_t i,
   parameter.source = parameter.source.defined()
                          ? at::add(parameter.source, gradient)
                          : std::move(gradient);
-  reduce_behind_ = true;
+  ring_.compute_has_moved();
   parameter.held = parameter.held || hold;
   if (parameter.held) {
     return;
@@ -134,6 +122,50 @@ void GradientStream::accept(UnitGradients& unit, std::int32_t i,
   pump();
 }
 
+void GradientStream::accept_rows(UnitGradients& unit, std::int32_t i,
+                                 std::int64_t block, at::Tensor rows) {
+  auto& parameter = unit.parameter(i);
+  if (unit.sealed() || parameter.source.defined() ||
+      block != parameter.blocks_seen) {
+    throw Error(base::error_text(
+        base::concat("parameter '", parameter.name, "'"),
+        base::concat("block ", parameter.blocks_seen,
+                     " of its gradient's rows, once in a backward"),
+        base::concat(
+            "block ", block,
+            parameter.source.defined() ? " beside a whole gradient" : ""),
+        "A head whose rows are streamed is used once in a step; gather it "
+        "whole to use it more often."));
+  }
+  ++parameter.blocks_seen;
+  parameter.fired = true;
+  produced(unit, i);
+  if (unit.accumulating()) {
+    unit.accumulate_rows(i, block, rows);
+    return;
+  }
+  parameter.blocks.push_back(std::move(rows));
+  ring_.compute_has_moved();
+  const auto& where = parameter.places[static_cast<std::size_t>(block)];
+  const std::size_t place =
+      *unit.lanes()[static_cast<std::size_t>(parameter.lane)].place +
+      static_cast<std::size_t>(where.chunk);
+  if (in_window(place)) {
+    write_piece(place, static_cast<std::size_t>(where.piece));
+  }
+  pump();
+}
+
+void GradientStream::produced(UnitGradients& unit, std::int32_t i) {
+  if (!unit.sharded().prepared()) {
+    unit.sharded().prepare(unit.trainable());
+  }
+  if (!unit.parameter(i).produced) {
+    unit.completed(i);
+  }
+  unit.parameter(i).produced = true;
+}
+
 // Copies those pieces of a chunk that wait for it with their source.
 void GradientStream::write_ready_pieces(std::size_t place) {
   const auto& entry = entries_[place];
@@ -143,10 +175,11 @@ void GradientStream::write_ready_pieces(std::size_t place) {
   const auto& pieces = chunk_of(entry).pieces;
   for (std::size_t p = 0; p < pieces.size(); ++p) {
     auto& parameter = entry.unit->parameter(pieces[p].parameter);
-    const bool next_in_line =
-        parameter.source.defined() &&
-        parameter.places[static_cast<std::size_t>(parameter.pieces_written)]
-                .chunk == entry.chunk;
+    const auto next = static_cast<std::size_t>(parameter.pieces_written);
+    const bool here =
+        parameter.source.defined() || next < parameter.blocks.size();
+    const bool next_in_line = here && next < parameter.places.size() &&
+                              parameter.places[next].chunk == entry.chunk;
     if (next_in_line && (!parameter.held || entry.unit->sealed())) {
       write_piece(place, p);
     }
@@ -155,71 +188,35 @@ void GradientStream::write_ready_pieces(std::size_t place) {
 
 void GradientStream::write_piece(std::size_t place, std::size_t piece_index) {
   open_slot(place);
-  catch_up_reduce();
+  ring_.catch_up_reduce();
   auto& entry = entries_[place];
   const auto& chunk = chunk_of(entry);
   const auto& piece = chunk.pieces[piece_index];
   auto& parameter = entry.unit->parameter(piece.parameter);
   auto& runtime = memory_->runtime();
-  const device::StreamScope scope(runtime, Stream::reduce);
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  touch(runtime, parameter.source, Access::read);
-  touch(runtime, entry.input, Access::write);
-  copy_columns(parameter.source,
-               entry.unit->columns(piece.parameter, piece.begin, piece.end),
-               entry.input, {piece.column, chunk.columns});
+  const bool whole = parameter.source.defined();
+  auto& source =
+      whole ? parameter.source
+            : parameter
+                  .blocks[static_cast<std::size_t>(parameter.pieces_written)];
+  const auto columns =
+      whole ? entry.unit->columns(piece.parameter, piece.begin, piece.end)
+            : entry.unit->block_columns(piece.parameter,
+                                        parameter.pieces_written);
+  {
+    const device::StreamScope scope(runtime, Stream::reduce);
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    touch(runtime, source, Access::read);
+    touch(runtime, entry.input, Access::write);
+    copy_columns(source, columns, entry.input, {piece.column, chunk.columns});
+  }
   --entry.pieces_missing;
   ++parameter.pieces_written;
-  if (static_cast<std::size_t>(parameter.pieces_written) ==
-      parameter.places.size()) {
-    retire(parameter);
+  if (!whole || static_cast<std::size_t>(parameter.pieces_written) ==
+                    parameter.places.size()) {
+    ring_.retire(std::move(source), entry.unit->source_bytes());
+    source.reset();
   }
-}
-
-// The copy of a source has been enqueued on `reduce`; its bytes go back on
-// `compute` once that is ordered behind the copy.
-void GradientStream::retire(UnitGradients::Parameter& parameter) {
-  auto copied = memory_->runtime().record(Stream::reduce);
-  if (copied.empty()) {
-    parameter.source.reset();
-    return;
-  }
-  const auto bytes = static_cast<std::int64_t>(parameter.source.nbytes());
-  retired_bytes_ += bytes;
-  retired_.push_back({std::move(parameter.source), std::move(copied), bytes});
-  parameter.source.reset();
-  drop_retired(source_budget_);
-}
-
-void GradientStream::drop_retired(std::int64_t down_to_bytes) {
-  while (retired_bytes_ > down_to_bytes) {
-    memory_->runtime().wait(Stream::compute, retired_.front().copied);
-    retired_bytes_ -= retired_.front().bytes;
-    retired_.pop_front();
-  }
-}
-
-// Work on `reduce` from now on finds what compute made: sources, slots, the
-// generation results land in.
-void GradientStream::catch_up_reduce() {
-  auto& runtime = memory_->runtime();
-  if (reduce_behind_) {
-    runtime.wait(Stream::reduce, runtime.record(Stream::compute));
-  }
-  reduce_behind_ = false;
-  compute_behind_ = true;  // by the work that follows
-}
-
-// Compute from now on finds results in place, and what goes back to its pool
-// unused.
-void GradientStream::catch_up_compute() {
-  auto& runtime = memory_->runtime();
-  if (compute_behind_) {
-    runtime.wait(Stream::compute, runtime.record(Stream::reduce));
-  }
-  compute_behind_ = false;
-  retired_.clear();
-  retired_bytes_ = 0;
 }
 
 // Gives the chunk its slot: leased on first use, otherwise taken over from the
@@ -229,32 +226,18 @@ void GradientStream::open_slot(std::size_t place) {
   if (entry.input.defined()) {
     return;
   }
-  const auto slot = place % static_cast<std::size_t>(kNumSlots);
-  if (place >= static_cast<std::size_t>(kNumSlots)) {
-    land(place - static_cast<std::size_t>(kNumSlots));
+  const auto slot = place % static_cast<std::size_t>(GradientRing::kNumSlots);
+  if (place >= static_cast<std::size_t>(GradientRing::kNumSlots)) {
+    land(place - static_cast<std::size_t>(GradientRing::kNumSlots));
   }
-  if (slots_.size() <= slot) {
-    slots_.resize(slot + 1);
-  }
-  // A unit that nobody expected may need more than the others.
-  if (slots_[slot] &&
-      static_cast<std::int64_t>(slots_[slot].nbytes()) < slot_bytes_) {
-    catch_up_compute();
-    slots_[slot] = c10::Storage();
-  }
-  if (!slots_[slot]) {
-    slots_[slot] = owning_storage(
-        memory_->lease(memory::Category::gradient_stream, root_, slot_bytes_),
-        slot_bytes_);
-    reduce_behind_ = true;
-  }
+  const auto& storage = ring_.slot(slot);
   const auto& chunk = chunk_of(entry);
   const auto dtype =
       entry.unit->lanes()[static_cast<std::size_t>(entry.lane)].dtype;
   const auto numel = entry.unit->group().size() * chunk.columns;
-  entry.input = flat_view(slots_[slot], dtype, 0, numel);
+  entry.input = flat_view(storage, dtype, 0, numel);
   entry.output =
-      flat_view(slots_[slot], dtype, numel * itemsize(dtype), chunk.columns);
+      flat_view(storage, dtype, numel * itemsize(dtype), chunk.columns);
 }
 
 void GradientStream::seal(UnitGradients& unit) {
@@ -280,7 +263,8 @@ void GradientStream::pump() {
       send(next_);
     }
     ++next_;
-    const auto opened = next_ + static_cast<std::size_t>(kNumSlots) - 1;
+    const auto opened =
+        next_ + static_cast<std::size_t>(GradientRing::kNumSlots) - 1;
     if (opened < entries_.size()) {
       write_ready_pieces(opened);
     }
@@ -299,9 +283,9 @@ void GradientStream::complete(std::size_t place) {
   }
   if (!unit.sharded().prepared()) {
     unit.sharded().prepare(unit.trainable());
-    reduce_behind_ = true;
+    ring_.compute_has_moved();
   }
-  catch_up_reduce();
+  ring_.catch_up_reduce();
   auto& runtime = memory_->runtime();
   const device::StreamScope scope(runtime, Stream::reduce);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -343,8 +327,8 @@ void GradientStream::send(std::size_t place) {
 }
 
 void GradientStream::send_slab(std::size_t place) {
-  if (place >= static_cast<std::size_t>(kNumSlots)) {
-    land(place - static_cast<std::size_t>(kNumSlots));
+  if (place >= static_cast<std::size_t>(GradientRing::kNumSlots)) {
+    land(place - static_cast<std::size_t>(GradientRing::kNumSlots));
   }
   auto& entry = entries_[place];
   auto& unit = *entry.unit;
@@ -372,8 +356,8 @@ void GradientStream::send_slab(std::size_t place) {
         flat_view(results, lane.dtype, column * itemsize(lane.dtype), width));
     column += width;
   }
-  reduce_behind_ = true;
-  catch_up_reduce();
+  ring_.compute_has_moved();
+  ring_.catch_up_reduce();
   const device::StreamScope scope(memory_->runtime(), Stream::reduce);
   entry.pending = unit.group().reduce_scatter_coalesced(
       entry.slab_outputs, entry.slab_inputs, comm::Reduction::average,
@@ -389,7 +373,7 @@ void GradientStream::land(std::size_t place) {
   auto& runtime = memory_->runtime();
   const device::StreamScope scope(runtime, Stream::reduce);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  compute_behind_ = true;
+  ring_.reduce_has_moved();
   entry.pending->wait();
   entry.pending.reset();
   entry.landed = true;
@@ -421,7 +405,7 @@ void GradientStream::land_slab(Entry& entry) {
   }
   read_flags(entry, *output);
   // The slab and the results go back in the compute stream's order.
-  catch_up_compute();
+  ring_.catch_up_compute();
   entry.slab_inputs.clear();
   entry.slab_outputs.clear();
   lane.slab.release_bytes();
@@ -456,7 +440,7 @@ void GradientStream::abort() {
   for (auto& entry : entries_) {
     if (entry.pending) {
       const device::StreamScope scope(runtime, Stream::reduce);
-      compute_behind_ = true;
+      ring_.reduce_has_moved();
       try {
         entry.pending->wait();
       } catch (const std::exception& error) {
@@ -469,8 +453,7 @@ void GradientStream::abort() {
 
 // In the compute stream's order, after everything on `reduce`.
 void GradientStream::clear() {
-  catch_up_compute();
-  reduce_behind_ = false;
+  ring_.release();
   for (auto* unit : units_) {
     for (auto& lane : unit->lanes()) {
       lane.place.reset();
@@ -479,7 +462,6 @@ void GradientStream::clear() {
   units_.clear();
   entries_.clear();
   next_ = 0;
-  slots_.clear();
 }
 
 }  // namespace lowtide::shard

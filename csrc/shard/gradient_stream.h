@@ -6,16 +6,10 @@
 // that order and no other: issuing collectives as gradients happen to complete
 // deadlocks as soon as two ranks differ.
 //
-// Ring.  `num_slots` slots of equal size are leased as they are first needed
-// and go back when the backward ends.  The chunk at place n uses slot
-// n % num_slots; a gradient ahead of that window keeps its source tensor until
-// the window reaches it.
-//
-// Streams.  Casts into slots, results' way to `.grad` and the waits for
-// collectives run on `reduce`.  A source is released on `compute` after the
-// copy: sources of up to `source_budget` bytes may be waiting for that, beyond
-// it compute waits.  Either stream waits for the other only when that one has
-// work or memory for it since the last time.
+// Window.  The chunk at place n uses slot n % kNumSlots of the ring; a gradient
+// ahead of that window keeps its source tensor until the window reaches it.
+// Casts into slots, results' way to `.grad` and the waits for collectives run
+// on the `reduce` stream.
 //
 // A unit is *sealed* when no more gradients can come for it in this backward;
 // what is missing then leaves as -0.0 (see gradient_rows.h).
@@ -24,27 +18,18 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <vector>
 
 #include "comm/collectives.h"
 #include "memory/device_memory.h"
+#include "shard/gradient_ring.h"
 #include "shard/unit_gradients.h"
 
 namespace lowtide::shard {
 
 class GradientStream {
  public:
-  // Default of `budget_bytes`, and how many slots share it.
-  static constexpr std::int64_t kDefaultBudget = std::int64_t{64} << 20;
-  static constexpr std::int64_t kNumSlots = 4;
-  // What a ring needs: the budget, but no more than the largest unit's
-  // gradients on the wire (a longer ring would hold chunks that have landed),
-  // and for small models at least 4 MiB so that they are not cut up.
-  static std::int64_t ring_bytes(std::int64_t budget_bytes,
-                                 std::int64_t largest_unit_bytes);
-
   GradientStream(std::string root,
                  std::shared_ptr<memory::DeviceMemory> memory);
 
@@ -62,6 +47,12 @@ class GradientStream {
   void accept(UnitGradients& unit, std::int32_t i, at::Tensor gradient,
               bool hold);
 
+  // Block `block` of parameter i's rows, [N * rows, row_numel], in any dtype:
+  // every rank's rows of it in rank order.  Blocks come in order, all of them,
+  // once in a backward.
+  void accept_rows(UnitGradients& unit, std::int32_t i, std::int64_t block,
+                   at::Tensor rows);
+
   void seal(UnitGradients& unit);
 
   // Seals and sends what is left and lands everything; afterwards every
@@ -71,8 +62,7 @@ class GradientStream {
   // Waits for what is in flight, ignoring failures, and drops everything.
   void abort();
 
-  // Sources held or waiting for their copy, and slots leased, right now.
-  std::int64_t retired_bytes() const { return retired_bytes_; }
+  const GradientRing& ring() const { return ring_; }
 
  private:
   struct Entry {
@@ -88,18 +78,12 @@ class GradientStream {
     bool sent = false;
     bool landed = false;
   };
-  struct Retired {
-    at::Tensor source;
-    device::Event copied;
-    std::int64_t bytes;
-  };
-
   const Chunk& chunk_of(const Entry& entry) const;
   bool in_window(std::size_t place) const;
   void write_ready_pieces(std::size_t place);
   void write_piece(std::size_t place, std::size_t piece);
   void open_slot(std::size_t place);
-  void retire(UnitGradients::Parameter& parameter);
+  void produced(UnitGradients& unit, std::int32_t i);
   void pump();
   void complete(std::size_t place);
   void send(std::size_t place);
@@ -107,9 +91,6 @@ class GradientStream {
   void land(std::size_t place);
   void land_slab(Entry& entry);
   void read_flags(Entry& entry, const at::Tensor& flags);
-  void drop_retired(std::int64_t down_to_bytes);
-  void catch_up_reduce();
-  void catch_up_compute();
   void clear();
 
   std::string root_;
@@ -117,13 +98,7 @@ class GradientStream {
   std::vector<Entry> entries_;
   std::vector<UnitGradients*> units_;
   std::size_t next_ = 0;  // the first entry that has not left
-  std::vector<c10::Storage> slots_;
-  std::int64_t slot_bytes_ = 0;
-  std::int64_t source_budget_ = 0;
-  std::deque<Retired> retired_;
-  std::int64_t retired_bytes_ = 0;
-  bool reduce_behind_ = false;   // compute has what reduce must wait for
-  bool compute_behind_ = false;  // and the other way round
+  GradientRing ring_;
 };
 
 }  // namespace lowtide::shard

@@ -109,6 +109,15 @@ at::Tensor ParameterBuffers::local_shard(std::size_t i) const {
       .view(sizes);
 }
 
+at::Tensor ParameterBuffers::padded_rows(std::size_t i, std::int64_t begin,
+                                         std::int64_t end) const {
+  const auto& slice = layout_[i];
+  const auto row_bytes = slice.inner * itemsize(infos_[i].storage_dtype);
+  return flat_view(master_, infos_[i].storage_dtype,
+                   slice.shard_offset + begin * row_bytes,
+                   (end - begin) * slice.inner);
+}
+
 void ParameterBuffers::load_full(std::size_t i, const at::Tensor& full) {
   const auto rows = layout_[i].local_rows(rank_);
   if (rows > 0) {

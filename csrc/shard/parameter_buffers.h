@@ -52,6 +52,10 @@ class ParameterBuffers {
   // offset 0 of a storage of its own: torch tells a DTensor without data from
   // one with data by a data pointer that includes the storage offset.
   at::Tensor local_shard(std::size_t i) const;
+  // Rows [begin, end) of this rank's padded piece, flat, in the storage dtype;
+  // rows beyond the parameter are zero.
+  at::Tensor padded_rows(std::size_t i, std::int64_t begin,
+                         std::int64_t end) const;
   // The full parameter's data; its storage is unbound unless gathered.
   const at::Tensor& full(std::size_t i) const { return parameters_[i].full; }
   const RepointedStorage& storage(std::size_t i) const {

@@ -94,6 +94,21 @@ void Root::leave_forward(Unit& unit) {
   }
 }
 
+void Root::recorded_rows(Unit& unit) {
+  schedule_.leave_forward(unit.number(), /*recorded=*/true);
+}
+
+void Root::replan(Unit& unit) {
+  if (backward_ != -1 || unit.gradients().accumulating()) {
+    throw Error(base::error_text(
+        base::concat("unit '", unit.name(), "'"),
+        "its rows to be streamed from the beginning of a step on",
+        "gradients of it that are not reduced yet",
+        "Call lowtide.losses.stream_rows before the first backward."));
+  }
+  unit.plan_gradients(ring_bytes());
+}
+
 void Root::end_forward() {
   schedule_.end_forward();
   forward_root_ = nullptr;
@@ -144,7 +159,7 @@ std::int64_t Root::ring_bytes() const {
       largest = std::max(largest, unit->gradients().wire_bytes());
     }
   }
-  return GradientStream::ring_bytes(gradient_budget_, largest);
+  return GradientRing::bytes_for(gradient_budget_, largest);
 }
 
 // [Note: Refining the order]

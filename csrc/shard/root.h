@@ -34,6 +34,10 @@ class Root : public std::enable_shared_from_this<Root> {
   // Returns the unit to gather ahead, or null.
   Unit* enter_forward(Unit& unit);
   void leave_forward(Unit& unit);
+  // What a unit that streams its rows calls instead, wherever the loss runs.
+  void recorded_rows(Unit& unit);
+  // The unit's plan must be made again, before its next backward.
+  void replan(Unit& unit);
   // True while a forward runs that autograd records.
   bool recording() const { return forward_root_ != nullptr && recorded_; }
 
@@ -69,7 +73,7 @@ class Root : public std::enable_shared_from_this<Root> {
   std::vector<Unit*> units_;
   Schedule schedule_{0};
   GradientStream stream_;
-  std::int64_t gradient_budget_ = GradientStream::kDefaultBudget;
+  std::int64_t gradient_budget_ = GradientRing::kDefaultBudget;
   bool planned_ = false;
   bool order_agreed_ = false;
   std::vector<std::vector<bool>> planned_trainable_;

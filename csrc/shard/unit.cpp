@@ -9,6 +9,7 @@
 #include "base/check.h"
 #include "base/trace.h"
 #include "shard/root.h"
+#include "shard/row_stream.h"
 
 namespace lowtide::shard {
 
@@ -47,8 +48,8 @@ void Unit::attach(std::vector<at::Tensor> shards, std::vector<at::Tensor> full,
   if (gradients_.accumulating()) {
     install_nodes();
   } else {
-    plan_gradients(GradientStream::ring_bytes(
-        root_ ? root_->gradient_budget() : GradientStream::kDefaultBudget,
+    plan_gradients(GradientRing::bytes_for(
+        root_ ? root_->gradient_budget() : GradientRing::kDefaultBudget,
         gradients_.wire_bytes()));
   }
 }
@@ -60,7 +61,7 @@ void Unit::plan_gradients(std::int64_t budget_bytes) {
     std::iota(gradient_order_.rbegin(), gradient_order_.rend(), 0);
   }
   gradients_.plan(trainable(), gradient_order_, budget_bytes,
-                  GradientStream::kNumSlots);
+                  GradientRing::kNumSlots);
   install_nodes();
 }
 
@@ -158,6 +159,9 @@ void Unit::reshard() {
 }
 
 void Unit::prefetch(Unit& other) {
+  if (other.streams_rows()) {
+    return;
+  }
   if (other.state() == UnitState::sharded ||
       other.state() == UnitState::reducing) {
     other.gather();
@@ -265,18 +269,22 @@ void Unit::on_output_gradient() {
   prefetched_ = false;
   if (!output_gradient_) {
     output_gradient_ = true;
-    Unit* next = root_->enter_backward(*this);
-    if (!backward_prefetch.empty()) {
-      for (const auto& other : backward_prefetch) {
-        if (const auto unit = other.lock()) prefetch(*unit);
-      }
-    } else if (next != nullptr && next->needs_gather_in_backward()) {
-      prefetch(*next);
-    }
+    prefetch_for_backward();
   }
   if (needs_gather_in_backward()) {
     wait_for_gather();
     show_full();
+  }
+}
+
+void Unit::prefetch_for_backward() {
+  Unit* next = root_->enter_backward(*this);
+  if (!backward_prefetch.empty()) {
+    for (const auto& other : backward_prefetch) {
+      if (const auto unit = other.lock()) prefetch(*unit);
+    }
+  } else if (next != nullptr && next->needs_gather_in_backward()) {
+    prefetch(*next);
   }
 }
 
@@ -404,6 +412,9 @@ void Unit::abort(bool drop_gradients) {
     pending_gather_.reset();
   }
   buffers_.arrived();
+  if (rows_) {
+    rows_->abort();
+  }
   if (shown_ && view_) {
     view_->show_shards();
   }

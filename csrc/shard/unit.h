@@ -28,6 +28,7 @@
 namespace lowtide::shard {
 
 class Root;
+class RowStream;
 
 // The unit's face on the module: which parameters `module._parameters` shows,
 // and how local gradients become `.grad`.  Implementations take the GIL.
@@ -75,6 +76,15 @@ class Unit final : public BackwardReceiver,
   UnitGradients& gradients() { return gradients_; }
   const UnitGradients& gradients() const { return gradients_; }
   const UnitGroups& groups() const { return groups_; }
+  const std::vector<ParameterInfo>& infos() const { return infos_; }
+  const std::shared_ptr<memory::DeviceMemory>& memory() const {
+    return memory_;
+  }
+
+  // Bytes of the two buffers a gather needs: of the whole unit, or of the two
+  // blocks of rows that live at once.
+  std::int64_t planned_gathered_bytes() const;
+  std::int64_t planned_input_bytes() const;
 
   // --- settings, between steps ----------------------------------------------
   bool reshard_after_forward = true;
@@ -102,6 +112,19 @@ class Unit final : public BackwardReceiver,
   std::vector<at::Tensor> watch_forward_inputs(
       const std::vector<at::Tensor>& inputs);
   void post_forward(const std::vector<at::Tensor>& outputs_requiring_grad);
+
+  // --- rows, for RowStream --------------------------------------------------
+  // The unit's only parameter is read in blocks of rows, and nobody gathers it
+  // ahead as a whole.  Before a forward; the same on every rank.
+  RowStream& stream_rows();
+  bool streams_rows() const { return rows_ != nullptr; }
+  // A forward over the rows was recorded; its backward will deliver their
+  // gradient block by block.
+  void recorded_rows();
+  void begin_rows_backward();
+  // What runs before this unit in forward is gathered for its backward.
+  void prefetch_for_backward();
+  void on_row_gradient(std::int64_t block, at::Tensor rows);
 
   // --- backward -------------------------------------------------------------
   void on_output_gradient() override;
@@ -154,6 +177,7 @@ class Unit final : public BackwardReceiver,
   std::vector<NodePtr> nodes_;  // the tensors hold them weakly
 
   std::unique_ptr<comm::Pending> pending_gather_;
+  std::unique_ptr<RowStream> rows_;
   bool shown_ = false;
   bool prefetched_ = false;
 

@@ -5,6 +5,13 @@
 #include "base/check.h"
 
 namespace lowtide::shard {
+namespace {
+
+std::int64_t itemsize(at::ScalarType dtype) {
+  return static_cast<std::int64_t>(c10::elementSize(dtype));
+}
+
+}  // namespace
 
 UnitGradients::UnitGradients(UnitName unit,
                              const std::vector<ParameterInfo>& infos,
@@ -38,11 +45,14 @@ void UnitGradients::plan(const std::vector<bool>& trainable,
   trainable_.clear();
   lanes_.clear();
   source_bytes_ = 0;
+  choose_blocks(budget_bytes, num_slots);
   std::vector<std::int64_t> shard_numel;
   std::vector<std::int64_t> numel;
+  std::vector<std::int64_t> strips;
   for (auto& parameter : parameters_) {
     parameter.lane = -1;
     parameter.places.clear();
+    strips.push_back(parameter.block_rows * parameter.row_numel);
     shard_numel.push_back(parameter.shard_numel);
     numel.push_back(parameter.numel);
   }
@@ -54,9 +64,10 @@ void UnitGradients::plan(const std::vector<bool>& trainable,
       continue;
     }
     trainable_.push_back(i);
-    source_bytes_ += numel[k] * static_cast<std::int64_t>(
-                                    c10::elementSize(infos_[k].compute_dtype));
     const auto dtype = infos_[k].reduce_dtype;
+    source_bytes_ += strips[k] > 0
+                         ? 2 * group_->size() * strips[k] * itemsize(dtype)
+                         : numel[k] * itemsize(infos_[k].compute_dtype);
     auto group = std::find_if(groups.begin(), groups.end(),
                               [&](auto& g) { return g.first == dtype; });
     if (group == groups.end()) {
@@ -67,10 +78,9 @@ void UnitGradients::plan(const std::vector<bool>& trainable,
         static_cast<std::int32_t>(std::distance(groups.begin(), group));
   }
   for (auto& [dtype, members] : groups) {
-    const auto columns =
-        columns_for_budget(budget_bytes, num_slots, group_->size(),
-                           static_cast<std::int64_t>(c10::elementSize(dtype)));
-    auto plan = plan_unit(shard_numel, members, columns);
+    const auto columns = columns_for_budget(budget_bytes, num_slots,
+                                            group_->size(), itemsize(dtype));
+    auto plan = plan_unit(shard_numel, members, columns, strips);
     for (std::size_t c = 0; c < plan.chunks.size(); ++c) {
       const auto& pieces = plan.chunks[c].pieces;
       for (std::size_t p = 0; p < pieces.size(); ++p) {
@@ -84,6 +94,35 @@ void UnitGradients::plan(const std::vector<bool>& trainable,
     lanes_.push_back(
         {dtype, std::move(members), std::move(plan), std::move(slab), {}, {}});
   }
+}
+
+// A block fills a chunk, so that its gradient leaves as soon as it is there.
+void UnitGradients::choose_blocks(std::int64_t budget_bytes,
+                                  std::int64_t num_slots) {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    auto& parameter = parameters_[i];
+    if (parameter.row_numel > 0) {
+      const auto columns =
+          columns_for_budget(budget_bytes, num_slots, group_->size(),
+                             itemsize(infos_[i].reduce_dtype));
+      parameter.block_rows =
+          std::max<std::int64_t>(1, columns / parameter.row_numel);
+    }
+  }
+}
+
+std::int64_t UnitGradients::num_blocks(std::int32_t i) const {
+  const auto& parameter = parameters_[static_cast<std::size_t>(i)];
+  const auto strip = parameter.block_rows * parameter.row_numel;
+  return strip == 0 ? 0 : (parameter.shard_numel + strip - 1) / strip;
+}
+
+GradientColumns UnitGradients::block_columns(std::int32_t i,
+                                             std::int64_t block) const {
+  const auto& parameter = parameters_[static_cast<std::size_t>(i)];
+  const auto strip = parameter.block_rows * parameter.row_numel;
+  const auto width = std::min(strip, parameter.shard_numel - block * strip);
+  return {group_->size(), width, group_->size() * width, 0, width};
 }
 
 GradientColumns UnitGradients::columns(std::int32_t i, std::int64_t begin,
@@ -122,9 +161,8 @@ std::int64_t UnitGradients::num_chunks() const {
 std::int64_t UnitGradients::slot_bytes() const {
   std::int64_t most = 0;
   for (const auto& lane : lanes_) {
-    most = std::max(
-        most, (group_->size() + 1) * lane.plan.max_columns() *
-                  static_cast<std::int64_t>(c10::elementSize(lane.dtype)));
+    most = std::max(most, (group_->size() + 1) * lane.plan.max_columns() *
+                              itemsize(lane.dtype));
   }
   return most;
 }
@@ -132,9 +170,8 @@ std::int64_t UnitGradients::slot_bytes() const {
 std::int64_t UnitGradients::wire_bytes() const {
   std::int64_t bytes = 0;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    bytes +=
-        group_->size() * parameters_[i].shard_numel *
-        static_cast<std::int64_t>(c10::elementSize(infos_[i].reduce_dtype));
+    bytes += group_->size() * parameters_[i].shard_numel *
+             itemsize(infos_[i].reduce_dtype);
   }
   return bytes;
 }
@@ -153,6 +190,8 @@ void UnitGradients::begin(bool sync) {
   completed_.clear();
   for (auto& parameter : parameters_) {
     parameter.source.reset();
+    parameter.blocks.clear();
+    parameter.blocks_seen = 0;
     parameter.pieces_written = 0;
     parameter.fired = parameter.produced = parameter.held = false;
   }
@@ -163,6 +202,13 @@ void UnitGradients::begin(bool sync) {
 
 void UnitGradients::accumulate(std::int32_t i, const at::Tensor& gradient) {
   lanes_[static_cast<std::size_t>(parameter(i).lane)].slab.add(i, gradient);
+}
+
+void UnitGradients::accumulate_rows(std::int32_t i, std::int64_t block,
+                                    const at::Tensor& rows) {
+  const auto& p = parameter(i);
+  lanes_[static_cast<std::size_t>(p.lane)].slab.add_rows(
+      i, block * p.block_rows * p.row_numel, block_columns(i, block), rows);
 }
 
 void UnitGradients::end() {

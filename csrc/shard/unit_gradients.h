@@ -50,6 +50,14 @@ class UnitGradients {
     // This backward's gradient until it is copied into every chunk it belongs
     // to, or for good if it must be held.
     at::Tensor source;
+    // The gradient may also come as blocks of rows, in order (row_stream.h):
+    // how many elements a row has (0: it may not), how many rows of every
+    // rank's shard a block has, how many blocks have come, and those of them
+    // that wait for their chunk.
+    std::int64_t row_numel = 0;
+    std::int64_t block_rows = 0;
+    std::int64_t blocks_seen = 0;
+    std::vector<at::Tensor> blocks;
     std::int32_t pieces_written = 0;
     bool fired = false;
     bool produced = false;  // fired with a defined gradient
@@ -60,6 +68,12 @@ class UnitGradients {
                 const ParameterBuffers& buffers,
                 std::shared_ptr<comm::Collectives> group,
                 std::shared_ptr<memory::DeviceMemory> memory);
+
+  // Parameter i's gradient comes in blocks of rows; takes effect with the next
+  // plan.
+  void stream_rows(std::int32_t i, std::int64_t row_numel) {
+    parameter(i).row_numel = row_numel;
+  }
 
   // Chooses the trainable parameters, their order (parameters listed in the
   // order their gradients are expected) and the cuts.  Only between backwards,
@@ -94,7 +108,8 @@ class UnitGradients {
   std::int64_t wire_bytes() const;
   // Bytes of all slabs once allocated.
   std::int64_t slab_bytes() const;
-  // Bytes of all gradients of one backward in the compute dtype.
+  // Bytes of all gradients of one backward in the compute dtype; of a gradient
+  // that comes in blocks of rows, two blocks' in the reduce dtype.
   std::int64_t source_bytes() const { return source_bytes_; }
 
   // A new backward; `sync`: it ends with a reduce-scatter.
@@ -108,6 +123,13 @@ class UnitGradients {
 
   // Adds to the slab, on the compute stream.
   void accumulate(std::int32_t i, const at::Tensor& gradient);
+  // The same for block `block` of rows of i.
+  void accumulate_rows(std::int32_t i, std::int64_t block,
+                       const at::Tensor& rows);
+  // How many blocks of rows i has; what block `block` is as a gradient of its
+  // own.
+  std::int64_t num_blocks(std::int32_t i) const;
+  GradientColumns block_columns(std::int32_t i, std::int64_t block) const;
   // The backward is over: without sync the slabs stay, with sync they go.
   void end();
   // Whether any rank produced a gradient for i since the last reduction.
@@ -119,6 +141,8 @@ class UnitGradients {
   void abort();
 
  private:
+  void choose_blocks(std::int64_t budget_bytes, std::int64_t num_slots);
+
   UnitName unit_;
   std::vector<ParameterInfo> infos_;
   std::shared_ptr<comm::Collectives> group_;

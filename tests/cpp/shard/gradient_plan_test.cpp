@@ -144,6 +144,28 @@ TEST(GradientPlanTest, ALargeParameterLeavesInStrips) {
   EXPECT_EQ(plan.chunks[2].flags_column, 64);
 }
 
+TEST(GradientPlanTest, FixedStripsFillAChunkEach) {
+  const UnitPlan plan = plan_unit({90, 500, 20}, {0, 1, 2}, 256, {0, 200, 0});
+  ASSERT_EQ(plan.chunks.size(), 4u);
+  for (std::size_t k = 0; k < 3; ++k) {
+    const Piece& piece = plan.chunks[k + 1].pieces[0];
+    EXPECT_EQ(piece.parameter, 1);
+    EXPECT_EQ(piece.begin, static_cast<std::int64_t>(k) * 200);
+    EXPECT_EQ(piece.end, std::min<std::int64_t>(500, piece.begin + 200));
+    EXPECT_EQ(piece.column, 0);
+  }
+  // What follows goes behind the last strip's 100 columns.
+  ASSERT_EQ(plan.chunks[3].pieces.size(), 2u);
+  EXPECT_EQ(plan.chunks[3].pieces[1].parameter, 2);
+  EXPECT_EQ(plan.chunks[3].pieces[1].column, 128);
+}
+
+TEST(GradientPlanTest, FixedStripsMayBeWiderThanAChunk) {
+  const UnitPlan plan = plan_unit({500}, {0}, 128, {200});
+  ASSERT_EQ(plan.chunks.size(), 3u);
+  EXPECT_EQ(plan.chunks[0].columns, 256);
+}
+
 TEST(GradientPlanTest, WithoutElementsTheFlagsStillLeave) {
   const UnitPlan plan = plan_unit({0, 0}, {1, 0}, 256);
   ASSERT_EQ(plan.chunks.size(), 1u);

@@ -115,7 +115,7 @@ TEST_P(NumLayersTest, TransientBytesAreTwoLayersAndTheRing) {
                 gathered_bytes(model) + 2 * gathered_bytes(layer));
       EXPECT_EQ(rank.peak(Category::gather_input), 2 * input_bytes(layer));
       EXPECT_EQ(rank.peak(Category::gradient_stream),
-                GradientStream::kNumSlots * slot_bytes(layer));
+                GradientRing::kNumSlots * slot_bytes(layer));
       EXPECT_EQ(rank.peak(Category::gradient_slab), 0);
       rank.optimize();
       rank.zero_grad();
@@ -132,12 +132,12 @@ TEST_P(NumLayersTest, GradientsOnTheirWayAreThoseOfOneUnitAtMost) {
   on_two_ranks(scenario, [&](Rank& rank) {
     std::int64_t most = 0;
     rank.on_kernel = [&](const std::string&) {
-      most = std::max(most, rank.root->stream().retired_bytes());
+      most = std::max(most, rank.root->stream().ring().retired_bytes());
     };
     run_step(rank, scenario, 0);
     EXPECT_GT(most, 0);
     EXPECT_LE(most, largest);
-    EXPECT_EQ(rank.root->stream().retired_bytes(), 0);
+    EXPECT_EQ(rank.root->stream().ring().retired_bytes(), 0);
   });
 }
 
@@ -145,7 +145,7 @@ TEST(MemoryTest, ASmallBudgetBoundsTheRing) {
   const Scenario scenario = layers(3);
   on_two_ranks(scenario, [&](Rank& rank) {
     const std::int64_t column_bytes =
-        GradientStream::kNumSlots * (kWorldSize + 1) * itemsize(at::kFloat);
+        GradientRing::kNumSlots * (kWorldSize + 1) * itemsize(at::kFloat);
     for (const std::int64_t columns : {256, 128}) {
       rank.root->set_gradient_budget(column_bytes * (columns + 100));
       rank.ledger->reset_peaks();

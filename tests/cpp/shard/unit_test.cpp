@@ -233,7 +233,7 @@ TEST_F(UnitTest, ABudgetIsAPositiveNumberOfBytes) {
                 ThrowsMessage<InvalidArgument>(StrEq(
                     "lowtide: gradient budget of 'model': expected a positive "
                     "number of bytes, got 0. The default is 64 MiB.")));
-    EXPECT_EQ(rank.root->gradient_budget(), GradientStream::kDefaultBudget);
+    EXPECT_EQ(rank.root->gradient_budget(), GradientRing::kDefaultBudget);
   });
 }
 

@@ -1,0 +1,78 @@
+// The bytes gradients leave from: slots of equal size that chunks take turns
+// in, and sources on their way into them.
+//
+// Slots are leased as they are first needed and go back when the backward
+// ends.  A source is released on `compute` after its copy on `reduce`; sources
+// of up to a budget may be waiting for that, beyond it compute waits.  Either
+// stream waits for the other only when that one has work or memory for it
+// since the last time.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "memory/device_memory.h"
+
+namespace lowtide::shard {
+
+class GradientRing {
+ public:
+  // How many slots share the budget, and its default.
+  static constexpr std::int64_t kNumSlots = 4;
+  static constexpr std::int64_t kDefaultBudget = std::int64_t{64} << 20;
+  // What a ring needs: the budget, but no more than a quarter of the largest
+  // unit's gradients on the wire (a longer ring would hold chunks that have
+  // landed), and for small models at least 1 MiB so that they are not cut up.
+  static std::int64_t bytes_for(std::int64_t budget_bytes,
+                                std::int64_t largest_unit_bytes);
+
+  // `root`: owner of the slots in the ledger.
+  GradientRing(std::string root, std::shared_ptr<memory::DeviceMemory> memory);
+
+  // Slots leased from now on have at least that many bytes.
+  void fit(std::int64_t slot_bytes);
+  // The bytes of slot i, 0 <= i < kNumSlots; nothing is on its way from it.
+  const c10::Storage& slot(std::size_t i);
+
+  // `source` has been copied on `reduce`.
+  void retire(at::Tensor source, std::int64_t budget_bytes);
+
+  // Of sources that wait for compute to be ordered behind their copy.
+  std::int64_t retired_bytes() const { return retired_bytes_; }
+
+  // One stream has something the other must wait for before it goes on.
+  void compute_has_moved() { reduce_behind_ = true; }
+  void reduce_has_moved() { compute_behind_ = true; }
+  // Work on `reduce` from now on finds what compute made: sources, slots, the
+  // buffers results land in.
+  void catch_up_reduce();
+  // Compute from now on finds results in place, and retired sources go back.
+  void catch_up_compute();
+
+  // Everything goes back, in the compute stream's order.
+  void release();
+
+ private:
+  struct Retired {
+    at::Tensor source;
+    device::Event copied;
+    std::int64_t bytes;
+  };
+
+  std::string root_;
+  std::shared_ptr<memory::DeviceMemory> memory_;
+  std::vector<c10::Storage> slots_;
+  std::int64_t slot_bytes_ = 0;
+  std::deque<Retired> retired_;
+  std::int64_t retired_bytes_ = 0;
+  bool reduce_behind_ = false;   // compute has what reduce must wait for
+  bool compute_behind_ = false;  // and the other way round
+};
+
+}  // namespace lowtide::shard

@@ -1,0 +1,184 @@
+#include "shard/row_stream.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/util/Logging.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "base/check.h"
+#include "base/trace.h"
+
+namespace lowtide::shard {
+namespace {
+
+using device::Access;
+using device::Stream;
+
+std::int64_t itemsize(at::ScalarType dtype) {
+  return static_cast<std::int64_t>(c10::elementSize(dtype));
+}
+
+}  // namespace
+
+RowStream::RowStream(Unit& unit)
+    : unit_(unit),
+      slice_(unit.buffers().slice(0)),
+      block_rows_(unit.gradients().parameter(0).block_rows),
+      blocks_{Block(unit.memory()->runtime().device()),
+              Block(unit.memory()->runtime().device())} {}
+
+RowStream::~RowStream() { abort(); }
+
+void RowStream::abort() {
+  for (auto& block : blocks_) {
+    try {
+      arrive(block);
+    } catch (const std::exception& error) {
+      LOG(WARNING) << error.what();
+    }
+    release(block);
+  }
+}
+
+void RowStream::require_root() const {
+  if (!unit_.root()) {
+    throw Error(base::error_text(
+        base::concat("unit '", unit_.name(), "'"),
+        "a forward of the root module before its rows are read", "none yet",
+        "Call the loss inside the root's forward, or after it."));
+  }
+}
+
+std::int64_t RowStream::world_size() const {
+  return unit_.groups().gather->size();
+}
+
+std::int64_t RowStream::num_blocks() const {
+  return (slice_.padded_rows + block_rows_ - 1) / block_rows_;
+}
+
+std::int64_t RowStream::rows_in(std::int64_t k) const {
+  return std::min(block_rows_, slice_.padded_rows - k * block_rows_);
+}
+
+void RowStream::begin_forward(bool recorded) {
+  require_root();
+  end();
+  backward_ = false;
+  // Settings may have changed since the last step.
+  block_rows_ = unit_.gradients().parameter(0).block_rows;
+  if (recorded) {
+    unit_.recorded_rows();
+  }
+}
+
+void RowStream::begin_backward() {
+  end();
+  backward_ = true;
+  unit_.begin_rows_backward();
+}
+
+at::Tensor RowStream::fetch(std::int64_t k) {
+  LOWTIDE_INVARIANT(k >= 0 && k < num_blocks(), "the block exists");
+  const base::TraceRange trace("lowtide::fetch_rows", unit_.name());
+  if (slot(k).number != k) {
+    end();
+    issue(k);
+  }
+  // The block before has been read by everything enqueued so far: its bytes
+  // serve the next one, whose gather runs beside this block's kernels.
+  release(slot(k + 1));
+  if (k + 1 < num_blocks()) {
+    issue(k + 1);
+  } else if (backward_) {
+    unit_.prefetch_for_backward();
+  }
+  auto& block = slot(k);
+  arrive(block);
+  auto sizes = info().sizes;
+  sizes[0] = world_size() * rows_in(k);
+  std::vector<std::int64_t> strides(sizes.size(), 1);
+  for (std::size_t d = sizes.size(); d-- > 1;) {
+    strides[d - 1] = strides[d] * sizes[d];
+  }
+  return block.gathered.view(info().compute_dtype, sizes, strides);
+}
+
+void RowStream::put(std::int64_t k, at::Tensor gradient) {
+  const base::TraceRange trace("lowtide::put_rows", unit_.name());
+  unit_.on_row_gradient(k, std::move(gradient));
+}
+
+void RowStream::end() {
+  for (auto& block : blocks_) {
+    arrive(block);
+    release(block);
+  }
+}
+
+void RowStream::issue(std::int64_t k) {
+  auto& block = slot(k);
+  auto& memory = *unit_.memory();
+  auto& runtime = memory.runtime();
+  const auto row_bytes = slice_.inner * itemsize(info().compute_dtype);
+  const auto bytes = rows_in(k) * row_bytes;
+  block.gathered.own(memory.lease(memory::Category::gathered, unit_.name(),
+                                  world_size() * bytes),
+                     world_size() * bytes);
+  if (info().storage_dtype != info().compute_dtype) {
+    block.input.own(
+        memory.lease(memory::Category::gather_input, unit_.name(), bytes),
+        bytes);
+  }
+  runtime.wait(Stream::gather, runtime.record(Stream::compute));
+  const device::StreamScope scope(runtime, Stream::gather);
+  try {
+    std::vector<at::Tensor> ins{cast_rows(block, k)};
+    std::vector<at::Tensor> outs{
+        block.gathered.view(at::kByte, {world_size() * bytes}, {1})};
+    block.pending = unit_.groups().gather->all_gather(outs, ins, unit_.name());
+    block.number = k;
+  } catch (...) {
+    runtime.wait(Stream::compute, runtime.record(Stream::gather));
+    release(block);
+    throw;
+  }
+}
+
+// This rank's rows of block k in the compute dtype, as bytes.
+at::Tensor RowStream::cast_rows(Block& block, std::int64_t k) {
+  auto& runtime = unit_.memory()->runtime();
+  const auto begin = k * block_rows_;
+  const auto rows = unit_.buffers().padded_rows(0, begin, begin + rows_in(k));
+  if (info().storage_dtype == info().compute_dtype) {
+    const auto bytes = static_cast<std::int64_t>(rows.nbytes());
+    return flat_view(rows.storage(), at::kByte,
+                     rows.storage_offset() * itemsize(info().storage_dtype),
+                     bytes);
+  }
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  auto cast = block.input.view(info().compute_dtype, {rows.numel()}, {1});
+  runtime.touches(Stream::gather, rows.const_data_ptr(), rows.nbytes(),
+                  Access::read);
+  runtime.touches(Stream::gather, cast.const_data_ptr(), cast.nbytes(),
+                  Access::write);
+  cast.copy_(rows);
+  return block.input.view(at::kByte, {static_cast<std::int64_t>(cast.nbytes())},
+                          {1});
+}
+
+void RowStream::arrive(Block& block) {
+  if (const auto pending = std::move(block.pending)) {
+    pending->wait();
+  }
+  block.input.unbind();
+}
+
+void RowStream::release(Block& block) {
+  block.gathered.unbind();
+  block.input.unbind();
+  block.number = -1;
+}
+
+}  // namespace lowtide::shard

@@ -1,0 +1,93 @@
+// A large parameter that is never gathered whole: a loss over the vocabulary
+// reads the head's rows block by block, and gives their gradient back block by
+// block.
+//
+// Block k holds rows [k * block_rows, (k + 1) * block_rows) of *every* rank's
+// shard, in rank order: [N * rows, ...].  It is as large as a chunk of the
+// gradient ring, so the gradient of a block fills one and leaves at once.
+//
+//   vocabulary   rank 0: 0 1 2 3 4   rank 1: 5 6 7 8 9      N = 2
+//   block 0      0 1 5 6             block 1: 2 3 7 8       block_rows = 2
+//   block 2      4 9
+//
+// Streams: as everywhere, bytes come from the compute stream's pool and the
+// gather of block k + 1 is issued before the kernels that read block k.  Two
+// blocks live at once, whatever the size of the parameter.
+//
+// Threads: one at a time, without the GIL around `fetch` and `put`.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <cstdint>
+#include <memory>
+
+#include "comm/collectives.h"
+#include "shard/storage.h"
+#include "shard/unit.h"
+
+namespace lowtide::shard {
+
+class RowStream {
+ public:
+  // The unit owns it (Unit::stream_rows).
+  explicit RowStream(Unit& unit);
+  // Waits for a gather that is under way.
+  ~RowStream();
+  RowStream(const RowStream&) = delete;
+  RowStream& operator=(const RowStream&) = delete;
+
+  std::int64_t world_size() const;
+  std::int64_t num_rows() const { return slice_.rows; }
+  // Of a rank's shard, padded: rank r's row j is row r * padded_rows + j of the
+  // parameter, and padding from num_rows on.
+  std::int64_t padded_rows() const { return slice_.padded_rows; }
+  std::int64_t block_rows() const { return block_rows_; }
+  std::int64_t num_blocks() const;
+  // How many rows of every rank block k has.
+  std::int64_t rows_in(std::int64_t k) const;
+
+  // A pass over all blocks begins: of a forward, which autograd records or not,
+  // or of the backward that delivers gradients.  Throws lowtide::Error before
+  // the root module's first forward.
+  void begin_forward(bool recorded);
+  void begin_backward();
+
+  // Block k in the compute dtype, [N * rows_in(k), ...]; valid, and its bytes
+  // there, until the next fetch or `end`.  Blocks are fetched in order.
+  at::Tensor fetch(std::int64_t k);
+  // The gradient of block k, in any dtype; it must not be written afterwards.
+  // Nothing happens if the parameter is frozen.
+  void put(std::int64_t k, at::Tensor gradient);
+  void end();
+  // The same after an error: ignores what a collective throws.
+  void abort();
+
+ private:
+  struct Block {
+    explicit Block(c10::Device device) : gathered(device), input(device) {}
+    RepointedStorage gathered;
+    RepointedStorage input;
+    std::unique_ptr<comm::Pending> pending;
+    std::int64_t number = -1;
+  };
+
+  Block& slot(std::int64_t k) {
+    return blocks_[static_cast<std::size_t>(k % 2)];
+  }
+  const ParameterInfo& info() const { return unit_.infos().front(); }
+  void require_root() const;
+  void issue(std::int64_t k);
+  at::Tensor cast_rows(Block& block, std::int64_t k);
+  static void arrive(Block& block);
+  static void release(Block& block);
+
+  Unit& unit_;
+  memory::ParameterSlice slice_;
+  std::int64_t block_rows_ = 0;
+  bool backward_ = false;
+  std::array<Block, 2> blocks_;
+};
+
+}  // namespace lowtide::shard
