@@ -12,12 +12,6 @@ from launch import run
 NAME = "live_bytes"
 SYSTEMS = ("lowtide", "fsdp2")
 MIB = 1 << 20
-# Where lowtide's peak is the higher one.
-MORE = (
-    "FSDP2 frees a block's parameters before it reduces, lowtide reduces while the "
-    "block still runs, so two blocks are gathered beside a ring as large as a block's "
-    "gradients; a block that outgrows the ring's 64 MiB turns this around"
-)
 
 
 @dataclass(frozen=True)
@@ -67,8 +61,6 @@ def rows_for(setting: Setting, seen: dict[str, dict[str, Any]]) -> list[Row]:
     held = {name: value for name, value in ours["at_peak"].items() if value}
     breakdown = ", ".join(f"{name} {mib(value)}" for name, value in held.items())
     note = f"MiB at this peak: {breakdown}"
-    if ours["peak"] > theirs["peak"]:
-        note = f"{note}; {MORE}"
     rows = [
         row(
             "lowtide",

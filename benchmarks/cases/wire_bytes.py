@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ MODEL = ModelConfig(dim=64, num_layers=4, vocab=257, kv_dim=16, ffn=168)
 COMPUTE, REDUCE = 2, 4  # bytes of bf16 and fp32
 COLUMNS = 128  # a chunk's columns are a multiple of this
 PIECE = 64  # a parameter's first column in a chunk is one of this
+PACKED = 64 << 10  # parameters of at most that many bytes share one gather,
+PACKED_PIECE = 16  # in which each takes a multiple of so many elements a rank
 
 
 def up(value: int, multiple: int) -> int:
@@ -68,11 +70,22 @@ class Arithmetic:
         return (self.size - 1) * full_bytes // self.size
 
     def gather_bytes(self) -> int:
-        """The same for both systems.  The root once, blocks also in backward."""
+        """The root once, blocks also in backward."""
+        return self._gathered(self.gathered_numel)
+
+    def fsdp2_gather_bytes(self) -> int:
+        return self._gathered(self.shard_numel)
+
+    def _gathered(self, numel: Callable[[torch.nn.Parameter], int]) -> int:
         return sum(
-            gathers * self.wire(self.size * sum(map(self.shard_numel, unit)) * COMPUTE)
+            gathers * self.wire(self.size * sum(map(numel, unit)) * COMPUTE)
             for gathers, unit in zip(self.num_gathers(), self.units, strict=True)
         )
+
+    def gathered_numel(self, p: torch.nn.Parameter) -> int:
+        # Every unit of this model has several small parameters, or none.
+        numel = self.shard_numel(p)
+        return up(numel, PACKED_PIECE) if p.numel() * COMPUTE <= PACKED else numel
 
     def num_gathers(self) -> list[int]:
         return [1] + [2] * (len(self.units) - 1)
@@ -128,13 +141,13 @@ def rows_for(size: int, counted: dict[str, list[int]]) -> list[Row]:
     totals = {
         "lowtide": sum(wire_bytes for _, wire_bytes in counted.values()),
         "plan": plan.gather_bytes() + plan.reduce_bytes(),
-        "fsdp2": plan.gather_bytes() + plan.fsdp2_reduce_bytes(),
+        "fsdp2": plan.fsdp2_gather_bytes() + plan.fsdp2_reduce_bytes(),
     }
     parts = {
         "all-gather": {
             "lowtide": counted["all-gather"][1],
             "plan": plan.gather_bytes(),
-            "fsdp2": plan.gather_bytes(),
+            "fsdp2": plan.fsdp2_gather_bytes(),
         },
         "reduce-scatter": {
             "lowtide": counted["reduce-scatter"][1],

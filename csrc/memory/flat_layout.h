@@ -15,6 +15,14 @@
 // never share one.  In shard and input it takes a multiple of `alignment`
 // *elements*, so that neighbours of one dtype lie equally far apart in both
 // and one copy casts them all.
+//
+// [Note: Packed parameters] A collective for a few KiB costs as much as one for
+// a MiB.  Parameters that may be packed (the caller says which: small ones)
+// come first in shard and input, so that one rank's pieces of them are one
+// contiguous row, and travel as one all-gather of [N, packed_row_bytes]; each
+// is then copied from its columns of that matrix into its place in gathered.
+// What lies between them travels too, so they are only `kPackedMultiple`
+// elements apart.
 #pragma once
 
 #include <cstddef>
@@ -24,13 +32,15 @@
 
 namespace lowtide::memory {
 
-inline constexpr std::int64_t kAlignment = 256;  // bytes
+inline constexpr std::int64_t kAlignment = 256;      // bytes
+inline constexpr std::int64_t kPackedMultiple = 16;  // elements
 
 struct ParameterShape {
   std::string name;
   std::vector<std::int64_t> sizes;    // global, at least one dimension
   std::int64_t storage_itemsize = 4;  // bytes; sharded master
   std::int64_t compute_itemsize = 4;  // bytes; gathered
+  bool may_pack = false;              // see [Note: Packed parameters]
 };
 
 struct ParameterSlice {
@@ -46,6 +56,8 @@ struct ParameterSlice {
   std::int64_t shard_bytes = 0;  // shard_numel * storage_itemsize
   std::int64_t input_offset = 0;
   std::int64_t input_bytes = 0;  // shard_numel * compute_itemsize
+  // Travels in the packed row, at input_offset.
+  bool packed = false;
 
   std::int64_t numel() const { return rows * inner; }
   // Rows of the parameter, without padding, that `rank` holds.
@@ -72,9 +84,17 @@ class FlatLayout {
   std::int64_t shard_bytes() const { return shard_bytes_; }
   std::int64_t input_bytes() const { return input_bytes_; }
 
+  // All parameters as they follow each other in the buffers.
+  const std::vector<std::size_t>& order() const { return order_; }
+  // Of one rank; 0 if nothing is packed: with one rank, or fewer than two
+  // parameters that may be.
+  std::int64_t packed_row_bytes() const { return packed_row_bytes_; }
+
  private:
   std::int64_t world_size_;
   std::vector<ParameterSlice> slices_;
+  std::vector<std::size_t> order_;
+  std::int64_t packed_row_bytes_ = 0;
   std::int64_t gathered_bytes_ = 0;
   std::int64_t shard_bytes_ = 0;
   std::int64_t input_bytes_ = 0;

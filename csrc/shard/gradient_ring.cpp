@@ -10,7 +10,7 @@ using device::Stream;
 
 std::int64_t GradientRing::bytes_for(std::int64_t budget_bytes,
                                      std::int64_t largest_unit_bytes) {
-  constexpr std::int64_t kSmallest = std::int64_t{1} << 20;
+  constexpr std::int64_t kSmallest = std::int64_t{2} << 20;
   return std::min(budget_bytes, std::max(kSmallest, largest_unit_bytes / 4));
 }
 

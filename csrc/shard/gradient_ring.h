@@ -28,7 +28,7 @@ class GradientRing {
   static constexpr std::int64_t kDefaultBudget = std::int64_t{64} << 20;
   // What a ring needs: the budget, but no more than a quarter of the largest
   // unit's gradients on the wire (a longer ring would hold chunks that have
-  // landed), and for small models at least 1 MiB so that they are not cut up.
+  // landed), and for small models at least 2 MiB so that they are not cut up.
   static std::int64_t bytes_for(std::int64_t budget_bytes,
                                 std::int64_t largest_unit_bytes);
 

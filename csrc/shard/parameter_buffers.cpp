@@ -2,6 +2,10 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
+#include <c10/util/accumulate.h>
+
+#include <algorithm>
+#include <optional>
 
 #include "base/check.h"
 
@@ -14,11 +18,19 @@ std::int64_t itemsize(at::ScalarType dtype) {
 
 memory::FlatLayout lay_out(const std::vector<ParameterInfo>& infos,
                            std::int64_t world_size) {
+  const auto casts = [](const ParameterInfo& info) {
+    return info.storage_dtype != info.compute_dtype;
+  };
+  // A packed row is one piece of either the cast shards or the masters.
+  const bool any = std::any_of(infos.begin(), infos.end(), casts);
   std::vector<memory::ParameterShape> shapes;
   shapes.reserve(infos.size());
   for (const auto& info : infos) {
+    const auto numel = c10::multiply_integers(info.sizes);
+    const bool small = numel * itemsize(info.compute_dtype) <= kPackedBytes;
     shapes.push_back({info.name, info.sizes, itemsize(info.storage_dtype),
-                      itemsize(info.compute_dtype)});
+                      itemsize(info.compute_dtype),
+                      small && casts(info) == any});
   }
   return {world_size, shapes};
 }
@@ -53,35 +65,54 @@ ParameterBuffers::ParameterBuffers(UnitName unit,
   master_ = owning_storage(std::move(lease), layout_.shard_bytes());
   const BelowAutograd guard;
   flat_view(master_, at::kByte, 0, layout_.shard_bytes()).zero_();
+  build_parameters();
   build_gather_lists();
+  build_casts();
+  build_unpacks();
+}
+
+std::int64_t ParameterBuffers::cast_bytes() const {
+  return casts_.empty() ? 0 : layout_.input_bytes();
+}
+
+void ParameterBuffers::build_parameters() {
+  for (const auto& info : infos_) {
+    RepointedStorage storage(memory_->runtime().device());
+    auto full = storage.view(info.compute_dtype, info.sizes,
+                             contiguous_strides(info.sizes));
+    parameters_.push_back({std::move(storage), std::move(full)});
+  }
 }
 
 void ParameterBuffers::build_gather_lists() {
-  const auto device = memory_->runtime().device();
-  for (std::size_t i = 0; i < infos_.size(); ++i) {
-    const auto& info = infos_[i];
+  for (const auto i : layout_.order()) {
     const auto& slice = layout_[i];
-    RepointedStorage storage(device);
-    auto full = storage.view(info.compute_dtype, info.sizes,
-                             contiguous_strides(info.sizes));
-    const bool cast = info.storage_dtype != info.compute_dtype;
-    if (slice.shard_numel > 0) {
-      gather_outs_.push_back(gathered_.view(at::kByte, {slice.gathered_bytes},
-                                            {1}, slice.gathered_offset));
-      gather_ins_.push_back(cast ? input_.view(at::kByte, {slice.input_bytes},
-                                               {1}, slice.input_offset)
-                                 : flat_view(master_, at::kByte,
-                                             slice.shard_offset,
-                                             slice.shard_bytes));
-    }
-    parameters_.push_back({std::move(storage), std::move(full)});
-    if (!cast) {
+    if (slice.shard_numel == 0 || slice.packed) {
       continue;
     }
-    // Extend the run over this parameter if the one before has its dtypes.
-    const bool extends = i > 0 && !casts_.empty() &&
-                         infos_[i - 1].storage_dtype == info.storage_dtype &&
-                         infos_[i - 1].compute_dtype == info.compute_dtype;
+    gather_outs_.push_back(gathered_.view(at::kByte, {slice.gathered_bytes},
+                                          {1}, slice.gathered_offset));
+    gather_ins_.push_back(casts(i) ? input_.view(at::kByte, {slice.input_bytes},
+                                                 {1}, slice.input_offset)
+                                   : flat_view(master_, at::kByte,
+                                               slice.shard_offset,
+                                               slice.shard_bytes));
+  }
+}
+
+void ParameterBuffers::build_casts() {
+  std::optional<std::size_t> before;  // the parameter the last run ends with
+  for (const auto i : layout_.order()) {
+    const auto& info = infos_[i];
+    const auto& slice = layout_[i];
+    const bool extends = before && layout_[*before].packed == slice.packed &&
+                         infos_[*before].storage_dtype == info.storage_dtype &&
+                         infos_[*before].compute_dtype == info.compute_dtype;
+    before.reset();
+    if (!casts(i)) {
+      continue;
+    }
+    before = i;
     const auto from_input = slice.input_offset / itemsize(info.compute_dtype);
     const auto start =
         extends ? casts_.back().input.storage_offset() : from_input;
@@ -95,6 +126,34 @@ void ParameterBuffers::build_gather_lists() {
         {input_.view(info.compute_dtype, {numel}, {1}, start),
          flat_view(master_, info.storage_dtype,
                    from_master * itemsize(info.storage_dtype), numel)});
+  }
+}
+
+// The packed row is the beginning of the cast shards or of the masters, its
+// matrix follows the cast shards.
+void ParameterBuffers::build_unpacks() {
+  const auto row = layout_.packed_row_bytes();
+  if (row == 0) {
+    return;
+  }
+  const auto size = layout_.world_size();
+  gather_outs_.push_back(
+      input_.view(at::kByte, {size * row}, {1}, cast_bytes()));
+  gather_ins_.push_back(casts_.empty() ? flat_view(master_, at::kByte, 0, row)
+                                       : input_.view(at::kByte, {row}, {1}));
+  for (const auto i : layout_.order()) {
+    const auto& slice = layout_[i];
+    if (!slice.packed) {
+      continue;
+    }
+    const auto dtype = infos_[i].compute_dtype;
+    unpacks_.push_back(
+        {input_.view(dtype, {size, slice.shard_numel},
+                     {row / itemsize(dtype), 1},
+                     (cast_bytes() + slice.input_offset) / itemsize(dtype)),
+         gathered_.view(dtype, {size, slice.shard_numel},
+                        {slice.shard_numel, 1},
+                        slice.gathered_offset / itemsize(dtype))});
   }
 }
 
@@ -141,9 +200,9 @@ std::unique_ptr<comm::Pending> ParameterBuffers::gather(
   auto gathered = memory_->lease(memory::Category::gathered, *unit_,
                                  layout_.gathered_bytes());
   c10::DataPtr input;
-  if (!casts_.empty()) {
-    input = memory_->lease(memory::Category::gather_input, *unit_,
-                           layout_.input_bytes());
+  if (input_bytes() > 0) {
+    input =
+        memory_->lease(memory::Category::gather_input, *unit_, input_bytes());
   }
   const auto allocated = runtime.record(device::Stream::compute);
   auto* base = static_cast<char*>(gathered.get());
@@ -152,8 +211,8 @@ std::unique_ptr<comm::Pending> ParameterBuffers::gather(
                                 layout_[i].gathered_bytes);
   }
   gathered_.own(std::move(gathered), layout_.gathered_bytes());
-  if (!casts_.empty()) {
-    input_.own(std::move(input), layout_.input_bytes());
+  if (input_bytes() > 0) {
+    input_.own(std::move(input), input_bytes());
   }
 
   runtime.wait(device::Stream::gather, allocated);
@@ -180,6 +239,21 @@ void ParameterBuffers::cast_masters() {
     runtime.touches(device::Stream::gather, run.input.const_data_ptr(),
                     run.input.nbytes(), device::Access::write);
     run.input.copy_(run.master);
+  }
+}
+
+void ParameterBuffers::unpack() {
+  auto& runtime = memory_->runtime();
+  const BelowAutograd guard;
+  for (auto& one : unpacks_) {
+    const auto extent =
+        (one.packed.size(0) - 1) * one.packed.stride(0) + one.packed.size(1);
+    runtime.touches(device::Stream::compute, one.packed.const_data_ptr(),
+                    static_cast<std::size_t>(extent) * one.packed.itemsize(),
+                    device::Access::read);
+    runtime.touches(device::Stream::compute, one.gathered.const_data_ptr(),
+                    one.gathered.nbytes(), device::Access::write);
+    one.gathered.copy_(one.packed);
   }
 }
 

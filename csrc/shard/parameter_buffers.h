@@ -3,8 +3,9 @@
 //
 //   master    one flat buffer of shards, for the lifetime of the model; what
 //             optimizers update and `.to_local()` shows
-//   input     the shards in the compute dtype, only while a gather is on its
-//             way and only if the dtypes differ
+//   input     while a gather is on its way: the shards in the compute dtype if
+//             that differs, and small parameters of all ranks as they arrive,
+//             packed (see [Note: Packed parameters] in flat_layout.h)
 //   gathered  every parameter's N pieces in rank order: the full parameter is
 //             its first rows, so the gather writes straight into place
 //
@@ -27,6 +28,9 @@
 #include "shard/unit_name.h"
 
 namespace lowtide::shard {
+
+// A parameter whose full bytes are at most that many may be packed.
+inline constexpr std::int64_t kPackedBytes = std::int64_t{64} << 10;
 
 struct ParameterInfo {
   std::string name;                 // for errors: fully qualified
@@ -69,7 +73,10 @@ class ParameterBuffers {
   // Leases the gathered buffer, points every parameter at it and issues one
   // coalesced all-gather.  Nothing has changed if it throws.
   std::unique_ptr<comm::Pending> gather(comm::Collectives& group);
-  // After the gather was waited for: gives the input buffer back.
+  // After the gather was waited for, on the compute stream: copies packed
+  // parameters into place.
+  void unpack();
+  // Gives the input buffer back.
   void arrived();
   // Gives the gathered buffer back; every parameter's storage is unbound.
   void release();
@@ -77,7 +84,7 @@ class ParameterBuffers {
   std::int64_t gathered_bytes() const { return layout_.gathered_bytes(); }
   std::int64_t shard_bytes() const { return layout_.shard_bytes(); }
   std::int64_t input_bytes() const {
-    return casts_.empty() ? 0 : layout_.input_bytes();
+    return cast_bytes() + layout_.world_size() * layout_.packed_row_bytes();
   }
 
  private:
@@ -91,7 +98,21 @@ class ParameterBuffers {
     at::Tensor master;
   };
 
+  // What a packed parameter is copied from and to, both [N, shard_numel].
+  struct Unpack {
+    at::Tensor packed;
+    at::Tensor gathered;
+  };
+
+  bool casts(std::size_t i) const {
+    return infos_[i].storage_dtype != infos_[i].compute_dtype;
+  }
+  // Bytes of the cast shards in the input buffer; packed parameters follow.
+  std::int64_t cast_bytes() const;
+  void build_parameters();
   void build_gather_lists();
+  void build_casts();
+  void build_unpacks();
   void cast_masters();
 
   UnitName unit_;
@@ -107,6 +128,7 @@ class ParameterBuffers {
   RepointedStorage gathered_;
   std::vector<Parameter> parameters_;
   std::vector<CastRun> casts_;
+  std::vector<Unpack> unpacks_;
   std::vector<at::Tensor> gather_outs_;  // uint8, per parameter
   std::vector<at::Tensor> gather_ins_;
 };

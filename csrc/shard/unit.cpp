@@ -128,6 +128,7 @@ void Unit::wait_for_gather() {
   if (pending_gather_) {
     pending_gather_->wait();
     pending_gather_.reset();
+    buffers_.unpack();
   }
   buffers_.arrived();
   state_.on(UnitEvent::arrive);

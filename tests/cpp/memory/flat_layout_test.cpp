@@ -93,6 +93,39 @@ TEST_P(FlatLayoutWorldTest, SlicesAreAlignedDisjointAndFillTheTotals) {
   EXPECT_EQ(layout.input_bytes(), input);
 }
 
+TEST_P(FlatLayoutWorldTest, PackedParametersComeFirstInOneRow) {
+  const std::int64_t world_size = GetParam();
+  const std::vector<ParameterShape> shapes = {
+      {"large", {1000, 8}, 4, 2},    {"norm", {700}, 4, 2, true},
+      {"empty", {0, 3}, 4, 2, true}, {"larger", {2000, 8}, 4, 2},
+      {"bias", {5, 3}, 4, 4, true},
+  };
+  const FlatLayout layout(world_size, shapes);
+  if (world_size == 1) {
+    EXPECT_EQ(layout.packed_row_bytes(), 0);
+    EXPECT_EQ(layout.order(), (std::vector<std::size_t>{0, 1, 2, 3, 4}));
+    return;
+  }
+  EXPECT_EQ(layout.order(), (std::vector<std::size_t>{1, 4, 0, 2, 3}));
+  const auto piece = (700 + world_size - 1) / world_size;
+  const auto norm = (piece + 15) / 16 * 16;
+  const auto bias = ((5 + world_size - 1) / world_size * 3 + 15) / 16 * 16;
+  EXPECT_EQ(layout[1].input_offset, 0);
+  EXPECT_EQ(layout[4].input_offset, norm * 2);
+  EXPECT_EQ(layout.packed_row_bytes(), norm * 2 + bias * 4);
+  EXPECT_EQ(layout[0].input_offset, aligned(layout.packed_row_bytes()));
+  EXPECT_EQ(layout[0].shard_offset, aligned((norm + bias) * 4));
+  EXPECT_TRUE(layout[1].packed && layout[4].packed);
+  EXPECT_FALSE(layout[0].packed || layout[2].packed || layout[3].packed);
+}
+
+TEST(FlatLayoutTest, ASingleSmallParameterIsNotPacked) {
+  const FlatLayout layout(4,
+                          {{"large", {64, 8}, 4, 2}, {"n", {8}, 4, 2, true}});
+  EXPECT_EQ(layout.packed_row_bytes(), 0);
+  EXPECT_EQ(layout[0].input_offset, 0);
+}
+
 TEST_P(FlatLayoutWorldTest, GatheringEveryRanksPieceRebuildsTheParameters) {
   const std::int64_t world_size = GetParam();
   std::vector<ParameterShape> shapes;

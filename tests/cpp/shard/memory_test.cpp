@@ -46,10 +46,12 @@ std::int64_t gathered_bytes(const UnitSpec& unit) {
   });
 }
 
+// The cast shards, and all ranks' rows of them packed: every parameter here is
+// small and cast.
 std::int64_t input_bytes(const UnitSpec& unit) {
-  return sum(unit, [](const auto& p) {
-    return round_up(shard_numel(p), 256) * itemsize(p.compute);
-  });
+  return (1 + kWorldSize) * sum(unit, [](const auto& p) {
+           return round_up(shard_numel(p), 16) * itemsize(p.compute);
+         });
 }
 
 // One chunk for the whole unit: pieces at multiples of 64 columns, a flag per

@@ -80,19 +80,31 @@ class ParameterBuffersTest : public testing::Test {
         rank, size, runtime_,
         [this, size](const RecordingCollectives::Request& request,
                      const at::Tensor& mine) {
-          // Parameters without elements are not in the list.
+          // Parameters without elements are not in the list, packed ones
+          // share its last entry.
           std::size_t seen = 0;
+          at::Tensor row = at::zeros_like(mine);
           for (std::size_t i = 0; i < infos_.size(); ++i) {
-            if (full_[i].numel() == 0 || seen++ != request.index) continue;
-            return padded_piece(infos_[i], full_[i], request.rank, size);
+            if (full_[i].numel() == 0) continue;
+            const auto piece =
+                padded_piece(infos_[i], full_[i], request.rank, size);
+            if (buffers_->slice(i).packed) {
+              const auto at = buffers_->slice(i).input_offset;
+              if (at + piece.numel() <= row.numel()) {
+                row.narrow(0, at, piece.numel()).copy_(piece);
+              }
+            } else if (seen++ == request.index) {
+              return piece;
+            }
           }
-          return mine;
+          return row;
         });
   }
 
   void gather_and_arrive() {
     const auto pending = buffers_->gather(*collectives_);
     pending->wait();
+    buffers_->unpack();
     buffers_->arrived();
   }
 
@@ -195,7 +207,8 @@ TEST_F(ParameterBuffersTest, HoldsExactlyTheBytesOfTheLayout) {
     shapes.push_back(
         {info.name, info.sizes,
          static_cast<std::int64_t>(c10::elementSize(info.storage_dtype)),
-         static_cast<std::int64_t>(c10::elementSize(info.compute_dtype))});
+         static_cast<std::int64_t>(c10::elementSize(info.compute_dtype)),
+         /*may_pack=*/info.storage_dtype != info.compute_dtype});
   }
   const memory::FlatLayout layout(3, shapes);
   EXPECT_EQ(live(Category::parameters), layout.shard_bytes());
@@ -203,7 +216,11 @@ TEST_F(ParameterBuffersTest, HoldsExactlyTheBytesOfTheLayout) {
 
   const auto pending = buffers_->gather(*collectives_);
   EXPECT_EQ(live(Category::gathered), layout.gathered_bytes());
-  EXPECT_EQ(live(Category::gather_input), layout.input_bytes());
+  // The cast shards, and on arrival the packed rows of three ranks.
+  // "even", "uneven" and "one_row" in bf16, in multiples of 16 elements.
+  const auto row = (16 + 16 + 144) * 2;
+  EXPECT_EQ(live(Category::gather_input), layout.input_bytes() + 3 * row);
+  EXPECT_EQ(buffers_->input_bytes(), layout.input_bytes() + 3 * row);
   pending->wait();
   buffers_->arrived();
   EXPECT_EQ(live(Category::gathered), layout.gathered_bytes());
@@ -231,7 +248,50 @@ TEST_F(ParameterBuffersTest, OneCoalescedCallCarriesTheUnit) {
   EXPECT_EQ(call.kind, comm::Kind::all_gather);
   EXPECT_EQ(call.label, kUnit);
   EXPECT_EQ(call.issued_from, device::Stream::gather);
-  EXPECT_EQ(call.full_bytes.size(), 6u);  // two have no elements
+  // Two have no elements; "even", "uneven" and "one_row" are cast, small and
+  // packed.
+  EXPECT_EQ(call.full_bytes.size(), 4u);
+  EXPECT_EQ(call.full_bytes.back(), 2 * (16 + 16 + 144) * 2);
+}
+
+TEST_F(ParameterBuffersTest, LargeParametersAreGatheredStraightIntoPlace) {
+  // Two that are small, two that are not.
+  const auto info = [](std::string name, std::int64_t rows) {
+    return ParameterInfo{
+        std::move(name), {rows, 128}, at::kFloat, at::kBFloat16, at::kFloat};
+  };
+  make({info("large", 300), info("norm", 2), info("larger", 400),
+        info("bias", 3)},
+       1, 2);
+  gather_and_arrive();
+  for (std::size_t i = 0; i < infos_.size(); ++i) {
+    EXPECT_TRUE(buffers_->full(i).equal(full_[i].to(at::kBFloat16))) << i;
+  }
+  EXPECT_EQ(collectives_->calls()[0].full_bytes,
+            (std::vector<std::int64_t>{300 * 128 * 2, 400 * 128 * 2,
+                                       2 * (128 + 256) * 2}));
+  EXPECT_THAT(runtime_->violations(), IsEmpty());
+}
+
+TEST_F(ParameterBuffersTest, WithoutACastMastersAreThePackedRow) {
+  make({{"norm", {4, 4}, at::kFloat, at::kFloat, at::kFloat},
+        {"bias", {3}, at::kFloat, at::kFloat, at::kFloat}},
+       0, 2);
+  const auto pending = buffers_->gather(*collectives_);
+  EXPECT_EQ(live(Category::gather_input), 2 * (16 + 16) * 4);
+  pending->wait();
+  buffers_->unpack();
+  buffers_->arrived();
+  for (std::size_t i = 0; i < infos_.size(); ++i) {
+    EXPECT_TRUE(buffers_->full(i).equal(full_[i])) << i;
+  }
+  EXPECT_THAT(runtime_->violations(), IsEmpty());
+}
+
+TEST_F(ParameterBuffersTest, OneRankPacksNothing) {
+  make(mixed_infos(), 0, 1);
+  gather_and_arrive();
+  EXPECT_EQ(collectives_->calls()[0].full_bytes.size(), 6u);
 }
 
 TEST_F(ParameterBuffersTest, AUnitWithoutElementsIssuesNothing) {

@@ -89,8 +89,20 @@ class Formulas:
     def shard_numel(self, p: torch.nn.Parameter) -> int:
         return math.ceil(p.shape[0] / self.size) * p[0].numel()
 
+    def packed(self, unit: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        small = [p for p in unit if 0 < p.numel() * self.compute <= 64 << 10]
+        return small if self.size > 1 and len(small) > 1 else []
+
     def parameters(self) -> int:
-        return sum(up(self.shard_numel(p), 256) * 4 for u in self.units for p in u)
+        return sum(map(self.unit_parameters, self.units))
+
+    def unit_parameters(self, unit: list[torch.nn.Parameter]) -> int:
+        packed = sum(up(self.shard_numel(p), 16) * 4 for p in self.packed(unit))
+        in_row = {id(p) for p in self.packed(unit)}
+        rest = [p for p in unit if id(p) not in in_row]
+        if rest:
+            packed = up(packed, 256)
+        return packed + sum(up(self.shard_numel(p), 256) * 4 for p in rest)
 
     def gathered(self) -> int:
         root, *blocks = [
