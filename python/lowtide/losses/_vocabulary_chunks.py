@@ -1,0 +1,168 @@
+"""The loss with one chunk of the head's rows at a time.
+
+Forward folds the log-sum-exp over chunks; backward computes each tile of logits again.
+A chunk's gradient rows are complete once all tokens have met the chunk. Neither the
+logits nor a wide copy of the head or its gradient ever exist.
+"""
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowtide.losses._objective import Objective, Statistics
+from lowtide.losses._rows import RowChunk, VocabularyRows, accumulate_dtype
+from lowtide.losses._tiles import Tiles, add_logsumexp, tile_gradient, token_chunks
+
+
+class Gradients(NamedTuple):
+    """In the dtypes of their owners; None where none was asked for."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+class Batch(NamedTuple):
+    """hidden: [tokens, features]; targets: int64 [tokens]; bias: [vocab_size]."""
+
+    hidden: Tensor
+    targets: Tensor
+    bias: Tensor | None
+
+
+def loss_by_rows(
+    batch: Batch, rows: VocabularyRows, objective: Objective, token_chunk: int
+) -> tuple[Tensor, Tensor]:
+    """(loss, 0-dim; lse [tokens] for the backward), in the accumulate dtype."""
+    seen = _statistics(batch, rows, objective, token_chunk)
+    return objective.loss(seen, batch.targets, rows.vocab_size), seen.lse
+
+
+def gradients_by_rows(
+    grad_loss: Tensor,
+    lse: Tensor,
+    batch: Batch,
+    rows: VocabularyRows,
+    objective: Objective,
+    token_chunk: int,
+    needs: tuple[bool, bool, bool],
+) -> Gradients:
+    """``needs``: of hidden, weight and bias; ``grad_loss``: 0-dim."""
+    scale = objective.scale(batch.targets, lse.dtype).mul_(grad_loss)
+    # The buffers of the pass end with it, ahead of the casts.
+    dx, db = _backward_pass(scale, lse, batch, rows, objective, token_chunk, needs)
+    return Gradients(
+        hidden=None if dx is None else dx.mul_(scale).to(batch.hidden.dtype),
+        weight=rows.take_gradient() if needs[1] else None,
+        bias=None if db is None or batch.bias is None else db.to(batch.bias.dtype),
+    )
+
+
+def _statistics(
+    batch: Batch, rows: VocabularyRows, objective: Objective, token_chunk: int
+) -> Statistics:
+    wide = accumulate_dtype(rows.compute_dtype)
+    zeros = batch.hidden.new_zeros(batch.targets.shape, dtype=wide)
+    seen = Statistics(
+        lse=torch.full_like(zeros, -torch.inf),
+        target_logit=zeros,
+        logit_sum=torch.zeros_like(zeros) if objective.label_smoothing else None,
+    )
+    tiles = _tiles(batch, rows, token_chunk)
+    with _one_pass(rows, batch.bias) as chunks:
+        for chunk, weight, bias in chunks:
+            for tokens in token_chunks(len(batch.targets), token_chunk):
+                hidden = tiles.narrow(batch.hidden[tokens])
+                tile = tiles.logits(hidden, weight, bias)
+                row, inside = chunk.place(batch.targets[tokens])
+                picked = tile.gather(1, row[:, None])[:, 0].to(wide)
+                part = seen.of(tokens)
+                part.target_logit.add_(picked.masked_fill_(~inside, 0))
+                add_logsumexp(tiles, tile, part.lse, part.logit_sum)
+    return seen
+
+
+def _backward_pass(
+    scale: Tensor,
+    lse: Tensor,
+    batch: Batch,
+    rows: VocabularyRows,
+    objective: Objective,
+    token_chunk: int,
+    needs: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of hidden (not scaled yet) and bias; the weight's go to ``rows``."""
+    for_hidden, for_weight, for_bias = needs
+    dx = lse.new_empty(batch.hidden.shape) if for_hidden else None
+    db = lse.new_empty(rows.vocab_size) if for_bias else None
+    terms = objective.terms(lse, batch.targets, rows.vocab_size)
+    tiles = _tiles(batch, rows, token_chunk)
+    with _one_pass(rows, batch.bias) as chunks:
+        for number, (chunk, weight, bias) in enumerate(chunks):
+            dw = rows.gradient_buffer(chunk) if for_weight else None
+            chunk_db = lse.new_zeros(len(weight)) if for_bias else None
+            for tokens in token_chunks(len(batch.targets), token_chunk):
+                hidden = tiles.narrow(batch.hidden[tokens])
+                tile = tiles.logits(hidden, weight, bias)
+                row, inside = chunk.place(batch.targets[tokens])
+                tile_gradient(tiles, tile, terms.of(tokens), row, inside, chunk_db)
+                if dx is not None:
+                    tiles.multiply(tile, weight, dx[tokens], add=number > 0)
+                if dw is not None:
+                    add = tokens.start > 0
+                    tiles.multiply(tile.t(), hidden, dw[: len(weight)], add=add)
+            if dw is not None:
+                _finish(dw, len(weight), scale, batch)
+                rows.put_gradient(chunk, dw)
+            if db is not None and chunk_db is not None:
+                _put(db, chunk_db.mul_(scale), chunk)
+    return dx, db
+
+
+@contextmanager
+def _one_pass(
+    rows: VocabularyRows, bias: Tensor | None
+) -> Iterator[Iterator[tuple[RowChunk, Tensor, Tensor | None]]]:
+    """Chunks with their weight and bias ahead of the padding."""
+    with closing(rows.read()) as weights:
+        yield (
+            (
+                chunk,
+                weight[: chunk.num_valid(rows.vocab_size)],
+                None if bias is None else _of(bias, chunk).to(rows.compute_dtype),
+            )
+            for chunk, weight in zip(rows.chunks, weights, strict=True)
+        )
+
+
+def _of(bias: Tensor, chunk: RowChunk) -> Tensor:
+    if chunk.blocks == 1:
+        return bias[chunk.start : chunk.start + chunk.num_rows]
+    return bias[chunk.vocabulary_rows(len(bias), bias.device)]
+
+
+def _put(bias_gradient: Tensor, chunk_gradient: Tensor, chunk: RowChunk) -> None:
+    if chunk.blocks == 1:
+        _of(bias_gradient, chunk).copy_(chunk_gradient)
+    else:
+        at = chunk.vocabulary_rows(len(bias_gradient), bias_gradient.device)
+        bias_gradient.index_copy_(0, at, chunk_gradient)
+
+
+def _finish(dw: Tensor, num_valid: int, scale: Tensor, batch: Batch) -> None:
+    filled = num_valid if len(batch.targets) else 0
+    dw[:filled].mul_(scale)
+    dw[filled:].zero_()
+
+
+def _tiles(batch: Batch, rows: VocabularyRows, token_chunk: int) -> Tiles:
+    return Tiles(
+        min(token_chunk, max(len(batch.targets), 1)),
+        max(chunk.num_valid(rows.vocab_size) for chunk in rows.chunks),
+        rows.features,
+        rows.compute_dtype,
+        batch.hidden.device,
+    )
