@@ -5,11 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.losses._checks import check_targets
 from lowtide.losses._objective import Objective
 from lowtide.losses._rows import VocabularyRows
 from lowtide.losses._sizes import token_chunk_or_default
-from lowtide.losses._targets import check_targets
-from lowtide.losses._vocabulary_chunks import Batch, gradients_by_rows, loss_by_rows
+from lowtide.losses._vocabulary_chunks import (
+    Batch,
+    Saved,
+    gradients_by_rows,
+    loss_by_rows,
+)
 
 
 @torch.compiler.disable  # rows come and go by calls that a graph cannot hold
@@ -54,18 +59,18 @@ class _RowsLoss(torch.autograd.Function):
             rows.compute_dtype,
         )
         batch = Batch(hidden, targets, bias)
-        loss, lse = loss_by_rows(batch, rows, objective, tokens)
-        ctx.save_for_backward(lse, *batch)
+        loss, saved = loss_by_rows(batch, rows, objective, tokens)
+        ctx.save_for_backward(*saved, *batch)
         ctx.rows, ctx.objective, ctx.token_chunk = rows, objective, tokens
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Any, ...]:
         refuse_create_graph()
-        lse, *batch = ctx.saved_tensors
+        top, total, *batch = ctx.saved_tensors
         gradients = gradients_by_rows(
             grad_loss,
-            lse,
+            Saved(top, total),
             Batch(*batch),
             ctx.rows,
             ctx.objective,

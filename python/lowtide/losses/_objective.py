@@ -6,6 +6,9 @@ For logits z of V classes, target y, lse = log sum exp z:
            + z_loss lse^2
     d loss / d z = exp(z - lse) (1 + 2 z_loss lse) - label_smoothing / V
            - (1 - label_smoothing) [at y]
+
+lse is kept as the largest logit and the sum of exponentials below it: one fp32 number
+would round away what large logits differ by.
 """
 
 import dataclasses
@@ -16,30 +19,39 @@ from torch import Tensor
 
 
 class Statistics(NamedTuple):
-    """What a pass over all logits of the tokens leaves: [tokens] each, wide."""
+    """What a pass over all logits of the tokens leaves: [tokens] each, in the
+    accumulate dtype."""
 
-    lse: Tensor
+    top: Tensor  # the largest logit
+    total: Tensor  # sum of exp(logit - top)
     target_logit: Tensor
     logit_sum: Tensor | None  # only with label smoothing
 
     def of(self, tokens: slice) -> "Statistics":
-        logit_sum = None if self.logit_sum is None else self.logit_sum[tokens]
-        return Statistics(self.lse[tokens], self.target_logit[tokens], logit_sum)
+        return Statistics(
+            self.top[tokens],
+            self.total[tokens],
+            self.target_logit[tokens],
+            None if self.logit_sum is None else self.logit_sum[tokens],
+        )
 
 
 class GradientTerms(NamedTuple):
-    """The gradient with respect to a token's logits: ``exp(z - shift) * factor - even``
-    and ``- hit`` at the target. [tokens] each, wide; an ignored token's are such that
-    its gradient is zero."""
+    """The gradient with respect to a token's logits: ``exp(z - top) * factor - even``
+    and ``- hit`` at the target. [tokens] each; zero but for ``top`` if ignored."""
 
-    shift: Tensor
-    factor: Tensor | None
+    top: Tensor
+    factor: Tensor
     even: Tensor | None
     hit: Tensor
 
     def of(self, tokens: slice) -> "GradientTerms":
-        parts = (None if term is None else term[tokens] for term in self)
-        return GradientTerms(*parts)  # type: ignore[arg-type]
+        return GradientTerms(
+            self.top[tokens],
+            self.factor[tokens],
+            None if self.even is None else self.even[tokens],
+            self.hit[tokens],
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +63,14 @@ class Objective:
 
     def loss(self, seen: Statistics, targets: Tensor, vocab_size: int) -> Tensor:
         """0-dim. The mean over no token is nan, as torch's is."""
-        loss = seen.lse.sub(seen.target_logit, alpha=1 - self.label_smoothing)
+        loss = seen.total.log()
+        lse = seen.top + loss if self.z_loss else None
+        loss.sub_(seen.target_logit - seen.top, alpha=1 - self.label_smoothing)
         if seen.logit_sum is not None:
-            loss.sub_(seen.logit_sum, alpha=self.label_smoothing / vocab_size)
-        if self.z_loss:
-            loss.addcmul_(seen.lse, seen.lse, value=self.z_loss)
+            below = seen.logit_sum.div(vocab_size).sub_(seen.top)
+            loss.sub_(below, alpha=self.label_smoothing)
+        if lse is not None:
+            loss.addcmul_(lse, lse, value=self.z_loss)
         counted = targets != self.ignore_index
         total = loss.masked_fill_(~counted, 0).sum()
         return total / counted.sum() if self.mean else total
@@ -72,25 +87,18 @@ class Objective:
         """[tokens]: one, or zero for an ignored token."""
         return targets.ne(self.ignore_index).to(dtype)
 
-    def factor(self, lse: Tensor) -> Tensor | None:
-        """What the softmax in the gradient is multiplied by."""
-        return lse.mul(2 * self.z_loss).add_(1) if self.z_loss else None
-
-    def even(self, shares: Tensor, vocab_size: int) -> Tensor | None:
-        """What every class's gradient is less by."""
-        if not self.label_smoothing:
-            return None
-        return shares * (self.label_smoothing / vocab_size)
-
-    def hit(self, shares: Tensor) -> Tensor:
-        """What the target's gradient is less by."""
-        return shares * (1 - self.label_smoothing)
-
-    def terms(self, lse: Tensor, targets: Tensor, vocab_size: int) -> GradientTerms:
-        shares = self.shares(targets, lse.dtype)
+    def terms(
+        self, top: Tensor, total: Tensor, shares: Tensor, vocab_size: int
+    ) -> GradientTerms:
+        """``shares``: [tokens], what each token's gradient is multiplied by."""
+        factor = shares / total
+        if self.z_loss:
+            lse = total.log().add_(top)
+            factor.mul_(lse.mul_(2 * self.z_loss).add_(1))
+        smoothing = self.label_smoothing
         return GradientTerms(
-            shift=lse.masked_fill(shares == 0, torch.inf),
-            factor=self.factor(lse),
-            even=self.even(shares, vocab_size),
-            hit=self.hit(shares),
+            top,
+            factor,
+            even=shares * (smoothing / vocab_size) if smoothing else None,
+            hit=shares * (1 - smoothing),
         )

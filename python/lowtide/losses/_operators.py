@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from lowtide.losses._autograd import refuse_create_graph
+from lowtide.losses._checks import check_gathered, check_targets
 from lowtide.losses._objective import Objective
 from lowtide.losses._rows import TensorRows, accumulate_dtype
 from lowtide.losses._sizes import (
@@ -18,10 +19,14 @@ from lowtide.losses._sizes import (
     token_chunk_or_default,
     vocab_chunk_or_default,
 )
-from lowtide.losses._targets import check_targets
 from lowtide.losses._tiles import scale_in_place
 from lowtide.losses._token_chunks import loss_and_gradients
-from lowtide.losses._vocabulary_chunks import Batch, gradients_by_rows, loss_by_rows
+from lowtide.losses._vocabulary_chunks import (
+    Batch,
+    Saved,
+    gradients_by_rows,
+    loss_by_rows,
+)
 
 
 @custom_op("lowtide::linear_cross_entropy", mutates_args=())
@@ -37,12 +42,14 @@ def loss_by_vocabulary(
     mean: bool,
     token_chunk: int | None,
     vocab_chunk: int | None,
-) -> tuple[Tensor, Tensor]:
-    """(loss, lse [tokens])."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, and what backward needs: top and total of `Statistics`."""
+    check_gathered(weight)
     check_targets(targets, len(weight), ignore_index)
     rows, tokens = _chunks(targets, weight, compute_dtype, token_chunk, vocab_chunk)
     objective = Objective(ignore_index, label_smoothing, z_loss, mean)
-    return loss_by_rows(Batch(hidden, targets, bias), rows, objective, tokens)
+    loss, saved = loss_by_rows(Batch(hidden, targets, bias), rows, objective, tokens)
+    return loss, *saved
 
 
 @loss_by_vocabulary.register_fake
@@ -53,15 +60,16 @@ def _(
     targets: Tensor,
     compute_dtype: torch.dtype,
     *settings: object,
-) -> tuple[Tensor, Tensor]:
-    lse = hidden.new_empty(targets.shape, dtype=accumulate_dtype(compute_dtype))
-    return lse.new_empty(()), lse
+) -> tuple[Tensor, Tensor, Tensor]:
+    top = hidden.new_empty(targets.shape, dtype=accumulate_dtype(compute_dtype))
+    return top.new_empty(()), top, torch.empty_like(top)
 
 
 @custom_op("lowtide::linear_cross_entropy_backward", mutates_args=())
 def _gradients(
     grad_loss: Tensor,
-    lse: Tensor,
+    top: Tensor,
+    total: Tensor,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -78,10 +86,11 @@ def _gradients(
     for_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of hidden, weight and bias; empty where none is asked for."""
+    check_gathered(weight)
     rows, tokens = _chunks(targets, weight, compute_dtype, token_chunk, vocab_chunk)
     gradients = gradients_by_rows(
         grad_loss,
-        lse,
+        Saved(top, total),
         Batch(hidden, targets, bias),
         rows,
         Objective(ignore_index, label_smoothing, z_loss, mean),
@@ -94,7 +103,8 @@ def _gradients(
 @_gradients.register_fake
 def _(
     grad_loss: Tensor,
-    lse: Tensor,
+    top: Tensor,
+    total: Tensor,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -104,14 +114,18 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, lse = output
-    _only_the_loss_has_a_gradient(ctx, lse)
-    ctx.save_for_backward(lse, *inputs[:4])
+    _, *saved = output
+    _only_the_loss_has_a_gradient(ctx, *saved)
+    ctx.save_for_backward(*saved, *inputs[:4])
     ctx.settings = inputs[4:]
 
 
-def _backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(
+    ctx: Any, grad_loss: Tensor | None, *_: None
+) -> tuple[Tensor | None, ...]:
     refuse_create_graph()
+    if grad_loss is None:
+        return (None,) * len(ctx.needs_input_grad)
     needs = ctx.needs_input_grad[:3]
     gradients = _gradients(grad_loss, *ctx.saved_tensors, *ctx.settings, *needs)
     return _as_inputs(gradients, needs, len(ctx.settings))
@@ -138,6 +152,7 @@ def loss_by_tokens(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The loss, and its gradients of hidden, weight and bias; empty where none is
     asked for."""
+    check_gathered(weight)
     check_targets(targets, len(weight), ignore_index)
     tokens = token_chunk_or_default(
         token_chunk,
@@ -182,8 +197,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.num_settings = len(inputs) - 4
 
 
-def _release(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+def _release(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     refuse_create_graph()
+    if grad_loss is None:
+        return (None,) * len(ctx.needs_input_grad)
     gradients = ctx.saved_tensors
     if torch._C._autograd._get_current_graph_task_keep_graph():
         gradients = tuple(gradient.clone() for gradient in gradients)

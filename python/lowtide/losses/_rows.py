@@ -106,7 +106,8 @@ class VocabularyRows(Protocol):
 
     @property
     def chunks(self) -> tuple[RowChunk, ...]:
-        """Every vocabulary row is in exactly one; the order is that of every pass."""
+        """Every vocabulary row is in exactly one, every chunk has at least one; the
+        order is that of every pass."""
 
     def read(self) -> Generator[Tensor, None, None]:
         """One pass: the rows [chunk.num_rows, features] of each of ``chunks``.

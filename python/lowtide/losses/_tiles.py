@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lowtide.losses._objective import GradientTerms
+from lowtide.losses._objective import GradientTerms, Statistics
 from lowtide.losses._rows import accumulate_dtype
 
 # Pointwise work on a tile goes by blocks of tokens, in a scratch of this size. It
@@ -111,29 +111,31 @@ def has_wide_product(
     dtype: torch.dtype, wide: torch.dtype, device: torch.device
 ) -> bool:
     """Whether the device multiplies ``dtype`` into a ``wide`` result."""
+    a = torch.zeros(16, 16, dtype=dtype, device=device)
+    out = torch.zeros(16, 16, dtype=wide, device=device)
     try:
-        a = torch.zeros(16, 16, dtype=dtype, device=device)
-        out = torch.mm(a, a, out_dtype=wide)
+        torch.mm(a, a, out_dtype=wide, out=out)
         torch.addmm(out, a, a, out_dtype=wide, out=out)
     except RuntimeError:  # NotImplementedError is one
         return False
     return True
 
 
-def add_logsumexp(
-    tiles: Tiles, tile: Tensor, lse: Tensor, logit_sum: Tensor | None
-) -> None:
-    """lse = log(exp(lse) + sum exp(tile)), and logit_sum += sum(tile), in place.
+def fold(tiles: Tiles, tile: Tensor, seen: Statistics) -> None:
+    """Adds the tile's logits to ``seen`` (but for the target's), in place.
 
     The tile's contents are lost.
     """
-    top, total = torch.empty_like(lse), torch.empty_like(lse)
+    top, total = torch.empty_like(seen.top), torch.empty_like(seen.total)
     for tokens, z in tiles.blocks(tile):
-        if logit_sum is not None:
-            logit_sum[tokens] += z.sum(1)
+        if seen.logit_sum is not None:
+            seen.logit_sum[tokens] += z.sum(1)
         subtract_max_(z, out=top[tokens]).exp_()
         torch.sum(z, 1, out=total[tokens])
-    torch.logaddexp(lse, total.log_().add_(top), out=lse)
+    highest = torch.maximum(seen.top, top)
+    seen.total.mul_(seen.top.sub_(highest).exp_())
+    seen.total.addcmul_(total, top.sub_(highest).exp_())
+    seen.top.copy_(highest)
 
 
 def subtract_max_(z: Tensor, out: Tensor) -> Tensor:
@@ -154,34 +156,24 @@ def tile_gradient(
 ) -> None:
     """Replaces logits by the gradient with respect to them; adds its sum over tokens
     to ``bias_gradient``. ``row``, ``inside``: where each token's target is."""
-    hit = terms.hit.mul(inside)
+    terms = terms._replace(hit=terms.hit * inside)
     for tokens, z in tiles.blocks(tile):
-        z.sub_(terms.shift[tokens, None]).exp_()
-        if terms.factor is not None:
-            z.mul_(terms.factor[tokens, None])
-        finish_gradient_(
-            z,
-            None if terms.even is None else terms.even[tokens],
-            row[tokens],
-            hit[tokens],
-            bias_gradient,
-        )
+        part = terms.of(tokens)
+        z.sub_(part.top[:, None]).exp_()
+        finish_gradient_(z, part, row[tokens], bias_gradient)
         tiles.store(tile, tokens, z)
 
 
 def finish_gradient_(
-    z: Tensor,
-    even: Tensor | None,
-    row: Tensor,
-    hit: Tensor,
-    bias_gradient: Tensor | None,
+    z: Tensor, terms: GradientTerms, row: Tensor, bias_gradient: Tensor | None
 ) -> None:
-    """The part of the gradient that does not depend on the logits."""
-    if even is not None:
-        z.sub_(even[:, None])
+    """From ``exp(logits - top)`` to the gradient."""
+    z.mul_(terms.factor[:, None])
+    if terms.even is not None:
+        z.sub_(terms.even[:, None])
     # One entry a token, so scatter_ is deterministic where scatter_add_ need not be.
     at_row = row[:, None]
-    z.scatter_(1, at_row, z.gather(1, at_row).sub_(hit[:, None]))
+    z.scatter_(1, at_row, z.gather(1, at_row).sub_(terms.hit[:, None]))
     if bias_gradient is not None:
         bias_gradient += z.sum(0)
 

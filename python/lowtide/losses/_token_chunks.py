@@ -28,11 +28,14 @@ def loss_and_gradients(
     ``weight``: [vocab_size, features]; ``needs``: of hidden, weight and bias.
     """
     wide = accumulate_dtype(compute_dtype)
-    zeros = batch.hidden.new_zeros(batch.targets.shape, dtype=wide)
-    logit_sum = torch.zeros_like(zeros) if objective.label_smoothing else None
-    seen = Statistics(torch.empty_like(zeros), zeros, logit_sum)
     shares = objective.shares(batch.targets, wide)
     shares.mul_(objective.scale(batch.targets, wide))
+    seen = Statistics(
+        top=torch.empty_like(shares),
+        total=torch.empty_like(shares),
+        target_logit=torch.empty_like(shares),
+        logit_sum=torch.empty_like(shares) if objective.label_smoothing else None,
+    )
     # The buffers of the pass end with it.
     gradients = _pass(
         seen, shares, batch, weight, compute_dtype, objective, token_chunk, needs
@@ -57,7 +60,7 @@ def _pass(
     dw = weight.new_empty(weight.shape) if for_weight else None
     if dw is not None and not num_tokens:
         dw.zero_()
-    db = seen.lse.new_zeros(vocab_size) if for_bias else None
+    db = shares.new_zeros(vocab_size) if for_bias else None
     rows = weight.to(compute_dtype)
     bias = None if batch.bias is None else batch.bias.to(compute_dtype)
     tiles = Tiles(
@@ -70,18 +73,11 @@ def _pass(
     for tokens in token_chunks(num_tokens, token_chunk):
         hidden = tiles.narrow(batch.hidden[tokens])
         tile = tiles.logits(hidden, rows, bias)
-        row, inside = RowChunk(0, vocab_size).place(batch.targets[tokens])
-        picked = tile.gather(1, row[:, None])[:, 0]
-        seen.target_logit[tokens] = picked.masked_fill_(~inside, 0)
-        _fold(
-            tiles,
-            tile,
-            seen.of(tokens),
-            shares[tokens] if any(needs) else None,
-            row,
-            objective,
-            db,
-        )
+        row, _ = RowChunk(0, vocab_size).place(batch.targets[tokens])
+        part = seen.of(tokens)
+        part.target_logit.copy_(tile.gather(1, row[:, None])[:, 0])
+        share = shares[tokens] if any(needs) else None
+        _statistics_and_gradient(tiles, tile, part, share, row, objective, db)
         if dx is not None:
             tiles.multiply(tile, rows, dx[tokens], add=False)
         if dw is not None:
@@ -91,7 +87,7 @@ def _pass(
     )
 
 
-def _fold(
+def _statistics_and_gradient(
     tiles: Tiles,
     tile: Tensor,
     seen: Statistics,
@@ -105,15 +101,9 @@ def _fold(
         part = seen.of(tokens)
         if part.logit_sum is not None:
             torch.sum(z, 1, out=part.logit_sum)
-        subtract_max_(z, out=part.lse).exp_()
-        total = z.sum(1)
-        part.lse.add_(total.log())
-        if shares is None:
-            continue
-        share = shares[tokens]
-        factor = objective.factor(part.lse)
-        per_token = share if factor is None else share * factor
-        z.mul_((per_token / total)[:, None])
-        even = objective.even(share, z.shape[1])
-        finish_gradient_(z, even, row[tokens], objective.hit(share), bias_gradient)
-        tiles.store(tile, tokens, z)
+        subtract_max_(z, out=part.top).exp_()
+        torch.sum(z, 1, out=part.total)
+        if shares is not None:
+            terms = objective.terms(part.top, part.total, shares[tokens], z.shape[1])
+            finish_gradient_(z, terms, row[tokens], bias_gradient)
+            tiles.store(tile, tokens, z)

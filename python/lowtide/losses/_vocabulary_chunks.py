@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowtide.losses._objective import Objective, Statistics
 from lowtide.losses._rows import RowChunk, VocabularyRows, accumulate_dtype
-from lowtide.losses._tiles import Tiles, add_logsumexp, tile_gradient, token_chunks
+from lowtide.losses._tiles import Tiles, fold, tile_gradient, token_chunks
 
 
 class Gradients(NamedTuple):
@@ -33,17 +33,25 @@ class Batch(NamedTuple):
     bias: Tensor | None
 
 
+class Saved(NamedTuple):
+    """For backward: see `Statistics`."""
+
+    top: Tensor
+    total: Tensor
+
+
 def loss_by_rows(
     batch: Batch, rows: VocabularyRows, objective: Objective, token_chunk: int
-) -> tuple[Tensor, Tensor]:
-    """(loss, 0-dim; lse [tokens] for the backward), in the accumulate dtype."""
+) -> tuple[Tensor, Saved]:
+    """The loss, 0-dim in the accumulate dtype."""
     seen = _statistics(batch, rows, objective, token_chunk)
-    return objective.loss(seen, batch.targets, rows.vocab_size), seen.lse
+    loss = objective.loss(seen, batch.targets, rows.vocab_size)
+    return loss, Saved(seen.top, seen.total)
 
 
 def gradients_by_rows(
     grad_loss: Tensor,
-    lse: Tensor,
+    saved: Saved,
     batch: Batch,
     rows: VocabularyRows,
     objective: Objective,
@@ -51,12 +59,13 @@ def gradients_by_rows(
     needs: tuple[bool, bool, bool],
 ) -> Gradients:
     """``needs``: of hidden, weight and bias; ``grad_loss``: 0-dim."""
-    scale = objective.scale(batch.targets, lse.dtype).mul_(grad_loss)
-    # The buffers of the pass end with it, ahead of the casts.
-    dx, db = _backward_pass(scale, lse, batch, rows, objective, token_chunk, needs)
+    scale = objective.scale(batch.targets, saved.top.dtype).mul_(grad_loss)
+    # The buffers of the pass and of the rows end ahead of the casts.
+    dx, db = _backward_pass(scale, saved, batch, rows, objective, token_chunk, needs)
+    dw = rows.take_gradient() if needs[1] else None
     return Gradients(
         hidden=None if dx is None else dx.mul_(scale).to(batch.hidden.dtype),
-        weight=rows.take_gradient() if needs[1] else None,
+        weight=dw,
         bias=None if db is None or batch.bias is None else db.to(batch.bias.dtype),
     )
 
@@ -67,7 +76,8 @@ def _statistics(
     wide = accumulate_dtype(rows.compute_dtype)
     zeros = batch.hidden.new_zeros(batch.targets.shape, dtype=wide)
     seen = Statistics(
-        lse=torch.full_like(zeros, -torch.inf),
+        top=torch.full_like(zeros, torch.finfo(wide).min),
+        total=torch.zeros_like(zeros),
         target_logit=zeros,
         logit_sum=torch.zeros_like(zeros) if objective.label_smoothing else None,
     )
@@ -78,16 +88,16 @@ def _statistics(
                 hidden = tiles.narrow(batch.hidden[tokens])
                 tile = tiles.logits(hidden, weight, bias)
                 row, inside = chunk.place(batch.targets[tokens])
-                picked = tile.gather(1, row[:, None])[:, 0].to(wide)
                 part = seen.of(tokens)
-                part.target_logit.add_(picked.masked_fill_(~inside, 0))
-                add_logsumexp(tiles, tile, part.lse, part.logit_sum)
+                picked = tile.gather(1, row[:, None])[:, 0].masked_fill_(~inside, 0)
+                part.target_logit.add_(picked)
+                fold(tiles, tile, part)
     return seen
 
 
 def _backward_pass(
     scale: Tensor,
-    lse: Tensor,
+    saved: Saved,
     batch: Batch,
     rows: VocabularyRows,
     objective: Objective,
@@ -96,14 +106,16 @@ def _backward_pass(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of hidden (not scaled yet) and bias; the weight's go to ``rows``."""
     for_hidden, for_weight, for_bias = needs
-    dx = lse.new_empty(batch.hidden.shape) if for_hidden else None
-    db = lse.new_empty(rows.vocab_size) if for_bias else None
-    terms = objective.terms(lse, batch.targets, rows.vocab_size)
+    wide = saved.top
+    dx = wide.new_empty(batch.hidden.shape) if for_hidden else None
+    db = wide.new_empty(rows.vocab_size) if for_bias else None
+    shares = objective.shares(batch.targets, wide.dtype)
+    terms = objective.terms(*saved, shares, rows.vocab_size)
     tiles = _tiles(batch, rows, token_chunk)
     with _one_pass(rows, batch.bias) as chunks:
         for number, (chunk, weight, bias) in enumerate(chunks):
             dw = rows.gradient_buffer(chunk) if for_weight else None
-            chunk_db = lse.new_zeros(len(weight)) if for_bias else None
+            chunk_db = wide.new_zeros(len(weight)) if for_bias else None
             for tokens in token_chunks(len(batch.targets), token_chunk):
                 hidden = tiles.narrow(batch.hidden[tokens])
                 tile = tiles.logits(hidden, weight, bias)
