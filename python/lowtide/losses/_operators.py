@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.library import custom_op
 
 from lowtide.losses._autograd import refuse_create_graph
@@ -202,7 +203,9 @@ def _release(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | Non
     if grad_loss is None:
         return (None,) * len(ctx.needs_input_grad)
     gradients = ctx.saved_tensors
-    if torch._C._autograd._get_current_graph_task_keep_graph():
+    # In a graph under compilation the saved tensors are outputs of its forward.
+    compiling = is_fake(gradients[0])
+    if compiling or torch._C._autograd._get_current_graph_task_keep_graph():
         gradients = tuple(gradient.clone() for gradient in gradients)
     for gradient in gradients:
         _scale(gradient, grad_loss)

@@ -109,8 +109,9 @@ class VocabularyRows(Protocol):
         """Every vocabulary row is in exactly one, every chunk has at least one; the
         order is that of every pass."""
 
-    def read(self) -> Generator[Tensor, None, None]:
-        """One pass: the rows [chunk.num_rows, features] of each of ``chunks``.
+    def read(self, *, backward: bool) -> Generator[Tensor, None, None]:
+        """One pass of a forward or a backward: the rows [chunk.num_rows, features] of
+        each of ``chunks``.
 
         A chunk's rows are read on the current stream until the next chunk's are asked
         for; then their memory is the owner's again. The generator is closed when the
@@ -144,7 +145,7 @@ class TensorRows:
         self._gradient: Tensor | None = None
         self._wide: Tensor | None = None
 
-    def read(self) -> Generator[Tensor, None, None]:
+    def read(self, *, backward: bool) -> Generator[Tensor, None, None]:
         if self._weight.dtype == self.compute_dtype:
             for chunk in self.chunks:
                 yield self._slice(self._weight, chunk)

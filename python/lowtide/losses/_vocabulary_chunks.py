@@ -82,7 +82,7 @@ def _statistics(
         logit_sum=torch.zeros_like(zeros) if objective.label_smoothing else None,
     )
     tiles = _tiles(batch, rows, token_chunk)
-    with _one_pass(rows, batch.bias) as chunks:
+    with _one_pass(rows, batch.bias, backward=False) as chunks:
         for chunk, weight, bias in chunks:
             for tokens in token_chunks(len(batch.targets), token_chunk):
                 hidden = tiles.narrow(batch.hidden[tokens])
@@ -112,7 +112,7 @@ def _backward_pass(
     shares = objective.shares(batch.targets, wide.dtype)
     terms = objective.terms(*saved, shares, rows.vocab_size)
     tiles = _tiles(batch, rows, token_chunk)
-    with _one_pass(rows, batch.bias) as chunks:
+    with _one_pass(rows, batch.bias, backward=True) as chunks:
         for number, (chunk, weight, bias) in enumerate(chunks):
             dw = rows.gradient_buffer(chunk) if for_weight else None
             chunk_db = wide.new_zeros(len(weight)) if for_bias else None
@@ -136,10 +136,10 @@ def _backward_pass(
 
 @contextmanager
 def _one_pass(
-    rows: VocabularyRows, bias: Tensor | None
+    rows: VocabularyRows, bias: Tensor | None, *, backward: bool
 ) -> Iterator[Iterator[tuple[RowChunk, Tensor, Tensor | None]]]:
     """Chunks with their weight and bias ahead of the padding."""
-    with closing(rows.read()) as weights:
+    with closing(rows.read(backward=backward)) as weights:
         yield (
             (
                 chunk,

@@ -212,7 +212,8 @@ class StridedRows:
         self._rows = weight.new_empty(size, self.features)
         self._buffer = self._gradients.new_empty(size, self.features)
 
-    def read(self) -> Generator[Tensor, None, None]:
+    def read(self, *, backward: bool) -> Generator[Tensor, None, None]:
+        self.log.append("backward" if backward else "forward")
         try:
             for chunk in self.chunks:
                 self.log.append(f"rows {chunk.start}")
