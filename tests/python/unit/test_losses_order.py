@@ -134,3 +134,13 @@ def test_two_runs_are_the_same(chunking, dtype):
         return {"loss": loss.detach(), **gradients(loss, leaves)}
 
     assert_same_tensors(run(), run(), "second run")
+
+
+def test_a_gradient_is_scaled_in_fp32():
+    """bf16(1/3) is off by a part in 770: each element would be."""
+    gradient = torch.randn(1000).to(torch.bfloat16)
+    factor = torch.tensor(1 / 3)
+    expected = (gradient.float() * factor).to(torch.bfloat16)
+    assert not torch.equal(gradient * factor.to(torch.bfloat16), expected)
+    _tiles.scale_in_place(gradient, factor)
+    assert torch.equal(gradient, expected)
