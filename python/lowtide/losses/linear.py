@@ -62,10 +62,11 @@ def linear_cross_entropy(
                                 4 T D + (h T D if h < 4)
         "tokens"      forward   h T D + w V D + tile(V)   gradients included
 
-    The weight's gradient, w V D, comes on top of the backward of ``"vocabulary"``,
-    vectors of a few times T, v or b numbers on top of everything. Under autocast add
-    c t D for hidden and c v D (``"tokens"``: c V D) for the weight where they are cast.
-    Default sizes: 4 v D and c t v <= 64 MiB; ``"tokens"``: c t V <= 256 MiB.
+    The weight's gradient, w V D, comes on top of the backward of ``"vocabulary"``;
+    vectors, at most 16 T + 40 t bytes (with a bias 16 V more), on top of everything.
+    Under autocast add c t D for hidden and c v D (``"tokens"``: c V D) for the weight
+    where they are cast. Default sizes: 4 v D and c t v <= 64 MiB; ``"tokens"``:
+    c t V <= 256 MiB. docs/losses.md has the reasons.
 
     Raises ValueError for arguments that do not fit together and, on the CPU, for
     targets out of range (on other devices the check is asynchronous), RuntimeError in

@@ -39,6 +39,7 @@ class Shape:
     dtype: torch.dtype = torch.bfloat16
     chunking: str = "vocabulary"
     frozen_head: bool = False
+    everything: bool = False  # bias, label smoothing and z-loss
 
     @property
     def weight_bytes(self) -> int:
@@ -69,7 +70,8 @@ class Shape:
         return max(loop, dx + cast) + (0 if self.frozen_head else self.weight_bytes)
 
     def vectors(self) -> int:
-        return 16 * self.tokens + 40 * self.token_chunk + 16
+        bias = 16 * self.vocab_size if self.everything else 0
+        return 16 * self.tokens + 40 * self.token_chunk + bias + 16
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,12 @@ def observe(shape: Shape) -> Seen:
     hidden = hidden.to(shape.dtype).requires_grad_()
     weight = weight.to(shape.dtype).requires_grad_(not shape.frozen_head)
     targets = torch.randint(shape.vocab_size, (shape.tokens,), generator=g)
-    by_rows = {"vocab_chunk": shape.vocab_chunk}
+    settings: dict[str, object] = {}
+    if shape.chunking == "vocabulary":
+        settings["vocab_chunk"] = shape.vocab_chunk
+    if shape.everything:
+        settings |= {"label_smoothing": 0.1, "z_loss": 1e-3}
+        settings["bias"] = weight.detach()[:, 0].clone().requires_grad_()
 
     def forward() -> Tensor:
         return linear_cross_entropy(
@@ -96,7 +103,7 @@ def observe(shape: Shape) -> Seen:
             targets,
             chunking=shape.chunking,
             token_chunk=shape.token_chunk,
-            **(by_rows if shape.chunking == "vocabulary" else {}),
+            **settings,
         )
 
     forward().backward()  # whatever is made once is made
@@ -150,6 +157,16 @@ def test_peak_by_tokens_is_the_formula(shape):
     assert seen.kept == 4 + kept
     scratch = 0 if shape.dtype.itemsize == 4 else 2 * kept
     assert seen.backward <= 4 + min(scratch, 16 * MIB), "gradients are handed over"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunking", ["vocabulary", "tokens"])
+def test_bias_smoothing_and_z_loss_add_vectors_only(dtype, chunking):
+    shape = Shape(dtype=dtype, everything=True, chunking=chunking)
+    seen = observe(shape)
+    assert 0 <= seen.forward - shape.forward() <= shape.vectors()
+    if chunking == "vocabulary":
+        assert 0 <= seen.backward - shape.backward() <= shape.vectors()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
