@@ -17,6 +17,7 @@ _version_check.check_torch(built_for=_built_for.TORCH, built_for_cuda=_built_for
 from lowtide import _C  # noqa: E402
 
 if TYPE_CHECKING:
+    from lowtide import losses
     from lowtide.api import FSDPModule, UnshardHandle, abort_step, fully_shard
     from lowtide.memory import MemoryReport, memory_report
     from lowtide.policies import MixedPrecisionPolicy
@@ -34,6 +35,7 @@ _PUBLIC = {
     "memory_report": "lowtide.memory",
     "MixedPrecisionPolicy": "lowtide.policies",
 }
+_PUBLIC_MODULES = ("losses",)
 
 __all__ = [
     "FSDPModule",
@@ -42,11 +44,14 @@ __all__ = [
     "UnshardHandle",
     "abort_step",
     "fully_shard",
+    "losses",
     "memory_report",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PUBLIC_MODULES:
+        return importlib.import_module(f"lowtide.{name}")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'lowtide' has no attribute {name!r}")
     value = getattr(importlib.import_module(_PUBLIC[name]), name)
@@ -55,4 +60,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_PUBLIC])
+    return sorted({*globals(), *_PUBLIC, *_PUBLIC_MODULES})

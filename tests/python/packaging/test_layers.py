@@ -36,6 +36,7 @@ PYTHON_LAYERS = {
     "_state": 2,
     "api": 3,
     "checkpoint": 3,
+    "losses": 3,
     "memory": 3,
     "phantom": 3,
     "spmd": 3,

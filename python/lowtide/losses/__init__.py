@@ -1,0 +1,5 @@
+"""Losses that never hold the logits of a whole batch."""
+
+from lowtide.losses.linear import linear_cross_entropy
+
+__all__ = ["linear_cross_entropy"]
