@@ -24,7 +24,6 @@ std::int64_t itemsize(at::ScalarType dtype) {
 RowStream::RowStream(Unit& unit)
     : unit_(unit),
       slice_(unit.buffers().slice(0)),
-      block_rows_(unit.gradients().parameter(0).block_rows),
       blocks_{Block(unit.memory()->runtime().device()),
               Block(unit.memory()->runtime().device())} {}
 
@@ -55,19 +54,17 @@ std::int64_t RowStream::world_size() const {
 }
 
 std::int64_t RowStream::num_blocks() const {
-  return (slice_.padded_rows + block_rows_ - 1) / block_rows_;
+  return (slice_.padded_rows + block_rows() - 1) / block_rows();
 }
 
 std::int64_t RowStream::rows_in(std::int64_t k) const {
-  return std::min(block_rows_, slice_.padded_rows - k * block_rows_);
+  return std::min(block_rows(), slice_.padded_rows - k * block_rows());
 }
 
 void RowStream::begin_forward(bool recorded) {
   require_root();
   end();
   backward_ = false;
-  // Settings may have changed since the last step.
-  block_rows_ = unit_.gradients().parameter(0).block_rows;
   if (recorded) {
     unit_.recorded_rows();
   }
@@ -149,7 +146,7 @@ void RowStream::issue(std::int64_t k) {
 // This rank's rows of block k in the compute dtype, as bytes.
 at::Tensor RowStream::cast_rows(Block& block, std::int64_t k) {
   auto& runtime = unit_.memory()->runtime();
-  const auto begin = k * block_rows_;
+  const auto begin = k * block_rows();
   const auto rows = unit_.buffers().padded_rows(0, begin, begin + rows_in(k));
   if (info().storage_dtype == info().compute_dtype) {
     const auto bytes = static_cast<std::int64_t>(rows.nbytes());

@@ -43,7 +43,10 @@ class RowStream {
   // Of a rank's shard, padded: rank r's row j is row r * padded_rows + j of the
   // parameter, and padding from num_rows on.
   std::int64_t padded_rows() const { return slice_.padded_rows; }
-  std::int64_t block_rows() const { return block_rows_; }
+  // As planned; changes between steps only, with the gradient budget.
+  std::int64_t block_rows() const {
+    return unit_.gradients().parameter(0).block_rows;
+  }
   std::int64_t num_blocks() const;
   // How many rows of every rank block k has.
   std::int64_t rows_in(std::int64_t k) const;
@@ -85,7 +88,6 @@ class RowStream {
 
   Unit& unit_;
   memory::ParameterSlice slice_;
-  std::int64_t block_rows_ = 0;
   bool backward_ = false;
   std::array<Block, 2> blocks_;
 };

@@ -167,7 +167,7 @@ class UnitState:
             shard = parameter.shard
             parameter.spec = shard._spec
             parameter.full = None
-            dtypes = self._dtypes(parameter)
+            dtypes = self.dtypes(parameter)
             infos.append(
                 _C.ParameterInfo(
                     name=parameter.name,
@@ -187,7 +187,7 @@ class UnitState:
         self.hooks.set_unit(self.unit)
         self._apply_settings()
 
-    def _dtypes(self, parameter: UnitParameter) -> ParameterDtypes:
+    def dtypes(self, parameter: UnitParameter) -> ParameterDtypes:
         return parameter_dtypes(parameter.shard.dtype, self.policy, who=parameter.name)
 
     def attach(self) -> None:

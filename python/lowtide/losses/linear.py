@@ -1,5 +1,6 @@
 """``linear_cross_entropy``: a head and its loss without the logits."""
 
+import functools
 from typing import Literal
 
 import torch
@@ -7,7 +8,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lowtide._state.unit import UnitState, unit_state
+from lowtide.losses._autograd import loss_of_rows
+from lowtide.losses._objective import Objective
 from lowtide.losses._operators import loss_by_tokens, loss_by_vocabulary
+from lowtide.losses._sharded import ShardedRows, can_stream, gathered_whole
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -30,7 +35,11 @@ def linear_cross_entropy(
 
     Args:
         hidden: [..., D]. A view of it as [T, D] is saved for backward.
-        weight: [V, D], or an ``nn.Linear``, which brings its own bias.
+        weight: [V, D], or an ``nn.Linear``, which brings its own bias. A linear layer
+            that is a unit of its own (``fully_shard(head)``) may stay sharded: with
+            ``"vocabulary"`` its rows are gathered, and their gradient reduced, chunk
+            by chunk, at most once in a backward; with ``"tokens"`` it is gathered
+            once as in its own forward. Call the loss on all ranks alike.
         targets: int64, the shape of ``hidden`` without D; class indices.
         bias: [V].
         ignore_index: targets of this value count neither in the loss nor in the mean.
@@ -72,18 +81,62 @@ def linear_cross_entropy(
     targets out of range (on other devices the check is asynchronous), RuntimeError in
     a backward with ``create_graph=True``.
     """
-    weight, bias = _weight_and_bias(weight, bias)
-    _check_tensors(hidden, weight, targets, bias)
     _check_settings(label_smoothing, z_loss, reduction)
     _check_chunks(chunking, token_chunk, vocab_chunk)
+    objective = Objective(
+        ignore_index, float(label_smoothing), float(z_loss), reduction == "mean"
+    )
+    if (head := _sharded_head(weight)) is not None and bias is None:
+        state = unit_state(head)
+        assert state is not None
+        if chunking == "vocabulary" and can_stream(state):
+            return _loss_of_sharded_rows(
+                state, hidden, targets, objective, token_chunk, vocab_chunk
+            )
+        whole = functools.partial(
+            _loss_of_tensors,
+            weight=head,
+            targets=targets,
+            bias=None,
+            objective=objective,
+            chunking=chunking,
+            token_chunk=token_chunk,
+            vocab_chunk=vocab_chunk,
+        )
+        return gathered_whole(state, head, hidden, whole)
+    return _loss_of_tensors(
+        hidden,
+        weight=weight,
+        targets=targets,
+        bias=bias,
+        objective=objective,
+        chunking=chunking,
+        token_chunk=token_chunk,
+        vocab_chunk=vocab_chunk,
+    )
+
+
+def _loss_of_tensors(
+    hidden: Tensor,
+    *,
+    weight: Tensor | nn.Linear,
+    targets: Tensor,
+    bias: Tensor | None,
+    objective: Objective,
+    chunking: str,
+    token_chunk: int | None,
+    vocab_chunk: int | None,
+) -> Tensor:
+    weight, bias = _weight_and_bias(weight, bias)
+    _check_tensors(hidden, weight, targets, bias)
     flat = hidden.reshape(-1, hidden.shape[-1])
     inputs = (flat, weight, bias, targets.reshape(-1))
     settings = (
-        _compute_dtype(hidden, weight),
-        ignore_index,
-        float(label_smoothing),
-        float(z_loss),
-        reduction == "mean",
+        _compute_dtype(hidden, weight.dtype),
+        objective.ignore_index,
+        objective.label_smoothing,
+        objective.z_loss,
+        objective.mean,
         token_chunk,
     )
     if chunking == "vocabulary":
@@ -91,6 +144,48 @@ def linear_cross_entropy(
     grad = torch.is_grad_enabled()
     needs = (grad and t is not None and t.requires_grad for t in inputs[:3])
     return loss_by_tokens(*inputs, *settings, *needs)[0]
+
+
+def _sharded_head(weight: Tensor | nn.Linear) -> nn.Linear | None:
+    """A linear layer that is a unit of its own and not gathered at the moment."""
+    if not isinstance(weight, nn.Linear) or not isinstance(weight.weight, DTensor):
+        return None
+    state = unit_state(weight)
+    return weight if state is not None and state.modules == (weight,) else None
+
+
+def _loss_of_sharded_rows(
+    state: UnitState,
+    hidden: Tensor,
+    targets: Tensor,
+    objective: Objective,
+    token_chunk: int | None,
+    vocab_chunk: int | None,
+) -> Tensor:
+    parameter = state.parameters[0].shard
+    recorded = torch.is_grad_enabled() and (
+        hidden.requires_grad or parameter.requires_grad
+    )
+    rows = ShardedRows(state, recorded)
+    if vocab_chunk is not None:
+        raise _error(
+            "vocab_chunk",
+            "None for a head whose rows are streamed",
+            vocab_chunk,
+            f"A chunk is {rows.chunks[0].num_rows} rows: what fits a slot of the "
+            "gradient ring",
+        )
+    if state.policy.cast_forward_inputs and hidden.is_floating_point():
+        hidden = hidden.to(rows.compute_dtype)
+    _check_shapes(hidden, parameter, targets, None)
+    if _compute_dtype(hidden, rows.compute_dtype) != rows.compute_dtype:
+        rule = f"no autocast, or autocast to the unit's {rows.compute_dtype}"
+        got = torch.get_autocast_dtype(hidden.device.type)
+        raise _error("hidden", rule, got, "Leave autocast for the loss")
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    return loss_of_rows(
+        flat, parameter, None, targets.reshape(-1), rows, objective, token_chunk
+    )
 
 
 def _weight_and_bias(
@@ -133,6 +228,16 @@ def _check_tensors(
                 "Call the loss inside the forward of the head's unit, or unshard() "
                 "the unit first",
             )
+    _check_shapes(hidden, weight, targets, bias)
+
+
+def _check_shapes(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None
+) -> None:
+    given = {"hidden": hidden, "weight": weight, "targets": targets}
+    if bias is not None:
+        given["bias"] = bias
+    for name, tensor in given.items():
         if tensor.device != hidden.device:
             raise _error(name, f"device {hidden.device}", tensor.device, "Move it")
     if hidden.dim() < 1:
@@ -155,14 +260,14 @@ def _check_tensors(
             raise _error(name, rule, tensor.dtype, "Cast it")
 
 
-def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+def _compute_dtype(hidden: Tensor, weight: torch.dtype) -> torch.dtype:
     """Of the logits. Autocast leaves fp64 alone."""
-    device, both = hidden.device.type, (hidden.dtype, weight.dtype)
+    device, both = hidden.device.type, (hidden.dtype, weight)
     if torch.is_autocast_enabled(device) and torch.float64 not in both:
         return torch.get_autocast_dtype(device)
-    if hidden.dtype != weight.dtype:
+    if hidden.dtype != weight:
         rule = f"hidden's dtype {hidden.dtype}"
-        raise _error("weight", rule, weight.dtype, "Cast one of them, or use autocast")
+        raise _error("weight", rule, weight, "Cast one of them, or use autocast")
     return hidden.dtype
 
 
