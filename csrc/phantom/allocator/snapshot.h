@@ -1,0 +1,61 @@
+// What torch.cuda.memory_snapshot() shows, and the entries of its history.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include "phantom/allocator/events.h"
+#include "phantom/allocator/segments.h"
+
+namespace lowtide::phantom {
+
+enum class BlockState : std::uint8_t {
+  allocated,     // held by the program
+  pending_free,  // freed, waiting for events of other streams
+  inactive,      // free
+};
+std::string_view name_of(BlockState state);  // torch: "active_allocated", ...
+
+struct BlockInfo {
+  Address address = 0;
+  std::size_t size = 0;
+  std::size_t requested_size = 0;  // 0 if inactive
+  BlockState state = BlockState::inactive;
+};
+
+// One piece of device memory: contiguous, mapped, of one stream.
+struct SegmentInfo {
+  Address address = 0;
+  std::size_t total_size = 0;
+  std::size_t allocated_size = 0;
+  std::size_t active_size = 0;
+  std::size_t requested_size = 0;
+  StreamId stream = 0;
+  bool is_large = false;
+  bool is_expandable = false;
+  std::vector<BlockInfo> blocks;  // by address, without gaps
+};
+
+// torch's TraceEntry.
+struct TraceEntry {
+  enum class Action : std::uint8_t {
+    alloc,
+    free_requested,
+    free_completed,
+    segment_alloc,
+    segment_free,
+    segment_map,
+    segment_unmap,
+    snapshot,
+    oom,
+  };
+  Action action = Action::alloc;
+  Address address = 0;   // oom: bytes of device memory that were free
+  std::size_t size = 0;  // alloc, free, oom: as requested; segments: reserved
+  StreamId stream = 0;
+};
+std::string_view name_of(TraceEntry::Action action);  // "free_completed", ...
+
+}  // namespace lowtide::phantom
