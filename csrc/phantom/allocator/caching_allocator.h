@@ -48,8 +48,10 @@ class CachingAllocator {
   // Completes every event, then returns all unused segments and pages.
   void empty_cache();
 
-  const AllocatorSettings& settings() const;
-  void set_capacity(std::optional<std::size_t> bytes);
+  AllocatorSettings settings() const;
+  // Both may change while blocks are live, as in torch.
+  void set_expandable(bool expandable);
+  void set_memory_fraction(double fraction);
 
   std::size_t allocated() const;  // bytes held by the program, rounded
   std::size_t reserved() const;   // bytes taken from the device
@@ -59,8 +61,6 @@ class CachingAllocator {
 
   // Bytes the block at `address` really has (>= those asked for).
   std::size_t block_size(Address address) const;
-  // (address, bytes) of the segment that holds `address`.
-  std::pair<Address, std::size_t> segment_of(Address address) const;
   std::vector<SegmentInfo> snapshot() const;  // by address
 
   // Called for every entry torch's history would have, in order, under the

@@ -2,32 +2,35 @@
 // memory of the simulated device.
 #pragma once
 
+#include <array>
 #include <cstddef>
-#include <cstdint>
 #include <optional>
-#include <utility>
-#include <vector>
 
 namespace lowtide::phantom {
 
 struct AllocatorSettings {
   bool expandable = false;  // expandable_segments
-  // Bytes of device memory; none: as much as is asked for.
+  // Bytes the device can give to the allocator; none: as much as is asked for.
   std::optional<std::size_t> capacity;
-  // max_split_size_mb, in bytes: larger blocks are neither split nor given to
-  // smaller requests; > large_segment.
-  std::optional<std::size_t> max_split;
-  // max_non_split_rounding_mb, in bytes: how much larger than the request a
-  // block beyond max_split may be.
-  std::size_t max_non_split_rounding = std::size_t{20} << 20;
-  std::size_t large_segment = std::size_t{20} << 20;  // large_segment_size_mb
-  // roundup_power2_divisions: (upper bound of the request in bytes, a power of
-  // two >= 1 MiB; divisions of the interval below it, a power of two or 0).
-  // One entry with bound 0 applies to every size.
-  std::vector<std::pair<std::size_t, std::size_t>> roundup_power2_divisions;
-  // garbage_collection_threshold: the share of `capacity` above which cached
-  // blocks that were not used for long are released; 0 never.
+  // per_process_memory_fraction: the share of `capacity`, in [0, 1], that the
+  // allocator may take.
+  double memory_fraction = 1;
+  // garbage_collection_threshold, in [0, 1): the share of what it may take
+  // above which blocks not used for long are given back; 0 never.  As in
+  // torch, works only with a memory_fraction below 1.
   double garbage_collection_threshold = 0;
+  // max_split_size_mb, in bytes, > large_segment: blocks from this size on are
+  // neither split nor given to smaller requests; none: no such size.
+  std::optional<std::size_t> max_split;
+  // max_non_split_rounding_mb, in bytes: how much larger than such a request a
+  // block may be.
+  std::size_t max_non_split_rounding = std::size_t{20} << 20;
+  // large_segment_size_mb, in bytes: the segment of requests of 1 to 10 MiB.
+  std::size_t large_segment = std::size_t{20} << 20;
+  // roundup_power2_divisions: in how many steps the way from one power of two
+  // to the next is divided, 0 or 1 for none.  Entry i is for requests of 2^i to
+  // 2^(i+1) MiB; the first also for smaller ones, the last for larger ones.
+  std::array<std::size_t, 16> roundup_power2_divisions{};
 };
 
 }  // namespace lowtide::phantom
