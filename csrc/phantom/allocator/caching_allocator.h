@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -70,6 +71,7 @@ class CachingAllocator {
 
  private:
   class State;
+  mutable std::mutex mutex_;
   std::unique_ptr<State> state_;
 };
 

@@ -12,7 +12,7 @@ namespace lowtide::phantom {
 struct OutOfMemoryFacts {
   std::size_t requested = 0;  // as asked for
   std::size_t needed = 0;     // what would have been reserved for it
-  std::size_t capacity = 0;
+  std::size_t limit = 0;      // capacity, or the share of it that is allowed
   std::size_t allocated = 0;
   std::size_t reserved = 0;
 };

@@ -33,11 +33,11 @@ std::unique_ptr<SegmentProvider> numbered_segments();
 // touched (no bytes, for tensors without data).  Throws lowtide::Error if the
 // process may not reserve `span` bytes of addresses.
 std::unique_ptr<SegmentProvider> faulting_segments(
-    std::size_t span = std::size_t{16} << 40);
+    std::size_t span = std::size_t{64} << 40);
 
 // The same, with real host bytes behind every segment; they are zero when a
 // segment is allocated and cost memory only when touched.
 std::unique_ptr<SegmentProvider> host_segments(
-    std::size_t span = std::size_t{16} << 40);
+    std::size_t span = std::size_t{64} << 40);
 
 }  // namespace lowtide::phantom

@@ -19,7 +19,7 @@ struct AllocatorSettings {
   // above which blocks not used for long are given back; 0 never.  As in
   // torch, works only with a memory_fraction below 1.
   double garbage_collection_threshold = 0;
-  // max_split_size_mb, in bytes, > large_segment: blocks from this size on are
+  // max_split_size_mb, in bytes, >= large_segment: blocks from this size on are
   // neither split nor given to smaller requests; none: no such size.
   std::optional<std::size_t> max_split;
   // max_non_split_rounding_mb, in bytes: how much larger than such a request a
@@ -32,5 +32,11 @@ struct AllocatorSettings {
   // 2^(i+1) MiB; the first also for smaller ones, the last for larger ones.
   std::array<std::size_t, 16> roundup_power2_divisions{};
 };
+
+// Throws lowtide::InvalidArgument for settings that torch refuses too.
+void check_settings(const AllocatorSettings& settings);
+
+// capacity * memory_fraction, if that limits anything.
+std::optional<std::size_t> allowed_bytes(const AllocatorSettings& settings);
 
 }  // namespace lowtide::phantom

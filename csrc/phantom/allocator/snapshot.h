@@ -35,7 +35,7 @@ struct SegmentInfo {
   StreamId stream = 0;
   bool is_large = false;
   bool is_expandable = false;
-  std::vector<BlockInfo> blocks;  // by address, without gaps
+  std::vector<BlockInfo> blocks{};  // by address, without gaps
 };
 
 // torch's TraceEntry.
@@ -52,8 +52,10 @@ struct TraceEntry {
     oom,
   };
   Action action = Action::alloc;
-  Address address = 0;   // oom: bytes of device memory that were free
-  std::size_t size = 0;  // alloc, free, oom: as requested; segments: reserved
+  Address address = 0;  // oom: bytes of device memory that were free
+  // alloc and free: as requested; oom: rounded; segments: reserved; snapshot:
+  // active.
+  std::size_t size = 0;
   StreamId stream = 0;
 };
 std::string_view name_of(TraceEntry::Action action);  // "free_completed", ...
