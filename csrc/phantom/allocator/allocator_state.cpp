@@ -70,11 +70,15 @@ void CachingAllocator::State::free(Address address) {
 
 void CachingAllocator::State::record_stream(Address address, StreamId stream) {
   Block* block = allocated_block(address);
-  if (stream != block->stream) block->other_streams.insert(stream);
+  if (stream == block->stream) return;
+  block->other_streams.insert(stream);
+  emit(Action::record_stream, address, block->requested_size, stream);
 }
 
 void CachingAllocator::State::synchronize(std::optional<StreamId> stream) {
   events_->synchronized(stream);
+  emit(stream ? Action::synchronize_stream : Action::synchronize_device, 0, 0,
+       stream.value_or(0));
 }
 
 void CachingAllocator::State::set_memory_fraction(double fraction) {
@@ -128,9 +132,10 @@ Block* CachingAllocator::State::take_cached(const Request& request) {
   }
 
   const std::size_t size = (*found)->size;
-  if (oversize(request.block)
-          ? size >= request.block + settings.max_non_split_rounding
-          : oversize(size)) {
+  const std::size_t rounding =
+      settings.max_non_split_rounding.value_or(settings.large_segment);
+  if (oversize(request.block) ? size >= request.block + rounding
+                              : oversize(size)) {
     return nullptr;
   }
   Block* block = *found;
@@ -261,7 +266,9 @@ bool CachingAllocator::State::oversize(std::size_t bytes) const {
 
 void CachingAllocator::State::emit(Action action, Address address,
                                    std::size_t size, StreamId stream) const {
-  if (observer) observer({action, address, size, stream});
+  const TraceEntry entry{action, address, size, stream};
+  history.add(entry);
+  if (observer) observer(entry);
 }
 
 }  // namespace lowtide::phantom

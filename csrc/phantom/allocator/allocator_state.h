@@ -14,6 +14,7 @@
 #include "phantom/allocator/caching_allocator.h"
 #include "phantom/allocator/device_bytes.h"
 #include "phantom/allocator/expandable_segment.h"
+#include "phantom/allocator/history.h"
 #include "phantom/allocator/pending_frees.h"
 
 namespace lowtide::phantom {
@@ -27,7 +28,7 @@ class CachingAllocator::State {
   void free(Address address);
   void record_stream(Address address, StreamId stream);
   void synchronize(std::optional<StreamId> stream);
-  void release_cached();
+  void empty_cache();
   std::vector<SegmentInfo> snapshot() const;
 
   Block* allocated_block(Address address) const;  // throws InvalidArgument
@@ -36,6 +37,7 @@ class CachingAllocator::State {
   AllocatorSettings settings;
   Statistics statistics;
   Observer observer;
+  mutable History history{0};  // a snapshot is an entry too
 
  private:
   struct Request {
@@ -67,6 +69,7 @@ class CachingAllocator::State {
   // The way back.
   void make_free(Block* block);
   void make_free(const std::vector<Block*>& blocks);
+  void release_cached();
   void release_pool(BlockPool& pool);
   void release_segment(Block* block);
   bool release_oversize(const Request& request);

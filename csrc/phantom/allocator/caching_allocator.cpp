@@ -37,7 +37,7 @@ void CachingAllocator::synchronize(std::optional<StreamId> stream) {
 
 void CachingAllocator::empty_cache() {
   const std::lock_guard lock(mutex_);
-  state_->release_cached();
+  state_->empty_cache();
 }
 
 AllocatorSettings CachingAllocator::settings() const {
@@ -93,6 +93,16 @@ std::vector<SegmentInfo> CachingAllocator::snapshot() const {
 void CachingAllocator::observe(Observer observer) {
   const std::lock_guard lock(mutex_);
   state_->observer = std::move(observer);
+}
+
+void CachingAllocator::record_history(std::size_t max_entries) {
+  const std::lock_guard lock(mutex_);
+  state_->history = History(max_entries);
+}
+
+std::vector<TraceEntry> CachingAllocator::history() const {
+  const std::lock_guard lock(mutex_);
+  return state_->history.entries();
 }
 
 }  // namespace lowtide::phantom

@@ -64,10 +64,14 @@ class CachingAllocator {
   std::size_t block_size(Address address) const;
   std::vector<SegmentInfo> snapshot() const;  // by address
 
-  // Called for every entry torch's history would have, in order, under the
-  // lock: it must not call the allocator.  An empty function removes it.
+  // Called for every entry of the history, in order, under the lock: it must
+  // not call the allocator.  An empty function removes it.
   using Observer = std::function<void(const TraceEntry&)>;
   void observe(Observer observer);
+
+  // Keeps the last `max_entries` entries from now on; 0 stops and forgets.
+  void record_history(std::size_t max_entries);
+  std::vector<TraceEntry> history() const;
 
  private:
   class State;

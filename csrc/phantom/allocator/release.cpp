@@ -10,6 +10,11 @@ namespace lowtide::phantom {
 
 using Action = TraceEntry::Action;
 
+void CachingAllocator::State::empty_cache() {
+  emit(Action::empty_cache, 0, 0, 0);
+  release_cached();
+}
+
 void CachingAllocator::State::release_cached() {
   ++statistics.num_sync_all_streams;
   make_free(pending_.wait_for_all(*events_));

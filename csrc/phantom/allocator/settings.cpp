@@ -32,10 +32,11 @@ void check_settings(const AllocatorSettings& settings) {
   require(max_split >= settings.large_segment, "max_split",
           "at least large_segment, " + bytes(settings.large_segment),
           bytes(max_split), "Raise it, or leave it out for no limit.");
-  require(settings.max_non_split_rounding >= settings.large_segment,
-          "max_non_split_rounding",
+  const std::size_t rounding =
+      settings.max_non_split_rounding.value_or(settings.large_segment);
+  require(rounding >= settings.large_segment, "max_non_split_rounding",
           "at least large_segment, " + bytes(settings.large_segment),
-          bytes(settings.max_non_split_rounding), "Raise it.");
+          bytes(rounding), "Raise it, or leave it out.");
   for (const std::size_t divisions : settings.roundup_power2_divisions) {
     require(divisions == 0 || std::has_single_bit(divisions),
             "roundup_power2_divisions", "0 or a power of two",

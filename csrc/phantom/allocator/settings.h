@@ -22,11 +22,11 @@ struct AllocatorSettings {
   // max_split_size_mb, in bytes, >= large_segment: blocks from this size on are
   // neither split nor given to smaller requests; none: no such size.
   std::optional<std::size_t> max_split;
-  // max_non_split_rounding_mb, in bytes: how much larger than such a request a
-  // block may be.
-  std::size_t max_non_split_rounding = std::size_t{20} << 20;
   // large_segment_size_mb, in bytes: the segment of requests of 1 to 10 MiB.
   std::size_t large_segment = std::size_t{20} << 20;
+  // max_non_split_rounding_mb, in bytes, >= large_segment: how much larger than
+  // a request beyond max_split its block may be; none: large_segment.
+  std::optional<std::size_t> max_non_split_rounding;
   // roundup_power2_divisions: in how many steps the way from one power of two
   // to the next is divided, 0 or 1 for none.  Entry i is for requests of 2^i to
   // 2^(i+1) MiB; the first also for smaller ones, the last for larger ones.

@@ -38,6 +38,14 @@ std::string_view name_of(TraceEntry::Action action) {
       return "snapshot";
     case TraceEntry::Action::oom:
       return "oom";
+    case TraceEntry::Action::record_stream:
+      return "record_stream";
+    case TraceEntry::Action::synchronize_stream:
+      return "synchronize_stream";
+    case TraceEntry::Action::synchronize_device:
+      return "synchronize_device";
+    case TraceEntry::Action::empty_cache:
+      return "empty_cache";
   }
   return "";
 }

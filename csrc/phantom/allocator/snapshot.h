@@ -1,4 +1,4 @@
-// What torch.cuda.memory_snapshot() shows, and the entries of its history.
+// What torch.cuda.memory_snapshot() shows, and the entries of the history.
 #pragma once
 
 #include <cstddef>
@@ -38,7 +38,7 @@ struct SegmentInfo {
   std::vector<BlockInfo> blocks{};  // by address, without gaps
 };
 
-// torch's TraceEntry.
+// torch's TraceEntry, and calls that torch does not log but a replay needs.
 struct TraceEntry {
   enum class Action : std::uint8_t {
     alloc,
@@ -50,6 +50,11 @@ struct TraceEntry {
     segment_unmap,
     snapshot,
     oom,
+    // Not in torch's history.
+    record_stream,       // `stream` also uses the block at `address`
+    synchronize_stream,  // the host waited for `stream`
+    synchronize_device,  // the host waited for all streams
+    empty_cache,         // what follows was released on request
   };
   Action action = Action::alloc;
   Address address = 0;  // oom: bytes of device memory that were free

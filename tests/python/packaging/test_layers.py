@@ -24,6 +24,7 @@ CPP_LAYERS = {
     "gather": 3,
     "spmd": 3,
     "ops": 4,
+    "phantom": 5,
     "python": 5,
 }
 
@@ -32,6 +33,7 @@ PYTHON_LAYERS = {
     "_built_for": 0,
     "_version_check": 0,
     "_C": 0,
+    "_phantom": 0,
     "policies": 1,
     "_state": 2,
     "api": 3,
