@@ -37,7 +37,7 @@ CachingAllocator::State::State(AllocatorSettings settings,
 }
 
 Address CachingAllocator::State::malloc(std::size_t bytes, StreamId stream) {
-  make_free(pending_.take_done(*events_));
+  pending_.finish_done(*events_, [this](Block* block) { make_free(block); });
   const std::size_t block = rounded_size(settings, bytes);
   const Request request{
       .bytes = bytes,
@@ -231,10 +231,6 @@ void CachingAllocator::State::make_free(Block* block) {
   decrease(statistics.active, pool, 1);
   decrease(statistics.active_bytes, pool, size);
   decrease(statistics.requested_bytes, pool, requested);
-}
-
-void CachingAllocator::State::make_free(const std::vector<Block*>& blocks) {
-  for (Block* block : blocks) make_free(block);
 }
 
 void CachingAllocator::State::throw_out_of_memory(const Request& request) {

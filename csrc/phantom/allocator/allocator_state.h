@@ -68,7 +68,6 @@ class CachingAllocator::State {
 
   // The way back.
   void make_free(Block* block);
-  void make_free(const std::vector<Block*>& blocks);
   void release_cached();
   void release_pool(BlockPool& pool);
   void release_segment(Block* block);

@@ -9,25 +9,23 @@ void PendingFrees::add(Block* block, EventSource& events) {
   }
 }
 
-std::vector<Block*> PendingFrees::take_done(EventSource& events) {
-  std::vector<Block*> freed;
+void PendingFrees::finish_done(EventSource& events, const MakeFree& make_free) {
   for (auto& [stream, queue] : queues_) {
     while (!queue.empty() && events.done(queue.front().first)) {
       Block* block = queue.front().second;
       queue.pop_front();
-      if (--block->num_events == 0) freed.push_back(block);
+      if (--block->num_events == 0) make_free(block);
     }
   }
   std::erase_if(queues_,
                 [](const auto& entry) { return entry.second.empty(); });
-  return freed;
 }
 
-std::vector<Block*> PendingFrees::wait_for_all(EventSource& events) {
+void PendingFrees::finish_all(EventSource& events, const MakeFree& make_free) {
   for (auto& [stream, queue] : queues_) {
     for (auto& [event, block] : queue) events.wait(event);
   }
-  return take_done(events);
+  finish_done(events, make_free);
 }
 
 }  // namespace lowtide::phantom

@@ -2,9 +2,9 @@
 #pragma once
 
 #include <deque>
+#include <functional>
 #include <map>
 #include <utility>
-#include <vector>
 
 #include "phantom/allocator/block.h"
 #include "phantom/allocator/events.h"
@@ -16,10 +16,12 @@ class PendingFrees {
   // Records an event on each of the block's other streams.
   void add(Block* block, EventSource& events);
 
-  // The blocks whose last event is complete; they are not pending any more.
-  std::vector<Block*> take_done(EventSource& events);
-  // Waits for every event, so these are all that were pending.
-  std::vector<Block*> wait_for_all(EventSource& events);
+  // Calls `make_free` on each block as soon as its last event is complete: a
+  // block that is free but in no pool must not be seen by a neighbour.
+  using MakeFree = std::function<void(Block*)>;
+  void finish_done(EventSource& events, const MakeFree& make_free);
+  // The same for all that are pending, after waiting for their events.
+  void finish_all(EventSource& events, const MakeFree& make_free);
 
  private:
   // In the order of recording, so that only the first has to be asked.

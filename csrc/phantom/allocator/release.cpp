@@ -17,7 +17,7 @@ void CachingAllocator::State::empty_cache() {
 
 void CachingAllocator::State::release_cached() {
   ++statistics.num_sync_all_streams;
-  make_free(pending_.wait_for_all(*events_));
+  pending_.finish_all(*events_, [this](Block* block) { make_free(block); });
   release_pool(large_);
   release_pool(small_);
 }

@@ -1,4 +1,4 @@
-"""The caching allocator of ``torch.cuda`` as a model: sizes and addresses, no device."""
+"""The caching allocator of ``torch.cuda`` as a model: sizes and addresses only."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
