@@ -4,6 +4,8 @@ bindings."""
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 class AllocatorSettings:
     """Settings of PYTORCH_ALLOC_CONF, in bytes; csrc/phantom/allocator/settings.h."""
 
@@ -41,3 +43,24 @@ class CachingAllocator:
     def record_history(self, max_entries: int) -> None: ...
     def history(self) -> list[tuple[str, int, int, int]]:
         """(action, address, bytes, stream) per entry."""
+
+# -- the device ---------------------------------------------------------------------
+
+HOPPER_CUBLAS_WORKSPACE: int
+
+def install(
+    *,
+    mode: str,
+    settings: AllocatorSettings,
+    events: str,
+    cublas_workspace: int,
+    allowed_operators: Sequence[str],
+) -> None: ...
+def device_memory() -> CachingAllocator:
+    """Of the installed device."""
+
+def default_generator() -> torch.Generator: ...
+def cublas_workspace_bytes(config: str) -> int: ...
+def clear_cublas_workspaces() -> None: ...
+def operator_memory(name: str, overload: str) -> str | None:
+    """How the operator list has it; None if it does not."""

@@ -4,5 +4,7 @@ Loaded only on request (``import lowtide.phantom``).
 """
 
 from lowtide.phantom.allocator import AllocatorModel
+from lowtide.phantom.device import install
+from lowtide.phantom.world import init_world
 
-__all__ = ["AllocatorModel"]
+__all__ = ["AllocatorModel", "init_world", "install"]
