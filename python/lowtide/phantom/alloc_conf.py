@@ -34,13 +34,13 @@ def parse(conf: str) -> dict[str, Any]:
     keywords: dict[str, Any] = {}
     for key, value in _items(conf):
         if key in _SIZES:
-            keywords[_SIZES[key]] = int(value) << 20
+            keywords[_SIZES[key]] = int(_number(key, value, "128")) << 20
         elif key in _FRACTIONS:
-            keywords[_FRACTIONS[key]] = float(value)
+            keywords[_FRACTIONS[key]] = _number(key, value, "0.8")
         elif key == "expandable_segments":
             keywords["expandable"] = _boolean(key, value)
         elif key == "roundup_power2_divisions":
-            keywords[key] = _divisions(value)
+            keywords[key] = _divisions(key, value)
         elif key not in _IGNORED and (key, value) != ("backend", "native"):
             raise ValueError(
                 "lowtide: PYTORCH_ALLOC_CONF: expected settings of the native "
@@ -71,20 +71,34 @@ def _boolean(key: str, value: str) -> bool:
     return value == "True"
 
 
-def _divisions(value: str) -> list[int]:
+def _number(key: str, value: str, example: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        raise ValueError(
+            f"lowtide: PYTORCH_ALLOC_CONF: expected a number for {key}, got {value!r}. "
+            f"Write, for example, {key}:{example}."
+        ) from None
+
+
+def _divisions(key: str, value: str) -> list[int]:
     """Sixteen values, for requests from 1, 2, 4, ... 32768 MiB on. Sizes below the
     first one named get its value; between two that are named stays 0."""
+
+    def number(text: str) -> int:
+        return int(_number(key, text, "[256:1,>:4]"))
+
     if not value.startswith("["):
-        return [int(value)] * 16
+        return [number(value)] * 16
     divisions = [0] * 16
     last = 0
-    for number, entry in enumerate(value[1:-1].split(",")):
+    for place, entry in enumerate(value[1:-1].split(",")):
         size, _, count = entry.partition(":")
         if size == ">":
-            divisions[last + 1 :] = [int(count)] * (15 - last)
+            divisions[last + 1 :] = [number(count)] * (15 - last)
             continue
-        last = min(int(size).bit_length() - 1, 15)
-        if number == 0:
-            divisions[:last] = [int(count)] * last
-        divisions[last] = int(count)
+        last = min(number(size).bit_length() - 1, 15)
+        if place == 0:
+            divisions[:last] = [number(count)] * last
+        divisions[last] = number(count)
     return divisions

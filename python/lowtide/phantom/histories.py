@@ -12,7 +12,7 @@ reserves something else.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lowtide.phantom import alloc_conf
@@ -144,60 +144,97 @@ class _CudaRecorder(_Recorder):
     def __init__(self, settings: Mapping[str, Any]) -> None:
         super().__init__()
         self._collects_garbage = "garbage_collection_threshold" in settings
+        # Gives back some blocks before it waits and gives back all.
+        self._releases_partly = self._collects_garbage or "max_split" in settings
         self._limit = settings["capacity"]
+        if self._limit is not None:
+            self._limit *= settings.get("memory_fraction", 1)
         self._waiting: dict[int, int] = {}  # address -> the stream made up for it
 
-    def run(self, entries: Sequence[Mapping[str, Any]]) -> None:
-        group: list[Mapping[str, Any]] = []  # since the last call
-        for entry, after in zip(entries, [*entries[1:], None], strict=True):
-            if entry["action"] in ("alloc", "oom"):
-                self._allocation(group, entry)
-                group = []
-            elif entry["action"] == "free_requested":
-                self._released(group)
-                group = []
-                self._free(entry, after)
+    def run(self, entries: Iterable[Mapping[str, Any]]) -> None:
+        calls = _calls(entries)
+        for call, after in zip(calls, [*calls[1:], None], strict=True):
+            if call.entry is None:
+                self._release(call.before)
+            elif call.entry["action"] == "free_requested":
+                self._release(call.before)
+                self._free(call.entry, after)
             else:
-                group.append(entry)
-        self._released(group)
+                self._allocate(call)
 
-    def _allocation(
-        self, group: list[Mapping[str, Any]], entry: Mapping[str, Any]
-    ) -> None:
-        taken = sum(max(_reserved_by(e), 0) for e in group)
-        if entry["action"] == "oom":
-            by_itself = True
-        elif self._limit is not None and self.reserved + taken > self._limit:
-            by_itself = True  # the allocator flushed its cache
-        else:
-            by_itself = self._collects_garbage
-        if not by_itself:
-            self._released([e for e in group if _reserved_by(e) <= 0])
-            group = [e for e in group if _reserved_by(e) > 0]
-        self.reserved += sum(map(_reserved_by, group))
-        self.log(entry["action"], entry.get("addr", 0), entry["size"], entry["stream"])
-        self._completed(group)
+    def _allocate(self, call: "_Call") -> None:
+        assert call.entry is not None
+        before = call.before
+        if not self._released_by_itself(call):
+            self._release([e for e in before if _reserved_by(e) <= 0])
+            before = [e for e in before if _reserved_by(e) > 0]
+        self.reserved += sum(map(_reserved_by, before))
+        address = call.entry.get("addr", 0)
+        self.log(
+            call.entry["action"], address, call.entry["size"], call.entry["stream"]
+        )
+        self._complete(before)
 
-    def _released(self, group: list[Mapping[str, Any]]) -> None:
-        self._completed(group)
-        if released := sum(map(_reserved_by, group)):
+    def _released_by_itself(self, call: "_Call") -> bool:
+        """The allocator, not the program, gave memory back before this allocation."""
+        assert call.entry is not None
+        if call.entry["action"] == "oom" or self._collects_garbage:
+            return True
+        taken = sum(max(_reserved_by(entry), 0) for entry in call.before)
+        return self._limit is not None and self.reserved + taken > self._limit
+
+    def _release(self, before: Iterable[Mapping[str, Any]]) -> None:
+        before = list(before)
+        self._complete(before)
+        if released := sum(map(_reserved_by, before)):
             self.reserved += released
             self.add("empty_cache")
 
-    def _completed(self, group: list[Mapping[str, Any]]) -> None:
-        for entry in group:
+    def _complete(self, before: Iterable[Mapping[str, Any]]) -> None:
+        for entry in before:
             if entry["action"] == "free_completed" and entry["addr"] in self._waiting:
                 stream = self._waiting.pop(entry["addr"])
                 self.add("synchronize", stream=stream, observed=False)
 
-    def _free(self, entry: Mapping[str, Any], after: Mapping[str, Any] | None) -> None:
-        completes = (
-            after is not None
-            and after["action"] == "free_completed"
-            and after["addr"] == entry["addr"]
-        )
-        if not completes:
+    def _free(self, entry: Mapping[str, Any], after: "_Call | None") -> None:
+        if not self._completes_at_once(entry["addr"], after):
             stream = -1 - len(self.operations)
             self._waiting[entry["addr"]] = stream
             self.add("record", entry["addr"], stream=stream, observed=False)
         self.log("free_requested", entry["addr"], entry["size"], entry["stream"])
+
+    def _completes_at_once(self, address: int, after: "_Call | None") -> bool:
+        """Where the next allocation flushed the cache, the flush may have waited for
+        this free: then the block must not be found without it."""
+        if after is None or not after.before:
+            return False
+        first = after.before[0]
+        if (first["action"], first["addr"]) != ("free_completed", address):
+            return False
+        if after.entry is None or after.entry["action"] == "free_requested":
+            return True
+        flushed = any(_reserved_by(entry) < 0 for entry in after.before)
+        return self._releases_partly or not (
+            flushed and self._released_by_itself(after)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A call of the program, and what torch logged on the way to it. The last has no
+    entry."""
+
+    before: list[Mapping[str, Any]]
+    entry: Mapping[str, Any] | None
+
+
+def _calls(entries: Iterable[Mapping[str, Any]]) -> list[_Call]:
+    calls: list[_Call] = []
+    before: list[Mapping[str, Any]] = []
+    for entry in entries:
+        if entry["action"] in ("alloc", "oom", "free_requested"):
+            calls.append(_Call(before, entry))
+            before = []
+        elif entry["action"] != "snapshot":
+            before.append(entry)
+    return [*calls, _Call(before, None)]

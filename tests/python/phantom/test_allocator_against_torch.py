@@ -18,7 +18,9 @@ import pytest
 import torch
 
 from lowtide.phantom import AllocatorModel, alloc_conf
-from lowtide.phantom.traces import Operation, Trace
+from lowtide.phantom.histories import trace_of_cuda
+from lowtide.phantom.snapshots import torch_snapshot
+from lowtide.phantom.traces import Operation, Trace, replay
 from support.allocation_traces import random_trace
 from support.torch_allocator import Played, build_stub, checkpoints, play_on_torch
 
@@ -61,11 +63,19 @@ CASES = [
 
 @pytest.mark.parametrize(("conf", "memory", "events"), CASES)
 def test_model_does_what_torch_does(stub, tmp_path, conf, memory, events):
-    trace = random_trace(len(conf) + memory, 3000, events=events)
+    ample = memory == AMPLE
+    trace = random_trace(len(conf), 3000, empty_cache=ample, events=events)
     torch_says = play_on_torch(stub, trace, tmp_path, conf=conf, memory=memory)
     model = AllocatorModel(events=events, capacity=memory, **alloc_conf.parse(conf))
     compare(trace, torch_says, model)
-    assert bool(torch_says.errors) is (memory == TIGHT)
+    assert bool(torch_says.errors) is not ample
+    reported = torch_says.snapshot["allocator_settings"]
+    own = torch_snapshot(model)["allocator_settings"]
+    assert own == {key: reported[key] for key in own}
+
+    # The history alone says what the program asked for.
+    from_history = trace_of_cuda(torch_says.snapshot, capacity=memory)
+    assert replay(from_history).differences == []
 
 
 def test_expandable_segments_switched_on_and_off(stub, tmp_path):

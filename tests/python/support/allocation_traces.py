@@ -33,8 +33,10 @@ EDGES = (
 )
 
 
-def random_trace(seed: int, length: int, *, live: int = 60, **settings: Any) -> Trace:
-    """``length`` operations on four streams; about ``live`` allocations at a time.
+def random_trace(
+    seed: int, length: int, *, empty_cache: bool = True, **settings: Any
+) -> Trace:
+    """``length`` operations on four streams; about 60 allocations at a time.
 
     Every allocation is made and freed as if it succeeded.
     """
@@ -46,12 +48,12 @@ def random_trace(seed: int, length: int, *, live: int = 60, **settings: Any) -> 
         if draw < 0.02:
             stream = rng.choice((None, 0, 1, 2, 3))
             operations.append(Operation("synchronize", stream=stream))
-        elif draw < 0.025:
+        elif draw < 0.025 and empty_cache:
             operations.append(Operation("empty_cache"))
         elif draw < 0.12 and alive:
             identity, stream = rng.choice(alive), rng.randrange(4)
             operations.append(Operation("record", identity, stream=stream))
-        elif rng.random() < len(alive) / (2 * live):
+        elif rng.random() < len(alive) / 120:
             identity = alive.pop(rng.randrange(len(alive)))
             operations.append(Operation("free", identity))
         else:
