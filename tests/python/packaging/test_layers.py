@@ -109,6 +109,21 @@ def test_python_layers():
     assert python_violations(ROOT / "python/lowtide") == []
 
 
+def test_allocator_model_includes_no_torch():
+    sources = sorted((ROOT / "csrc/phantom/allocator").glob("*"))
+    included = {
+        name
+        for source in sources
+        for name in re.findall(r'#include ["<](.+)[">]', source.read_text())
+    }
+    assert "phantom/allocator/block.h" in included and "vector" in included
+    foreign = {
+        name for name in included if "/" in name and name.endswith((".h", ".hpp"))
+    }
+    own = ("base/", "phantom/allocator/", "sys/")
+    assert sorted(name for name in foreign if not name.startswith(own)) == []
+
+
 @pytest.mark.parametrize(
     ("file", "included", "allowed"),
     [
@@ -116,7 +131,10 @@ def test_python_layers():
         ("memory/slab.cpp", "memory/slab.h", True),
         ("shard/unit.h", "comm/collectives.h", True),
         ("python/module.cpp", "ops/schemas.h", True),
+        ("phantom/device/guard.cpp", "device/runtime.h", True),
         ("device/cuda/runtime.cu", "memory/ledger.h", False),  # upward
+        ("shard/unit.h", "phantom/allocator/events.h", False),
+        ("python/module.cpp", "phantom/python/bindings.h", False),  # sideways
         ("memory/slab.cpp", "comm/collectives.h", False),  # sideways
         ("shard/unit.h", "activation/frame.h", False),  # sideways
         ("shard/unit.h", "python/bind.h", False),
