@@ -33,13 +33,17 @@ struct Settings {
   std::optional<double> scale;
 };
 
+// Exact mode comes here wherever the CPU may have a fused kernel: its values
+// are what counts then.  Where CUDA would compose (fp32 with grouped heads, for
+// instance), the memory counted is that of the efficient kernel.
 std::int64_t choose(const Tensor& query, const Tensor& key, const Tensor& value,
                     const std::optional<Tensor>& mask, double, bool is_causal,
                     std::optional<double>, bool) {
-  const auto kind = choose_attention(query, key, value, mask, is_causal);
-  return static_cast<std::int64_t>(kind == Attention::math
-                                       ? sdp::SDPBackend::math
-                                       : sdp::SDPBackend::overrideable);
+  const bool fused =
+      choose_attention(query, key, value, mask, is_causal) != Attention::math ||
+      (phantom_device().exact() && query.dim() == 4);
+  return static_cast<std::int64_t>(fused ? sdp::SDPBackend::overrideable
+                                         : sdp::SDPBackend::math);
 }
 
 // Of query, key, value and, if defined, mask.

@@ -19,6 +19,7 @@
 #include "phantom/device/device_hooks.h"
 #include "phantom/device/kernels.h"
 #include "phantom/device/phantom_device.h"
+#include "phantom/device/rms_norm.h"
 
 namespace lowtide::phantom {
 namespace {
@@ -38,7 +39,12 @@ class Registrations {
     register_copy_kernels(aten);
     register_attention_kernels(aten);
     register_norm_kernels(aten);
+    register_dropout_kernels(aten);
     register_pinned_kernels(aten);
+    if (phantom_device().exact()) {
+      register_rms_norm_autograd(
+          library("aten", DispatchKey::AutogradPrivateUse1));
+    }
     Library& fallback = library("_", DispatchKey::AutocastPrivateUse1);
     register_autocast(fallback,
                       library("aten", DispatchKey::AutocastPrivateUse1));

@@ -2,14 +2,8 @@
 // in fp32.  The forward of rms_norm is the host's (pinned_kernels.cpp).
 #include <ATen/AccumulateType.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/mul.h>
 #include <ATen/ops/native_layer_norm.h>
 #include <ATen/ops/native_layer_norm_backward.h>
-#include <ATen/ops/sum.h>
-
-#include <ATen/ExpandUtils.h>
 
 #include <array>
 #include <optional>
@@ -17,7 +11,7 @@
 
 #include "phantom/device/host_call.h"
 #include "phantom/device/kernels.h"
-#include "phantom/device/phantom_device.h"
+#include "phantom/device/rms_norm.h"
 
 namespace lowtide::phantom {
 namespace {
@@ -64,32 +58,20 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
   return {call.phantom(d_input), call.phantom(d_weight), call.phantom(d_bias)};
 }
 
-// The host has no kernel for this one.  The same operations in the same order
-// as autograd's through the host's forward, so that the bits are the same:
-//   u = input, p = u^2, r = rsqrt(mean(p) + eps), y = u * r * weight.
 std::tuple<Tensor, Tensor> rms_norm_backward(
     const Tensor& gradient, const Tensor& input, IntArrayRef shape,
     const Tensor& rstd, const std::optional<Tensor>& weight,
     std::array<bool, 2> mask) {
   HostCall call;
-  const Tensor x = call.host(input), r = call.host(rstd);
-  const Tensor u = x.to(r.scalar_type());
-  const Tensor d_result = call.host(gradient).to(r.scalar_type());
-  const bool has_weight = weight && weight->defined();
-  Tensor d_input, d_weight;
+  const auto parts =
+      rms_norm_gradients(call.host(gradient), call.host(input), shape,
+                         call.host(rstd), host(call, weight), mask[0], mask[1]);
+  Tensor d_input;
   if (mask[0]) {
-    const Tensor d_y = has_weight ? d_result * call.host(*weight) : d_result;
-    const Tensor d_r = at::sum_to(d_y * u, r.sizes());
-    const Tensor d_mean = -0.5 * d_r * r.pow(3);
-    const auto n = static_cast<double>(c10::multiply_integers(shape));
-    const Tensor d_p = d_mean.expand(u.sizes()) / n;
-    d_input = (d_y * r + d_p * (2 * u.pow(1))).to(x.scalar_type());
+    d_input =
+        (parts.through_result + parts.through_square).to(input.scalar_type());
   }
-  if (mask[1] && has_weight) {
-    d_weight = at::sum_to(d_result * (u * r), weight->sizes())
-                   .to(weight->scalar_type());
-  }
-  return {call.phantom(d_input), call.phantom(d_weight)};
+  return {call.phantom(d_input), call.phantom(parts.weight)};
 }
 
 }  // namespace

@@ -101,8 +101,6 @@ constexpr std::string_view kOutputs[] = {
     "mish_backward",
     "native_batch_norm",
     "native_batch_norm_backward",
-    "native_dropout",
-    "native_dropout_backward",
     "native_group_norm",
     "native_group_norm_backward",
     "silu_backward",
@@ -161,6 +159,8 @@ constexpr std::string_view kParts[] = {
 
 // Registered in kernels.cpp.
 constexpr std::string_view kKernels[] = {
+    "native_dropout",
+    "native_dropout_backward",
     "_fused_rms_norm_backward",
     "_local_scalar_dense",
     "_scaled_dot_product_fused_attention_overrideable",

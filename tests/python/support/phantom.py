@@ -18,17 +18,27 @@ from support.ranks import RankPool
 MIB = 1 << 20
 
 
+_installed = False
+
+
 def install(mode: str, settings: dict[str, Any]) -> None:
+    """Once per process; a pool starts a new one when a function fails."""
+    global _installed
     import lowtide.phantom
 
-    lowtide.phantom.install(mode, **settings)
+    if not _installed:
+        lowtide.phantom.install(mode, **settings)
+    _installed = True
 
 
 @dataclass(frozen=True)
 class Process:
     pool: RankPool
+    mode: str
+    settings: dict[str, Any]
 
     def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.pool.run(install, self.mode, self.settings)
         return self.pool.run(fn, *args, **kwargs)[0]
 
 
@@ -44,9 +54,7 @@ class Processes:
     def __call__(self, mode: str, **settings: Any) -> Process:
         key = f"{mode} {sorted(settings.items())}"
         if key not in self._made:
-            process = Process(RankPool(1, group=False))
-            process.run(install, mode, settings)
-            self._made[key] = process
+            self._made[key] = Process(RankPool(1, group=False), mode, settings)
         return self._made[key]
 
     def close(self) -> None:
