@@ -110,6 +110,7 @@ TEST(EventsTest, ReturningASegmentWaitsForTheDevice) {
   // Does not fit beside the two: the cached one goes, and cudaFree waits.
   allocator.malloc(50 * kMiB, 1);
   EXPECT_EQ(allocator.malloc(95 * kMiB, 1), pending);
+  EXPECT_EQ(allocator.statistics().num_alloc_retries, 0);
 }
 
 TEST(EventsTest, NeighboursThatCompleteTogetherMerge) {

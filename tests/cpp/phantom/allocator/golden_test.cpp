@@ -78,6 +78,16 @@ TEST_F(Golden, DoesNotSplitOffUpTo1) {
   EXPECT_EQ(take(23 * kMiB / 2), block);
   EXPECT_EQ(reserved(), 12);
   EXPECT_EQ(allocated(), 12);
+  allocator.free(block);
+  take(11 * kMiB);
+  EXPECT_EQ(allocated(), 12);
+}
+
+TEST_F(Golden, SplitsOffMoreThan1) {
+  allocator.free(take(12 * kMiB));
+  take(11 * kMiB - 512);
+  EXPECT_EQ(reserved(), 12);
+  EXPECT_EQ(allocator.allocated(), 11 * kMiB - 512);
 }
 
 TEST_F(Golden, SplitsWhatItReusesAndTakesMoreForTheRest) {
