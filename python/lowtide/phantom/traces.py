@@ -116,6 +116,20 @@ def replay(trace: Trace, model: AllocatorModel | None = None) -> Replay:
     return result
 
 
+def reserved_bounds(trace: Trace) -> tuple[int, int]:
+    """The least and the most that the program may have had reserved at its peak, in
+    bytes: with a device that is never behind, and one that is behind until the host
+    waits. The rest of the settings are the trace's."""
+    least, most = (
+        max(replay(trace, AllocatorModel(**settings)).reserved, default=0)
+        for settings in (
+            {**trace.settings, "events": "immediate"},
+            {**trace.settings, "events": "at_sync"},
+        )
+    )
+    return least, most
+
+
 def _apply(
     operation: Operation, model: AllocatorModel, handles: dict[int | None, int]
 ) -> None:

@@ -9,7 +9,7 @@ import torch
 from lowtide.phantom import AllocatorModel
 from lowtide.phantom.histories import trace_of_cuda, trace_of_model
 from lowtide.phantom.snapshots import torch_snapshot
-from lowtide.phantom.traces import Operation, Trace, replay
+from lowtide.phantom.traces import Operation, Trace, replay, reserved_bounds
 from support.allocation_traces import random_trace
 
 MIB = 1 << 20
@@ -77,6 +77,21 @@ def test_replay_takes_another_model():
     model = AllocatorModel(large_segment=32 * MIB)
     assert replay(trace, model).reserved == [32 * MIB]
     assert model.allocated == 3 * MIB
+
+
+def test_bounds_of_reserved_memory():
+    trace = Trace(
+        [
+            Operation("allocate", 0, 100 * MIB, 1),
+            Operation("record", 0, stream=2),
+            Operation("free", 0),
+            Operation("allocate", 1, 100 * MIB, 1),
+        ]
+    )
+    assert reserved_bounds(trace) == (100 * MIB, 200 * MIB)
+    assert reserved_bounds(Trace([])) == (0, 0)
+    full = Trace(trace.operations, {"capacity": 150 * MIB})
+    assert reserved_bounds(full) == (100 * MIB, 100 * MIB)
 
 
 def test_failed_allocation_is_tried_where_there_is_a_capacity():
