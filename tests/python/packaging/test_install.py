@@ -42,7 +42,10 @@ def test_sdist_and_wheel_install_into_an_empty_environment(tmp_path, bare_venv):
     (wheel,) = tmp_path.glob("lowtide-*.whl")
     contents = zipfile.ZipFile(wheel)
     names = contents.namelist()
-    for name in ("liblowtide_core.so", "_C.pyi", "py.typed", "cli/env.py"):
+    for name in (
+        *("liblowtide_core.so", "_C.pyi", "py.typed", "cli/env.py"),
+        *("liblowtide_phantom.so", "_phantom.pyi", "phantom/allocator.py"),
+    ):
         assert f"lowtide/{name}" in names
     assert {name.split("/")[0].split("-")[0] for name in names} == {"lowtide"}
     (metadata,) = (name for name in names if name.endswith("/METADATA"))
@@ -56,11 +59,15 @@ def test_sdist_and_wheel_install_into_an_empty_environment(tmp_path, bare_venv):
     answer = run(
         bare_venv,
         "-c",
-        "import json, lowtide\n"
-        "print(json.dumps([lowtide.__file__, lowtide._C.build_info()]))",
+        "import json, lowtide, lowtide.phantom\n"
+        "model = lowtide.phantom.AllocatorModel()\n"
+        "model.malloc(1)\n"
+        "info = lowtide._C.build_info()\n"
+        "print(json.dumps([lowtide.__file__, info, model.reserved]))",
         cwd=tmp_path,
     )
-    path, info = json.loads(answer)
+    path, info, reserved = json.loads(answer)
+    assert reserved == 2 << 20
     assert Path(path).is_relative_to(bare_venv.parents[1])
     assert info["version"] == lowtide.__version__
     assert info["cuda"] is False

@@ -24,6 +24,7 @@ CPP_LAYERS = {
     "gather": 3,
     "spmd": 3,
     "ops": 4,
+    "phantom": 5,
     "python": 5,
 }
 
@@ -32,6 +33,7 @@ PYTHON_LAYERS = {
     "_built_for": 0,
     "_version_check": 0,
     "_C": 0,
+    "_phantom": 0,
     "policies": 1,
     "_state": 2,
     "api": 3,
@@ -108,6 +110,21 @@ def test_python_layers():
     assert python_violations(ROOT / "python/lowtide") == []
 
 
+def test_allocator_model_includes_no_torch():
+    sources = sorted((ROOT / "csrc/phantom/allocator").glob("*"))
+    included = {
+        name
+        for source in sources
+        for name in re.findall(r'#include ["<](.+)[">]', source.read_text())
+    }
+    assert "phantom/allocator/block.h" in included and "vector" in included
+    foreign = {
+        name for name in included if "/" in name and name.endswith((".h", ".hpp"))
+    }
+    own = ("base/", "phantom/allocator/", "sys/")
+    assert sorted(name for name in foreign if not name.startswith(own)) == []
+
+
 @pytest.mark.parametrize(
     ("file", "included", "allowed"),
     [
@@ -115,7 +132,10 @@ def test_python_layers():
         ("memory/slab.cpp", "memory/slab.h", True),
         ("shard/unit.h", "comm/collectives.h", True),
         ("python/module.cpp", "ops/schemas.h", True),
+        ("phantom/device/guard.cpp", "device/runtime.h", True),
         ("device/cuda/runtime.cu", "memory/ledger.h", False),  # upward
+        ("shard/unit.h", "phantom/allocator/events.h", False),
+        ("python/module.cpp", "phantom/python/bindings.h", False),  # sideways
         ("memory/slab.cpp", "comm/collectives.h", False),  # sideways
         ("shard/unit.h", "activation/frame.h", False),  # sideways
         ("shard/unit.h", "python/bind.h", False),

@@ -1,9 +1,11 @@
-"""`_C.pyi` says exactly what the extension has."""
+"""`_C.pyi` and `_phantom.pyi` say exactly what the extensions have."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[3]
 
@@ -13,10 +15,10 @@ PYBIND11 = re.compile(
 )
 
 
-def disagreements() -> list[str]:
+def disagreements(module: str) -> list[str]:
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "mypy.stubtest", "lowtide._C", "--concise"),
+            *(sys.executable, "-m", "mypy.stubtest", module, "--concise"),
             *("--mypy-config-file", "pyproject.toml"),
         ],
         cwd=ROOT,
@@ -28,9 +30,13 @@ def disagreements() -> list[str]:
     return [line for line in lines if not PYBIND11.search(line)]
 
 
-def test_stub_matches_the_extension():
-    found = disagreements()
+@pytest.mark.parametrize(
+    ("module", "bindings"),
+    [("_C", "csrc/python"), ("_phantom", "csrc/phantom/python")],
+)
+def test_stub_matches_the_extension(module, bindings):
+    found = disagreements(f"lowtide.{module}")
     assert found == [], (
-        "python/lowtide/_C.pyi and csrc/python/*.cpp disagree; change the stub to say "
-        "what the bindings do:\n" + "\n".join(found)
+        f"python/lowtide/{module}.pyi and {bindings}/*.cpp disagree; change the stub "
+        "to say what the bindings do:\n" + "\n".join(found)
     )

@@ -79,17 +79,22 @@ def main() -> None:
     settings = pickle.loads(bytes.fromhex(sys.argv[2]))
     sys.path[:] = settings["sys_path"]
 
+    os.environ["RANK"] = str(settings["rank"])
+    os.environ["WORLD_SIZE"] = str(settings["world_size"])
+    os.environ["RANK_POOL_STORE"] = settings["store"]
+
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(settings["store"], settings["world_size"]),
-        rank=settings["rank"],
-        world_size=settings["world_size"],
-        timeout=timedelta(seconds=settings["group_timeout"]),
-    )
+    if settings["group"]:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(settings["store"], settings["world_size"]),
+            rank=settings["rank"],
+            world_size=settings["world_size"],
+            timeout=timedelta(seconds=settings["group_timeout"]),
+        )
     while True:
         try:
             message = connection.recv_bytes()

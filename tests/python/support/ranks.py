@@ -59,16 +59,22 @@ class Outcome:
 
 
 class RankPool:
-    """N processes with an initialised gloo group, `torch.set_num_threads(1)`."""
+    """N processes with an initialised gloo group, `torch.set_num_threads(1)`.
+
+    With `group=False` they have none; RANK, WORLD_SIZE and RANK_POOL_STORE (a path
+    for a FileStore) in their environment say how to make one.
+    """
 
     def __init__(
         self,
         world_size: int,
         *,
+        group: bool = True,
         group_timeout: float = 60.0,
         env: dict[str, str] | None = None,
     ) -> None:
         self.world_size = world_size
+        self._group = group
         self._group_timeout = group_timeout
         self._env = env or {}
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -113,6 +119,7 @@ class RankPool:
                 "rank": rank,
                 "world_size": self.world_size,
                 "store": str(self._directory / "store"),
+                "group": self._group,
                 "group_timeout": self._group_timeout,
                 "sys_path": sys.path,
             }

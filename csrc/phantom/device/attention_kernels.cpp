@@ -1,0 +1,144 @@
+// scaled_dot_product_attention: CUDA's allocations, the CPU's values.
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/native/transformers/sdp_utils_cpp.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/scaled_dot_product_attention.h>
+
+#include <array>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "phantom/device/attention_shapes.h"
+#include "phantom/device/generator.h"
+#include "phantom/device/host_autograd.h"
+#include "phantom/device/host_call.h"
+#include "phantom/device/kernels.h"
+#include "phantom/device/phantom_device.h"
+#include "phantom/device/random_scope.h"
+
+namespace lowtide::phantom {
+namespace {
+
+using at::Tensor;
+using c10::SymInt;
+using Tensors = std::vector<Tensor>;
+
+struct Settings {
+  double dropout;
+  bool is_causal;
+  std::optional<double> scale;
+};
+
+// Exact mode comes here wherever the CPU may have a fused kernel: its values
+// are what counts then.  Where CUDA would compose (fp32 with grouped heads, for
+// instance), the memory counted is that of the efficient kernel.
+std::int64_t choose(const Tensor& query, const Tensor& key, const Tensor& value,
+                    const std::optional<Tensor>& mask, double, bool is_causal,
+                    std::optional<double>, bool) {
+  const bool fused =
+      choose_attention(query, key, value, mask, is_causal) != Attention::math ||
+      (phantom_device().exact() && query.dim() == 4);
+  return static_cast<std::int64_t>(fused ? sdp::SDPBackend::overrideable
+                                         : sdp::SDPBackend::math);
+}
+
+// Of query, key, value and, if defined, mask.
+HostFunction attention(const Settings& settings) {
+  return [settings](const Tensors& inputs) {
+    const Tensor &query = inputs[0], &key = inputs[1], &mask = inputs[3];
+    return at::scaled_dot_product_attention(
+        query, key, inputs[2],
+        mask.defined() ? std::optional(mask) : std::nullopt, settings.dropout,
+        settings.is_causal, settings.scale,
+        /*enable_gqa=*/query.size(1) != key.size(1));
+  };
+}
+
+Tensors host_inputs(HostCall& call, const Tensor& query, const Tensor& key,
+                    const Tensor& value, const Tensor& mask) {
+  return {call.host(query), call.host(key), call.host(value), call.host(mask)};
+}
+
+using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, SymInt, SymInt,
+                           Tensor, Tensor, Tensor>;
+
+Forward forward(const Tensor& query, const Tensor& key, const Tensor& value,
+                const std::optional<Tensor>& bias, double dropout,
+                bool is_causal, bool, std::optional<double> scale) {
+  const Tensor mask = bias.value_or(Tensor());
+  const auto tracked = [](const Tensor& tensor) {
+    return tensor.defined() && tensor.requires_grad();
+  };
+  const std::vector<bool> require_grad = {tracked(query), tracked(key),
+                                          tracked(value), tracked(mask)};
+  const bool keep = at::GradMode::is_enabled() &&
+                    (require_grad[0] || require_grad[1] || require_grad[2]);
+  auto made = allocate_outputs(
+      choose_attention(query, key, value, bias, is_causal), query, value, keep);
+  if (phantom_device().exact()) {
+    auto& generator = phantom_generator(default_generator());
+    if (dropout > 0) {
+      // The backward draws the same numbers, from the whole state.
+      const Tensor state = generator.host().get_state();
+      made.seed = at::empty(state.sizes(), query.options().dtype(at::kByte));
+      made.seed.copy_(state);
+    }
+    const RandomScope random(default_generator());
+    HostCall call;
+    call.host(made.output)
+        .copy_(host_forward(attention({dropout, is_causal, scale}),
+                            host_inputs(call, query, key, value, mask),
+                            require_grad));
+  }
+  return {made.output, made.logsumexp, Tensor(),    Tensor(), query.size(2),
+          key.size(2), made.seed,      made.offset, Tensor()};
+}
+
+using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+Backward backward(const Tensor& gradient, const Tensor& query,
+                  const Tensor& key, const Tensor& value, const Tensor& mask,
+                  std::array<bool, 4> wanted, const Tensor&, const Tensor&,
+                  const Tensor&, const Tensor&, SymInt, SymInt, double dropout,
+                  bool is_causal, const Tensor& seed, const Tensor& offset,
+                  std::optional<double> scale) {
+  Scratch scratch;
+  backward_scratch(kind_of(offset), query, key, value, scratch);
+  const Tensors inputs = {query, key, value, mask};
+  Tensors gradients(inputs.size());
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    wanted[i] = wanted[i] && inputs[i].defined();
+    if (wanted[i]) gradients[i] = at::empty_like(inputs[i]);
+  }
+  if (phantom_device().exact()) {
+    at::Generator replay = at::make_generator<PhantomGenerator>();
+    HostCall call;
+    if (dropout > 0) {
+      phantom_generator(replay).host().set_state(call.host(seed));
+    }
+    const RandomScope random(replay);
+    const Tensors found = host_backward(
+        attention({dropout, is_causal, scale}),
+        host_inputs(call, query, key, value, mask),
+        std::vector<bool>(wanted.begin(), wanted.end()), call.host(gradient));
+    for (std::size_t i = 0; i < found.size(); ++i) {
+      if (wanted[i]) call.host(gradients[i]).copy_(found[i]);
+    }
+  }
+  return {gradients[0], gradients[1], gradients[2], gradients[3]};
+}
+
+}  // namespace
+
+void register_attention_kernels(torch::Library& aten) {
+  at::native::_fused_sdp_choice_stub.set_privateuse1_dispatch_ptr(&choose);
+  aten.impl("_scaled_dot_product_fused_attention_overrideable", &forward);
+  aten.impl("_scaled_dot_product_fused_attention_overrideable_backward",
+            &backward);
+}
+
+}  // namespace lowtide::phantom

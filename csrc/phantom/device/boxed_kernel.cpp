@@ -1,0 +1,136 @@
+#include "phantom/device/boxed_kernel.h"
+
+#include <ATen/core/function_schema.h>
+
+#include <optional>
+#include <string>
+
+#include "base/check.h"
+#include "phantom/device/host_call.h"
+#include "phantom/device/operator_list.h"
+#include "phantom/device/phantom_device.h"
+#include "phantom/device/random_scope.h"
+#include "phantom/device/scratch.h"
+
+namespace lowtide::phantom {
+namespace {
+
+using c10::IValue;
+using torch::jit::Stack;
+
+std::ptrdiff_t count(std::size_t values) {
+  return static_cast<std::ptrdiff_t>(values);
+}
+
+OperatorRule required_rule(const c10::OperatorHandle& op) {
+  const std::string name = toString(op.operator_name());
+  if (depends_on_values(op)) {
+    throw Error(base::error_text(
+        base::concat("phantom: operator ", name),
+        "a result that follows from the arguments' shapes",
+        "one that depends on their values, which meta mode does not have",
+        "Use install(mode='exact'), or compute it on the CPU."));
+  }
+  if (const auto rule = find_rule(op)) return *rule;
+  throw Error(base::error_text(
+      base::concat("phantom: operator ", name),
+      "one whose memory on CUDA is known", "one that is not on the list",
+      base::concat("Pass install(allow=['", op.schema().name(),
+                   "']) to count its outputs alone, or use mode='exact'.")));
+}
+
+// As on CUDA: scalars may come from the CPU, and indices.
+void require_one_device(const c10::OperatorHandle& op, const Stack& stack) {
+  const std::string& name = op.schema().name();
+  if (name.find("index") != std::string::npos) return;
+  const std::size_t num_arguments = op.schema().arguments().size();
+  for (const IValue& value : torch::jit::last(stack, num_arguments)) {
+    if (!value.isTensor()) continue;
+    const at::Tensor& tensor = value.toTensor();
+    if (!tensor.defined() || tensor.device().type() == kPhantom ||
+        tensor.dim() == 0) {
+      continue;
+    }
+    throw Error(base::error_text(
+        base::concat("phantom: operator ", name), "all tensors on one device",
+        base::concat("phantom:0 and ", tensor.device()),
+        "Move the other tensor with .to('phantom')."));
+  }
+}
+
+IValue host_argument(IValue value, HostCall& call, bool exact) {
+  if (value.isTensor()) return call.host(value.toTensor());
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> tensors;
+    for (const at::Tensor& tensor : value.toTensorVector()) {
+      tensors.push_back(call.host(tensor));
+    }
+    return tensors;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> tensors;
+    for (const auto& tensor : value.toOptionalTensorVector()) {
+      tensors.push_back(tensor ? std::optional(call.host(*tensor))
+                               : std::nullopt);
+    }
+    return tensors;
+  }
+  if (value.isDevice() && value.toDevice().type() == kPhantom) {
+    return c10::Device(exact ? c10::kCPU : c10::kMeta);
+  }
+  return value;
+}
+
+IValue phantom_result(IValue value, HostCall& call) {
+  if (value.isTensor()) return call.phantom(value.toTensor());
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> tensors;
+    for (const at::Tensor& tensor : value.toTensorVector()) {
+      tensors.push_back(call.phantom(tensor));
+    }
+    return tensors;
+  }
+  return value;
+}
+
+void run_on_host(const c10::OperatorHandle& op, Stack* stack, bool exact) {
+  const auto key = exact ? c10::DispatchKey::CPU : c10::DispatchKey::Meta;
+  try {
+    op.redispatchBoxed(c10::DispatchKeySet(key), stack);
+  } catch (const c10::NotImplementedError& error) {
+    throw Error(base::error_text(
+        base::concat("phantom: operator ", toString(op.operator_name())),
+        base::concat("a kernel for ", c10::toString(key)), "none",
+        exact ? "Register one, or run this part on the CPU."
+              : "Register one, or use install(mode='exact')."));
+  }
+}
+
+}  // namespace
+
+void boxed_kernel(const c10::OperatorHandle& op, Stack* stack) {
+  const bool exact = phantom_device().exact();
+  const auto rule = exact ? find_rule(op) : required_rule(op);
+  require_one_device(op, *stack);
+
+  const std::size_t num_arguments = op.schema().arguments().size();
+  Scratch scratch;
+  if (rule && rule->scratch != nullptr) {
+    rule->scratch(torch::jit::last(*stack, num_arguments), scratch);
+  }
+  HostCall call;
+  const RandomScope random(op, *stack);
+  for (auto value = stack->end() - count(num_arguments); value < stack->end();
+       ++value) {
+    *value = host_argument(std::move(*value), call, exact);
+  }
+  run_on_host(op, stack, exact);
+  call.update_arguments();
+  const std::size_t num_results = op.schema().returns().size();
+  for (auto value = stack->end() - count(num_results); value < stack->end();
+       ++value) {
+    *value = phantom_result(std::move(*value), call);
+  }
+}
+
+}  // namespace lowtide::phantom

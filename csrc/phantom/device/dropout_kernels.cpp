@@ -1,0 +1,49 @@
+// Dropout as CUDA keeps it, one kernel each way and a mask of booleans, with
+// the CPU's values: there it multiplies by noise of 0 and 1 / (1 - p), rounded
+// to the input's dtype.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/ones_like.h>
+
+#include <optional>
+#include <tuple>
+
+#include "phantom/device/generator.h"
+#include "phantom/device/host_call.h"
+#include "phantom/device/kernels.h"
+#include "phantom/device/random_scope.h"
+
+namespace lowtide::phantom {
+namespace {
+
+using at::Tensor;
+
+std::tuple<Tensor, Tensor> dropout(const Tensor& input, double p,
+                                   std::optional<bool> train) {
+  HostCall call;
+  const Tensor x = call.host(input);
+  if (p == 0 || !train.value_or(true)) {
+    return {call.phantom(x.clone()), call.phantom(at::ones_like(x, at::kBool))};
+  }
+  const RandomScope random(default_generator());
+  const Tensor noise = at::empty_like(x).bernoulli_(1 - p);
+  const Tensor mask = noise.to(at::kBool);
+  return {call.phantom(x * noise.div_(1 - p)), call.phantom(mask)};
+}
+
+Tensor dropout_backward(const Tensor& gradient, const Tensor& mask,
+                        double scale) {
+  HostCall call;
+  const Tensor g = call.host(gradient);
+  const Tensor noise = call.host(mask).to(g.scalar_type());
+  return call.phantom(g * (scale == 0 ? noise : noise.div_(1 / scale)));
+}
+
+}  // namespace
+
+void register_dropout_kernels(torch::Library& aten) {
+  aten.impl("native_dropout", &dropout);
+  aten.impl("native_dropout_backward", &dropout_backward);
+}
+
+}  // namespace lowtide::phantom

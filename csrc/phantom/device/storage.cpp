@@ -1,0 +1,46 @@
+#include "phantom/device/storage.h"
+
+#include <c10/core/StorageImpl.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "phantom/device/device_allocator.h"
+#include "phantom/device/phantom_device.h"
+
+namespace lowtide::phantom {
+
+c10::Storage make_storage(std::size_t bytes) {
+  return c10::Storage(c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), bytes,
+      device_allocator().allocate(bytes), &device_allocator(),
+      /*resizable=*/true));
+}
+
+at::Tensor tensor_like(c10::Storage storage, c10::DispatchKey key,
+                       const at::Tensor& like) {
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(key), like.dtype());
+  auto* const impl = tensor.unsafeGetTensorImpl();
+  impl->set_sizes_and_strides(like.sizes(), like.strides(),
+                              like.storage_offset());
+  if (like.unsafeGetTensorImpl()->is_wrapped_number()) {
+    impl->set_wrapped_number(true);
+  }
+  if (like.is_conj()) impl->_set_conj(true);
+  if (like.is_neg()) impl->_set_neg(true);
+  return tensor;
+}
+
+void resize_storage(c10::StorageImpl& storage, std::size_t bytes) {
+  c10::DataPtr data = device_allocator().allocate(bytes);
+  const std::size_t kept = std::min(storage.nbytes(), bytes);
+  if (kept > 0 && phantom_device().exact()) {
+    std::memcpy(data.mutable_get(), storage.data(), kept);
+  }
+  storage.set_data_ptr_noswap(std::move(data));
+  storage.set_nbytes(bytes);
+}
+
+}  // namespace lowtide::phantom

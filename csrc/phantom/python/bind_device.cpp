@@ -1,0 +1,76 @@
+// Bindings of csrc/phantom/device, no logic.
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/check.h"
+#include "phantom/device/cublas_workspace.h"
+#include "phantom/device/generator.h"
+#include "phantom/device/install.h"
+#include "phantom/device/operator_list.h"
+#include "phantom/device/phantom_device.h"
+#include "phantom/python/bindings.h"
+
+namespace py = pybind11;
+
+namespace lowtide::phantom::python {
+namespace {
+
+Mode mode_named(const std::string& name) {
+  if (name == "exact") return Mode::exact;
+  if (name == "meta") return Mode::meta;
+  throw InvalidArgument(base::error_text(
+      "phantom mode", "\"exact\" or \"meta\"", '"' + name + '"',
+      "Exact computes on the CPU, meta only counts memory."));
+}
+
+Progress progress_named(const std::string& name) {
+  if (name == "immediate") return Progress::immediate;
+  if (name == "at_sync") return Progress::at_sync;
+  throw InvalidArgument(base::error_text(
+      "phantom events", "\"immediate\" or \"at_sync\"", '"' + name + '"',
+      "Immediate gives the lower bound of what is reserved, at_sync the "
+      "upper."));
+}
+
+std::optional<std::string> memory_of(const std::string& name,
+                                     const std::string& overload) {
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(
+      name.c_str(), overload.c_str());
+  const auto rule = find_rule(op);
+  if (!rule) return std::nullopt;
+  return std::string(name_of(rule->memory));
+}
+
+}  // namespace
+
+void bind_device(py::module_& module) {
+  module.attr("HOPPER_CUBLAS_WORKSPACE") = kHopperWorkspace;
+  module.def("cublas_workspace_bytes", &cublas_workspace_bytes,
+             py::arg("config"));
+  module.def("clear_cublas_workspaces", &clear_cublas_workspaces,
+             py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "install",
+      [](const std::string& mode, const AllocatorSettings& settings,
+         const std::string& events, std::size_t cublas_workspace,
+         std::vector<std::string> allowed_operators) {
+        install({mode_named(mode), settings, progress_named(events),
+                 cublas_workspace, std::move(allowed_operators)});
+      },
+      py::kw_only(), py::arg("mode"), py::arg("settings"), py::arg("events"),
+      py::arg("cublas_workspace"), py::arg("allowed_operators"),
+      py::call_guard<py::gil_scoped_release>());
+  module.def("default_generator", &default_generator);
+  module.def(
+      "device_memory", [] { return &phantom_device().memory(); },
+      py::return_value_policy::reference);
+  module.def("operator_memory", &memory_of, py::arg("name"),
+             py::arg("overload"));
+}
+
+}  // namespace lowtide::phantom::python

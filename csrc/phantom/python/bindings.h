@@ -1,0 +1,11 @@
+// What module.cpp calls to fill lowtide._phantom.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace lowtide::phantom::python {
+
+void bind_allocator(pybind11::module_& module);  // AllocatorModel
+void bind_device(pybind11::module_& module);     // the PrivateUse1 device
+
+}  // namespace lowtide::phantom::python

@@ -1,0 +1,66 @@
+"""Stub of the simulated accelerator's extension; csrc/phantom/python holds the
+bindings."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+class AllocatorSettings:
+    """Settings of PYTORCH_ALLOC_CONF, in bytes; csrc/phantom/allocator/settings.h."""
+
+    expandable: bool
+    capacity: int | None
+    memory_fraction: float
+    garbage_collection_threshold: float
+    max_split: int | None
+    large_segment: int
+    max_non_split_rounding: int | None
+    roundup_power2_divisions: Sequence[int]
+    def __init__(self) -> None: ...
+
+class CachingAllocator:
+    """The model alone; :class:`lowtide.phantom.AllocatorModel` is its face."""
+
+    def __init__(self, settings: AllocatorSettings, events: str) -> None: ...
+    def malloc(self, num_bytes: int, stream: int) -> int: ...
+    def free(self, address: int) -> None: ...
+    def record_stream(self, address: int, stream: int) -> None: ...
+    def synchronize(self, stream: int | None) -> None: ...
+    def empty_cache(self) -> None: ...
+    def settings(self) -> AllocatorSettings: ...
+    def set_expandable(self, expandable: bool) -> None: ...
+    def set_memory_fraction(self, fraction: float) -> None: ...
+    def allocated(self) -> int: ...
+    def reserved(self) -> int: ...
+    def block_size(self, address: int) -> int: ...
+    def statistics(self) -> dict[str, Any]:
+        """torch.cuda.memory_stats_as_nested_dict()."""
+    def reset_peak_statistics(self) -> None: ...
+    def reset_accumulated_statistics(self) -> None: ...
+    def snapshot(self) -> list[dict[str, Any]]:
+        """torch.cuda.memory_snapshot() without call stacks."""
+    def record_history(self, max_entries: int) -> None: ...
+    def history(self) -> list[tuple[str, int, int, int]]:
+        """(action, address, bytes, stream) per entry."""
+
+# -- the device ---------------------------------------------------------------------
+
+HOPPER_CUBLAS_WORKSPACE: int
+
+def install(
+    *,
+    mode: str,
+    settings: AllocatorSettings,
+    events: str,
+    cublas_workspace: int,
+    allowed_operators: Sequence[str],
+) -> None: ...
+def device_memory() -> CachingAllocator:
+    """Of the installed device."""
+
+def default_generator() -> torch.Generator: ...
+def cublas_workspace_bytes(config: str) -> int: ...
+def clear_cublas_workspaces() -> None: ...
+def operator_memory(name: str, overload: str) -> str | None:
+    """How the operator list has it; None if it does not."""
