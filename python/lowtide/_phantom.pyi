@@ -56,6 +56,9 @@ def install(
     cublas_workspace: int,
     allowed_operators: Sequence[str],
 ) -> None: ...
+def mode() -> str:
+    """Of the installed device."""
+
 def device_memory() -> CachingAllocator:
     """Of the installed device."""
 
@@ -64,3 +67,8 @@ def cublas_workspace_bytes(config: str) -> int: ...
 def clear_cublas_workspaces() -> None: ...
 def operator_memory(name: str, overload: str) -> str | None:
     """How the operator list has it; None if it does not."""
+
+class GlooBackend:
+    """Collectives of phantom tensors over gloo."""
+
+    def __init__(self, gloo: Any) -> None: ...

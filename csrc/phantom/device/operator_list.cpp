@@ -7,8 +7,10 @@
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
+#include <vector>
 
 #include "base/check.h"
+#include "phantom/device/operator_names.h"
 #include "phantom/device/phantom_device.h"
 
 namespace lowtide::phantom {
@@ -16,167 +18,10 @@ namespace {
 
 using Table = std::unordered_map<std::string_view, OperatorRule>;
 
-// CUDA's kernels allocate what they return and, at most, buffers of a few
-// hundred KiB (reductions), which are not counted.
-constexpr std::string_view kOutputs[] = {
-    // reductions
-    "all",
-    "amax",
-    "amin",
-    "aminmax",
-    "any",
-    "argmax",
-    "argmin",
-    "cumsum",
-    "linalg_vector_norm",
-    "linalg__powsum",
-    "max",
-    "mean",
-    "min",
-    "nansum",
-    "norm",
-    "prod",
-    "std",
-    "std_mean",
-    "sum",
-    "var",
-    "var_mean",
-    // softmax and losses
-    "_log_softmax",
-    "_log_softmax_backward_data",
-    "_softmax",
-    "_softmax_backward_data",
-    "binary_cross_entropy",
-    "binary_cross_entropy_backward",
-    "huber_loss_backward",
-    "mse_loss",
-    "mse_loss_backward",
-    "nll_loss_backward",
-    "nll_loss_forward",
-    "nll_loss2d_backward",
-    "nll_loss2d_forward",
-    "smooth_l1_loss",
-    "smooth_l1_loss_backward",
-    // choosing and placing elements
-    "bucketize",
-    "cat",
-    "flip",
-    "gather",
-    "index",
-    "index_add",
-    "index_copy",
-    "index_fill",
-    "index_select",
-    "masked_fill",
-    "masked_scatter",
-    "roll",
-    "scatter",
-    "scatter_add",
-    "scatter_reduce",
-    "searchsorted",
-    "take",
-    "tril",
-    "triu",
-    "where",
-    // filling
-    "arange",
-    "bernoulli",
-    "exponential",
-    "eye",
-    "fill",
-    "geometric",
-    "linspace",
-    "log_normal",
-    "normal",
-    "random",
-    "tril_indices",
-    "triu_indices",
-    "uniform",
-    "zero",
-    // activations and normalisation
-    "gelu",
-    "gelu_backward",
-    "glu",
-    "glu_backward",
-    "mish_backward",
-    "native_batch_norm",
-    "native_batch_norm_backward",
-    "native_group_norm",
-    "native_group_norm_backward",
-    "silu_backward",
-    // optimizers: in place
-    "_amp_foreach_non_finite_check_and_unscale",
-    "_amp_update_scale",
-    "_fused_adagrad",
-    "_fused_adam",
-    "_fused_adamw",
-    "_fused_sgd",
-    // one kernel that writes its outputs or out= tensors
-    "_chunk_cat",
-    "_fused_rms_norm",
-    "addr",
-};
-
-// Torch builds them from other operators on CUDA too, or its CUDA kernel
-// allocates what those allocate (foreach).
-constexpr std::string_view kParts[] = {
-    "_to_copy",
-    "_unsafe_view",
-    "clone",
-    "constant_pad_nd",
-    "diagonal_backward",
-    "embedding",
-    "empty_like",
-    "full",
-    "full_like",
-    "lift_fresh",
-    "logsumexp",
-    "new_empty",
-    "new_empty_strided",
-    "new_full",
-    "new_ones",
-    "new_zeros",
-    "ones",
-    "ones_like",
-    "rand",
-    "rand_like",
-    "randint",
-    "randn",
-    "randn_like",
-    "repeat",
-    "scalar_tensor",
-    "select_backward",
-    "slice_backward",
-    "split_with_sizes_copy",
-    "squeeze",
-    "stack",
-    "t",
-    "transpose",
-    "unsqueeze",
-    "zeros",
-    "zeros_like",
-};
-
-// Registered in kernels.cpp.
-constexpr std::string_view kKernels[] = {
-    "native_dropout",
-    "native_dropout_backward",
-    "_fused_rms_norm_backward",
-    "_local_scalar_dense",
-    "_scaled_dot_product_fused_attention_overrideable",
-    "_scaled_dot_product_fused_attention_overrideable_backward",
-    "copy",
-    "empty",
-    "empty_strided",
-    "native_layer_norm",
-    "native_layer_norm_backward",
-    "record_stream",
-    "resize",
-    "set",
-};
-
 constexpr std::pair<std::string_view, ScratchRule> kWithScratch[] = {
     {"_addmm_activation", &gemm_add_scratch},
+    {"_int_mm", &gemm_scratch},
+    {"_scaled_mm", &gemm_scratch},
     {"_foreach_norm", &foreach_norm_scratch},
     {"_index_put_impl", &index_put_scratch},
     {"addbmm", &gemm_add_scratch},
@@ -192,23 +37,22 @@ constexpr std::pair<std::string_view, ScratchRule> kWithScratch[] = {
     {"vdot", &gemm_scratch},
 };
 
-constexpr std::string_view kValueDependent[] = {
-    "_unique",
-    "_unique2",
-    "equal",
-    "masked_select",
-    "nonzero",
-    "repeat_interleave",
-    "unique_consecutive",
-    "unique_dim",
-};
+std::vector<std::string_view> words(std::string_view text) {
+  std::vector<std::string_view> found;
+  while (!text.empty()) {
+    const std::size_t end = text.find(' ');
+    found.push_back(text.substr(0, end));
+    text.remove_prefix(end + 1);  // every word has a blank behind it
+  }
+  return found;
+}
 
 const Table& table() {
   static const Table table = [] {
     Table entries;
-    for (const auto name : kOutputs) entries[name] = {Memory::outputs};
-    for (const auto name : kParts) entries[name] = {Memory::parts};
-    for (const auto name : kKernels) entries[name] = {Memory::kernel};
+    for (const auto name : words(kOutputs)) entries[name] = {Memory::outputs};
+    for (const auto name : words(kParts)) entries[name] = {Memory::parts};
+    for (const auto name : words(kKernels)) entries[name] = {Memory::kernel};
     for (const auto& [name, scratch] : kWithScratch) {
       entries[name] = {Memory::outputs, scratch};
     }
@@ -294,8 +138,9 @@ std::optional<OperatorRule> find_rule(const c10::OperatorHandle& op) {
 }
 
 bool depends_on_values(const c10::OperatorHandle& op) {
-  static const std::unordered_set<std::string_view> names(
-      std::begin(kValueDependent), std::end(kValueDependent));
+  static const auto all = words(kValueDependent);
+  static const std::unordered_set<std::string_view> names(all.begin(),
+                                                          all.end());
   return names.count(aten_name(op.schema())) > 0;
 }
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <utility>
 
 #include "phantom/device/device_allocator.h"
@@ -31,6 +32,24 @@ at::Tensor tensor_like(c10::Storage storage, c10::DispatchKey key,
   if (like.is_conj()) impl->_set_conj(true);
   if (like.is_neg()) impl->_set_neg(true);
   return tensor;
+}
+
+at::Tensor host_view(const at::Tensor& tensor) {
+  if (tensor.device().type() != kPhantom) return tensor;
+  auto owner = std::make_unique<c10::Storage>(tensor.storage());
+  void* const data = owner->mutable_data();
+  const std::size_t bytes = owner->nbytes();
+  c10::DataPtr view(
+      data, owner.release(),
+      [](void* context) {
+        const std::unique_ptr<c10::Storage> owned(
+            static_cast<c10::Storage*>(context));
+      },
+      c10::Device(c10::kCPU));
+  c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(), bytes, std::move(view), nullptr,
+      /*resizable=*/false));
+  return tensor_like(std::move(storage), c10::DispatchKey::CPU, tensor);
 }
 
 void resize_storage(c10::StorageImpl& storage, std::size_t bytes) {

@@ -16,6 +16,10 @@ c10::Storage make_storage(std::size_t bytes);
 at::Tensor tensor_like(c10::Storage storage, c10::DispatchKey key,
                        const at::Tensor& like);
 
+// In exact mode, a CPU tensor over the bytes of `tensor`, which it keeps alive.
+// Tensors of other devices are returned as they are.
+at::Tensor host_view(const at::Tensor& tensor);
+
 // New bytes from the current stream's pool; keeps what fits of the old ones.
 void resize_storage(c10::StorageImpl& storage, std::size_t bytes);
 

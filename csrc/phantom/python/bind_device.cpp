@@ -10,6 +10,7 @@
 #include "base/check.h"
 #include "phantom/device/cublas_workspace.h"
 #include "phantom/device/generator.h"
+#include "phantom/device/gloo_backend.h"
 #include "phantom/device/install.h"
 #include "phantom/device/operator_list.h"
 #include "phantom/device/phantom_device.h"
@@ -49,6 +50,13 @@ std::optional<std::string> memory_of(const std::string& name,
 }  // namespace
 
 void bind_device(py::module_& module) {
+  py::module_::import("torch._C._distributed_c10d");  // binds c10d::Backend
+  py::class_<GlooBackend, c10d::Backend, c10::intrusive_ptr<GlooBackend>>(
+      module, "GlooBackend", "Collectives of phantom tensors over gloo.")
+      .def(py::init([](c10::intrusive_ptr<c10d::Backend> gloo) {
+             return c10::make_intrusive<GlooBackend>(std::move(gloo));
+           }),
+           py::arg("gloo"));
   module.attr("HOPPER_CUBLAS_WORKSPACE") = kHopperWorkspace;
   module.def("cublas_workspace_bytes", &cublas_workspace_bytes,
              py::arg("config"));
@@ -65,6 +73,8 @@ void bind_device(py::module_& module) {
       py::kw_only(), py::arg("mode"), py::arg("settings"), py::arg("events"),
       py::arg("cublas_workspace"), py::arg("allowed_operators"),
       py::call_guard<py::gil_scoped_release>());
+  module.def("mode",
+             [] { return phantom_device().exact() ? "exact" : "meta"; });
   module.def("default_generator", &default_generator);
   module.def(
       "device_memory", [] { return &phantom_device().memory(); },

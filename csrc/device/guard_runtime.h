@@ -1,0 +1,44 @@
+// Streams and events of any device torch has a guard for, memory from the
+// allocator registered for it.  For devices lowtide has no runtime of its own
+// for: those that come to torch from outside, as PrivateUse1.
+//
+// `compute` is the stream that is current on this thread outside of any
+// StreamScope.  `gather` and `reduce` are new streams of high priority,
+// different from each other and from the default one.  Nothing waits on the
+// host except synchronize(), and bytes belong to compute: no block is ever
+// marked as used on another stream.
+//
+// Thread-safe if the guard is; scopes are per thread.
+#pragma once
+
+#include <c10/core/Stream.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include "device/runtime.h"
+
+namespace lowtide::device {
+
+class GuardRuntime final : public Runtime {
+ public:
+  // Without an index: the current device.  Throws lowtide::Error if the
+  // backend has no streams to spare, c10::Error if there is no backend.
+  explicit GuardRuntime(c10::Device device);
+
+  c10::Device device() const override { return gather_.device(); }
+  c10::DataPtr allocate(std::size_t bytes) override;
+  Event record(Stream stream) override;
+  void wait(Stream stream, const Event& event) override;
+  void synchronize(Stream stream) override;
+  std::int64_t enter(Stream stream) override;
+  void leave(std::int64_t previous) override;
+  Stream current() const override;
+
+ private:
+  c10::Stream stream_of(Stream stream) const;
+
+  const c10::impl::DeviceGuardImplInterface& guard_;  // registered: immortal
+  c10::Stream gather_;
+  c10::Stream reduce_;
+};
+
+}  // namespace lowtide::device
