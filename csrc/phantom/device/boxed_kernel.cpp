@@ -6,7 +6,6 @@
 #include <string>
 
 #include "base/check.h"
-#include "phantom/device/allocation_listener.h"
 #include "phantom/device/host_call.h"
 #include "phantom/device/operator_list.h"
 #include "phantom/device/phantom_device.h"
@@ -110,7 +109,6 @@ void run_on_host(const c10::OperatorHandle& op, Stack* stack, bool exact) {
 }  // namespace
 
 void boxed_kernel(const c10::OperatorHandle& op, Stack* stack) {
-  const CurrentOperator current(op);
   const bool exact = phantom_device().exact();
   const auto rule = exact ? find_rule(op) : required_rule(op);
   require_one_device(op, *stack);

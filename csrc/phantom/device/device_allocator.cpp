@@ -87,9 +87,9 @@ class Allocator final : public c10::DeviceAllocator {
     const Address address = malloc(device, bytes);
     auto* const data = reinterpret_cast<void*>(address);
     c10::DataPtr owner(data, data, &release, kPhantomDevice);
-    const std::size_t block = device.memory().block_size(address);
-    report(device, data, static_cast<std::int64_t>(block));
-    tell_listener(address, block);
+    report(device, data,
+           static_cast<std::int64_t>(device.memory().block_size(address)));
+    tell_listener(address, bytes);
     return owner;
   }
 
