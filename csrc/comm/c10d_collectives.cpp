@@ -161,6 +161,9 @@ std::vector<std::int64_t> C10dCollectives::from_rank_zero(
   work.start([&](auto& tensors, auto&) { return group_->broadcast(tensors); });
   work.wait();
   count(Kind::broadcast, static_cast<std::int64_t>(mine.nbytes()));
+  // Rank 0 has them, and a fake group brings none; a device that only
+  // simulates memory could not even give back what it was given.
+  if (rank() == 0 || backend_ == "fake") return values;
   const auto received = mine.cpu();
   const auto* begin = received.const_data_ptr<std::int64_t>();
   return {begin, begin + values.size()};

@@ -1,7 +1,7 @@
 """Stub of the simulated accelerator's extension; csrc/phantom/python holds the
 bindings."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,11 @@ def mode() -> str:
 
 def device_memory() -> CachingAllocator:
     """Of the installed device."""
+
+def set_allocation_listener(
+    listener: Callable[[int, int, int, str], None] | None,
+) -> None:
+    """Called after every allocation with address, bytes, stream and operator."""
 
 def default_generator() -> torch.Generator: ...
 def cublas_workspace_bytes(config: str) -> int: ...

@@ -7,6 +7,7 @@
 #include <exception>
 
 #include "base/check.h"
+#include "phantom/device/allocation_listener.h"
 #include "phantom/device/phantom_device.h"
 
 namespace lowtide::phantom {
@@ -85,9 +86,11 @@ class Allocator final : public c10::DeviceAllocator {
     PhantomDevice& device = phantom_device();
     const Address address = malloc(device, bytes);
     auto* const data = reinterpret_cast<void*>(address);
+    c10::DataPtr owner(data, data, &release, kPhantomDevice);
     report(device, data,
            static_cast<std::int64_t>(device.memory().block_size(address)));
-    return {data, data, &release, kPhantomDevice};
+    tell_listener(address, bytes);
+    return owner;
   }
 
   c10::DeleterFnPtr raw_deleter() const override { return &release; }

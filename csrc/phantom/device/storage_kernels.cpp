@@ -89,6 +89,18 @@ void record_tensor_stream(Tensor& self, c10::Stream stream) {
   record_stream(self.storage().data_ptr(), stream);
 }
 
+// Whether `parameter.data = tensor` may put one in place of the other.  Torch
+// has a list of devices that share the plain TensorImpl; PrivateUse1 is not on
+// it, and Module.to() would replace parameters where CUDA keeps them.
+bool may_take_data_of(const Tensor& self, const Tensor& from) {
+  const auto plain = [](const Tensor& tensor) {
+    const auto type = tensor.device().type();
+    return tensor.layout() == at::kStrided &&
+           (type == kPhantom || type == c10::kCPU);
+  };
+  return plain(self) && plain(from);
+}
+
 }  // namespace
 
 void register_storage_kernels(torch::Library& aten) {
@@ -100,6 +112,7 @@ void register_storage_kernels(torch::Library& aten) {
   aten.impl("set_.source_Tensor", &set_tensor);
   aten.impl("set_", &set_empty);
   aten.impl("record_stream", &record_tensor_stream);
+  aten.impl("_has_compatible_shallow_copy_type", &may_take_data_of);
 }
 
 }  // namespace lowtide::phantom

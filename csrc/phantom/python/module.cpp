@@ -8,4 +8,5 @@ PYBIND11_MODULE(_phantom, module) {
   module.doc() = "lowtide's simulated accelerator";
   lowtide::phantom::python::bind_allocator(module);
   lowtide::phantom::python::bind_device(module);
+  lowtide::phantom::python::bind_listener(module);
 }

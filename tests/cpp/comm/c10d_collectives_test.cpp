@@ -34,7 +34,7 @@ class ScriptedBackend final : public c10d::Backend {
  public:
   ScriptedBackend(int rank, int size) : Backend(rank, size) {}
 
-  const std::string getBackendName() const override { return "scripted"; }
+  const std::string getBackendName() const override { return name; }
 
   c10::intrusive_ptr<c10d::Work> allgather_into_tensor_coalesced(
       std::vector<at::Tensor>& outs, std::vector<at::Tensor>&,
@@ -64,6 +64,7 @@ class ScriptedBackend final : public c10d::Backend {
     return note("broadcast", options.asyncOp, tensors.size());
   }
 
+  std::string name = "scripted";
   std::vector<std::string> calls;
   c10::intrusive_ptr<ScriptedWork> work = c10::make_intrusive<ScriptedWork>();
   bool fails_to_issue = false;
@@ -151,6 +152,18 @@ TEST_F(C10dCollectivesTest, RankZerosValuesReachEveryRank) {
                   .from_rank_zero({3}, "root"),
               ElementsAre(3));
   EXPECT_THAT(alone->calls, IsEmpty());
+}
+
+TEST_F(C10dCollectivesTest, RankZeroAndFakeGroupsKeepTheirOwnValues) {
+  const auto first = c10::make_intrusive<ScriptedBackend>(0, 4);
+  EXPECT_THAT(C10dCollectives(group_of(first), c10::DeviceType::CPU)
+                  .from_rank_zero({3, 4}, "root"),
+              ElementsAre(3, 4));
+  EXPECT_THAT(first->calls, ElementsAre("broadcast 1"));
+  backend_->name = "fake";
+  EXPECT_THAT(C10dCollectives(group_of(backend_), c10::DeviceType::CPU)
+                  .from_rank_zero({3, 4}, "root"),
+              ElementsAre(3, 4));
 }
 
 TEST_F(C10dCollectivesTest, AFailedAgreementIsAFailure) {

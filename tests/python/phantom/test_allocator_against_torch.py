@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,15 +21,16 @@ from lowtide.phantom.histories import trace_of_cuda
 from lowtide.phantom.snapshots import torch_snapshot
 from lowtide.phantom.traces import Operation, Trace, replay
 from support.allocation_traces import random_trace
-from support.torch_allocator import Played, build_stub, checkpoints, play_on_torch
+from support.cuda_stub import CudaStub, build_cuda_stub
+from support.torch_allocator import Played, checkpoints, play_on_torch
 
 AMPLE = 64 << 30
 TIGHT = 1 << 30  # the random programs want about 2 GiB
 
 
 @pytest.fixture(scope="module")
-def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_stub(tmp_path_factory.mktemp("stub"))
+def stub(tmp_path_factory: pytest.TempPathFactory) -> CudaStub:
+    return build_cuda_stub(tmp_path_factory.mktemp("stub"))
 
 
 CASES = [

@@ -207,6 +207,10 @@ def other_features() -> dict[str, object]:
     storage.resize_(0)
     storage.resize_(256)
     found["resized"] = storage.size()
+    linear = torch.nn.Linear(2, 2)
+    weight = linear.weight
+    linear.to("phantom")
+    found["same parameter"] = (linear.weight is weight, weight.device.type)
     found["module"] = torch.phantom.device_count()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         a * a
@@ -226,6 +230,7 @@ def test_features_of_torch(phantom, mode):
         "loader": True,
         "saved": "phantom:0",
         "resized": 256,
+        "same parameter": (True, "phantom"),
         "module": 1,
     }
 
