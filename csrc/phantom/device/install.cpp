@@ -40,6 +40,7 @@ class Registrations {
     register_attention_kernels(aten);
     register_norm_kernels(aten);
     register_dropout_kernels(aten);
+    register_wide_gemm_kernels(aten);
     register_pinned_kernels(aten);
     if (phantom_device().exact()) {
       register_rms_norm_autograd(

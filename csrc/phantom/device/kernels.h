@@ -12,6 +12,7 @@ void register_copy_kernels(torch::Library& aten);       // copy_, item
 void register_attention_kernels(torch::Library& aten);  // fused attention
 void register_norm_kernels(torch::Library& aten);       // layer_norm, rms_norm
 void register_dropout_kernels(torch::Library& aten);
+void register_wide_gemm_kernels(torch::Library& aten);  // mm into fp32
 
 // The host's kernel for operators that torch would otherwise compose here and
 // does not compose on CUDA.

@@ -362,3 +362,28 @@ def sharded_copies() -> dict[str, Measured]:
 def test_sharded_copies_have_no_temporaries(phantom: PhantomOf):
     found = phantom("meta", **PLAIN).run(sharded_copies)
     assert found == dict.fromkeys(found, (0, 0))
+
+
+# -- products into a wider result -----------------------------------------------------
+
+
+def wide_products() -> list[Measured]:
+    a = torch.empty(64, 128, dtype=BF16, device="phantom")
+    b = torch.empty(128, 32, dtype=BF16, device="phantom")
+    out = torch.empty(64, 32, dtype=torch.float32, device="phantom")
+    return [
+        measured(lambda: torch.mm(a, b, out_dtype=torch.float32)),
+        measured(lambda: torch.mm(a, b, out_dtype=torch.float32, out=out)),
+        measured(lambda: torch.addmm(out, a, b, out_dtype=torch.float32)),
+        measured(lambda: torch.addmm(out, a, b, out_dtype=torch.float32, out=out)),
+    ]
+
+
+def test_products_into_fp32_hold_their_result_alone(phantom: PhantomOf):
+    result = 64 * 32 * 4
+    assert phantom("meta", **PLAIN).run(wide_products) == [
+        (result, result),
+        (0, 0),
+        (result, result),
+        (0, 0),
+    ]

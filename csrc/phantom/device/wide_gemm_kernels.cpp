@@ -1,0 +1,71 @@
+// Products of bf16 or fp16 into fp32 results, which CUDA has and the CPU lacks:
+// computed here in fp32.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/mm.h>
+
+#include "phantom/device/host_call.h"
+#include "phantom/device/kernels.h"
+#include "phantom/device/scratch.h"
+
+namespace lowtide::phantom {
+namespace {
+
+using at::ScalarType;
+using at::Tensor;
+
+// `make(a, b)` gives the host's result for the two operands in `dtype`.
+template <typename Make>
+Tensor product(HostCall& call, const Tensor& a, const Tensor& b,
+               ScalarType dtype, Make make) {
+  Scratch scratch;
+  const c10::IValue operands[] = {a, b};
+  gemm_scratch(operands, scratch);
+  return make(call.host(a).to(dtype), call.host(b).to(dtype));
+}
+
+Tensor wide_mm(const Tensor& a, const Tensor& b, ScalarType dtype) {
+  HostCall call;
+  return call.phantom(
+      product(call, a, b, dtype, [](auto x, auto y) { return at::mm(x, y); }));
+}
+
+Tensor& wide_mm_out(const Tensor& a, const Tensor& b, ScalarType dtype,
+                    Tensor& out) {
+  HostCall call;
+  const auto result =
+      product(call, a, b, dtype, [](auto x, auto y) { return at::mm(x, y); });
+  call.host(out).copy_(result);
+  return out;
+}
+
+Tensor wide_addmm(const Tensor& self, const Tensor& a, const Tensor& b,
+                  ScalarType dtype, const at::Scalar& beta,
+                  const at::Scalar& alpha) {
+  HostCall call;
+  return call.phantom(product(call, a, b, dtype, [&](auto x, auto y) {
+    return at::addmm(call.host(self).to(dtype), x, y, beta, alpha);
+  }));
+}
+
+Tensor& wide_addmm_out(const Tensor& self, const Tensor& a, const Tensor& b,
+                       ScalarType dtype, const at::Scalar& beta,
+                       const at::Scalar& alpha, Tensor& out) {
+  HostCall call;
+  const auto result = product(call, a, b, dtype, [&](auto x, auto y) {
+    return at::addmm(call.host(self).to(dtype), x, y, beta, alpha);
+  });
+  call.host(out).copy_(result);
+  return out;
+}
+
+}  // namespace
+
+void register_wide_gemm_kernels(torch::Library& aten) {
+  aten.impl("mm.dtype", &wide_mm);
+  aten.impl("mm.dtype_out", &wide_mm_out);
+  aten.impl("addmm.dtype", &wide_addmm);
+  aten.impl("addmm.dtype_out", &wide_addmm_out);
+}
+
+}  // namespace lowtide::phantom
