@@ -31,6 +31,7 @@ from case import Case  # noqa: E402
 RESULTS = BENCHMARKS / "results"
 # In the order of the tables.
 CASES = (
+    "memory_llama",
     "live_bytes",
     "allocations",
     "case1_flat_gradients",
