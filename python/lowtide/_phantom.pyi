@@ -70,6 +70,9 @@ def set_allocation_listener(
 def default_generator() -> torch.Generator: ...
 def cublas_workspace_bytes(config: str) -> int: ...
 def clear_cublas_workspaces() -> None: ...
+def listed_operators() -> dict[str, str]:
+    """Name in namespace aten, without overload and in-place underscore, to memory."""
+
 def operator_memory(name: str, overload: str) -> str | None:
     """How the operator list has it; None if it does not."""
 

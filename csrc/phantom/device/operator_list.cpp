@@ -137,6 +137,12 @@ std::optional<OperatorRule> find_rule(const c10::OperatorHandle& op) {
   return entry->second;
 }
 
+std::map<std::string_view, Memory> listed_operators() {
+  std::map<std::string_view, Memory> listed;
+  for (const auto& [name, rule] : table()) listed[name] = rule.memory;
+  return listed;
+}
+
 bool depends_on_values(const c10::OperatorHandle& op) {
   static const auto all = words(kValueDependent);
   static const std::unordered_set<std::string_view> names(all.begin(),

@@ -6,6 +6,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string_view>
 
@@ -31,6 +32,10 @@ struct OperatorRule {
 // out= forms share the entry of their operator; operators with the tag
 // `pointwise` and views need none.  Thread-safe.
 std::optional<OperatorRule> find_rule(const c10::OperatorHandle& op);
+
+// Every entry: names in namespace aten, without overload and without the
+// underscore of in-place forms.
+std::map<std::string_view, Memory> listed_operators();
 
 // Whether the shape of the result depends on values, which meta mode does not
 // have.

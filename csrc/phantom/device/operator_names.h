@@ -64,7 +64,8 @@ inline constexpr std::string_view kOutputs =
 // Torch builds them from other operators on CUDA too, or its CUDA kernel
 // allocates what those allocate.  With the _foreach_ operators.
 inline constexpr std::string_view kParts =
-    "_to_copy _unsafe_view clone constant_pad_nd diagonal_backward embedding "
+    "_safe_softmax _to_copy _unsafe_view clone constant_pad_nd "
+    "diagonal_backward embedding "
     "empty_like full full_like lift_fresh logsumexp new_empty "
     "new_empty_strided new_full new_ones new_zeros ones ones_like rand "
     "rand_like randint randn randn_like repeat scalar_tensor select_backward "

@@ -47,6 +47,14 @@ std::optional<std::string> memory_of(const std::string& name,
   return std::string(name_of(rule->memory));
 }
 
+py::dict listed() {
+  py::dict operators;
+  for (const auto& [name, memory] : listed_operators()) {
+    operators[py::str(name.data(), name.size())] = name_of(memory);
+  }
+  return operators;
+}
+
 }  // namespace
 
 void bind_device(py::module_& module) {
@@ -79,6 +87,7 @@ void bind_device(py::module_& module) {
   module.def(
       "device_memory", [] { return &phantom_device().memory(); },
       py::return_value_policy::reference);
+  module.def("listed_operators", &listed);
   module.def("operator_memory", &memory_of, py::arg("name"),
              py::arg("overload"));
 }

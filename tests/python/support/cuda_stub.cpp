@@ -1,6 +1,6 @@
 // A CUDA runtime and driver without a device: enough of both for torch's own
 // CUDACachingAllocator to run where there is no GPU.  Preloaded under the name
-// of the driver, libcuda.so.1 (support/torch_allocator.py builds it).
+// of the driver, libcuda.so.1 (support/cuda_stub.py builds it).
 //
 // What it pretends:
 //   - one device of CUDA_STUB_MEMORY bytes, all of them for the allocator;
@@ -14,9 +14,11 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <string>
@@ -158,6 +160,20 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
   std::strcpy(properties->name, "stub");
   properties->totalGlobalMem = device().memory();
   properties->major = 9;
+  properties->multiProcessorCount = 132;
+  properties->warpSize = 32;
+  properties->maxThreadsPerBlock = 1024;
+  properties->maxThreadsPerMultiProcessor = 2048;
+  properties->maxBlocksPerMultiProcessor = 32;
+  properties->regsPerBlock = properties->regsPerMultiprocessor = 64 << 10;
+  properties->sharedMemPerBlock = 48 << 10;
+  properties->sharedMemPerBlockOptin = 227 << 10;
+  properties->sharedMemPerMultiprocessor = 228 << 10;
+  properties->l2CacheSize = 50 << 20;
+  constexpr int kGrid[] = {2147483647, 65535, 65535};
+  std::copy(std::begin(kGrid), std::end(kGrid), properties->maxGridSize);
+  constexpr int kBlock[] = {1024, 1024, 64};
+  std::copy(std::begin(kBlock), std::end(kBlock), properties->maxThreadsDim);
   return cudaSuccess;
 }
 
@@ -237,35 +253,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(
   return cudaSuccess;
 }
 
+// Stands for every function that support/cuda_stub.py finds missing.
 int cuda_stub_succeed() { return 0; }
 
 }  // extern "C"
-
-// What libcaffe2_nvrtc.so looks up when torch.cuda.init() loads it.  By name,
-// because cuda.h declares them with arguments.
-#define SUCCEEDS(name)                                         \
-  asm(".globl " name "\n.type " name ", @function\n.set " name \
-      ", cuda_stub_succeed")
-SUCCEEDS("cuCtxGetCurrent");
-SUCCEEDS("cuCtxSetCurrent");
-SUCCEEDS("cuDeviceGet");
-SUCCEEDS("cuDeviceGetAttribute");
-SUCCEEDS("cuDevicePrimaryCtxGetState");
-SUCCEEDS("cuDevicePrimaryCtxRetain");
-SUCCEEDS("cuFuncGetAttribute");
-SUCCEEDS("cuFuncSetAttribute");
-SUCCEEDS("cuFuncSetCacheConfig");
-SUCCEEDS("cuGetErrorString");
-SUCCEEDS("cuLaunchCooperativeKernel");
-SUCCEEDS("cuLaunchKernel");
-SUCCEEDS("cuLinkAddData_v2");
-SUCCEEDS("cuLinkComplete");
-SUCCEEDS("cuLinkCreate_v2");
-SUCCEEDS("cuModuleGetFunction");
-SUCCEEDS("cuModuleLoad");
-SUCCEEDS("cuModuleLoadData");
-SUCCEEDS("cuModuleLoadDataEx");
-SUCCEEDS("cuModuleUnload");
-SUCCEEDS("cuOccupancyMaxActiveBlocksPerMultiprocessor");
-SUCCEEDS("cuPointerGetAttribute");
-SUCCEEDS("cuTensorMapEncodeTiled");

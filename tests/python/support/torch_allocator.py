@@ -1,4 +1,4 @@
-"""torch's own CUDACachingAllocator, run without a GPU over cuda_stub.cpp.
+"""torch's own CUDACachingAllocator, run without a GPU over the CUDA stub.
 
 The program at the end of this file plays a trace in a process of its own and writes
 down what torch.cuda says; :func:`play_on_torch` starts it.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,8 +16,8 @@ from typing import Any
 import torch
 
 from lowtide.phantom.traces import Operation, Trace
+from support.cuda_stub import CudaStub
 
-SOURCE = Path(__file__).with_name("cuda_stub.cpp")
 CHECKPOINT = 100  # operations between two looks at everything
 
 
@@ -36,24 +34,8 @@ class Played:
     snapshot: dict[str, Any]  # torch.cuda.memory._snapshot() at the end
 
 
-def build_stub(folder: Path) -> Path:
-    """Compiles the stub with the CUDA headers of torch's wheel."""
-    library = folder / "libcuda.so.1"
-    site = Path(torch.__file__).parents[1]
-    (header,) = site.glob("nvidia/cu*/include/cuda_runtime_api.h")
-    subprocess.run(
-        [
-            *(os.environ.get("CXX", "c++"), "-std=c++20", "-O1", "-shared", "-fPIC"),
-            *(f"-I{header.parent}", f"-Wl,-soname,{library.name}"),
-            *(str(SOURCE), "-o", str(library)),
-        ],
-        check=True,
-    )
-    return library
-
-
 def play_on_torch(
-    stub: Path,
+    stub: CudaStub,
     trace: Trace,
     folder: Path,
     *,
@@ -65,23 +47,9 @@ def play_on_torch(
     ``memory`` bytes; before operation i, expandable segments become ``toggles[i]``."""
     trace.write(folder / "trace.jsonl")
     (folder / "toggles.json").write_text(json.dumps(toggles or {}))
-    keep = {
-        k: v for k, v in os.environ.items() if not k.startswith(("CUDA", "PYTORCH"))
-    }
-    done = subprocess.run(
-        [sys.executable, __file__, str(folder)],
-        env=keep
-        | {
-            "CUDA_STUB_EVENTS": trace.settings["events"],
-            "CUDA_STUB_MEMORY": str(memory),
-            "LD_PRELOAD": str(stub),
-            "PYTORCH_ALLOC_CONF": conf,
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        },
-        capture_output=True,
-        text=True,
+    stub.run(
+        [__file__, folder], memory=memory, events=trace.settings["events"], conf=conf
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((folder / "played.json").read_text())
     result["errors"] = {int(index): text for index, text in result["errors"].items()}
     for segment in (s for look in result["segments"] for s in look):
