@@ -34,6 +34,7 @@ PYTHON_LAYERS = {
     "_C": 0,
     "policies": 1,
     "_state": 2,
+    "activations": 3,
     "api": 3,
     "checkpoint": 3,
     "memory": 3,
