@@ -98,7 +98,7 @@ void Frame::hold_input(const at::Tensor& input) {
 void Frame::treat(HeldValue& held, const at::Tensor& tensor,
                   const std::string& name, const device::Event* ready) {
   matched_ = true;
-  if (nested_recomputation_) return;
+  if (nested_recomputation_ || !held.add_name(name)) return;
   auto& figures = region_->figures();
   figures.change(name, [](NameFigures& f) { ++f.matched; });
   const Treatment treatment = region_->policy().names.at(name);
@@ -126,7 +126,8 @@ void Frame::move(HeldValue& held, const at::Tensor& tensor,
   Transfers& transfers = region_->transfers_on(tensor.device());
   auto stash = transfers.stash(tensor, name);
   const bool shared = stash.use_count() > 1;
-  if (!batch_) batch_ = transfers.open(region_->policy().window);
+  if (!batch_)
+    batch_ = transfers.open(region_->policy().window, region_->who());
   auto outcome = [region = region_, name, shared,
                   bytes = stash->num_bytes()](bool sent) {
     region->figures().change(name, [&](NameFigures& f) {
@@ -222,6 +223,7 @@ void Frame::store_waiting() {
 
 void Frame::end_forward() {
   watcher_ = nullptr;
+  ++region_->num_calls;
   for (; num_stored_ < stored_.size(); ++num_stored_) {
     stored_[num_stored_].tensors.clear();
     refuse(stored_[num_stored_].name, kNotNeeded);

@@ -2,6 +2,7 @@
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace lowtide::activation {
@@ -36,6 +37,14 @@ bool HeldValue::shares_storage_with(const at::Tensor& tensor) const {
   return storage_ && tensor.has_storage() && !storage_->expired() &&
          storage_->_unsafe_get_target() ==
              tensor.storage().unsafeGetStorageImpl();
+}
+
+bool HeldValue::add_name(const std::string& name) {
+  if (std::find(names_.begin(), names_.end(), name) != names_.end()) {
+    return false;
+  }
+  names_.push_back(name);
+  return true;
 }
 
 void HeldValue::keep(const at::Tensor& tensor) {

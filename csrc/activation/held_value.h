@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "activation/stash.h"
 
@@ -44,6 +46,9 @@ class HeldValue {
   // original does.  Compute may read it.
   at::Tensor get() const;
 
+  // False if the value already has the name.
+  bool add_name(const std::string& name);
+
   const SeenVersion& version() const { return version_; }
   const std::shared_ptr<Stash>& stashed() const { return stash_; }
   // Whether `tensor` shares the value's storage.
@@ -56,6 +61,7 @@ class HeldValue {
   };
   at::Tensor bare() const;
 
+  std::vector<std::string> names_;
   SeenVersion version_;
   std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> storage_;
   bool requires_grad_;

@@ -50,7 +50,7 @@ std::shared_ptr<Stash> Transfers::stash(const at::Tensor& tensor,
   return made;
 }
 
-std::shared_ptr<Batch> Transfers::open(Window window) {
+std::shared_ptr<Batch> Transfers::open(Window window, std::string who) {
   const std::lock_guard lock(mutex_);
   const Stopwatch watch(figures_.host_ns_copying);
   // How many batches come after each, the new one included.
@@ -63,8 +63,8 @@ std::shared_ptr<Batch> Transfers::open(Window window) {
     for (const auto& value : batch->values_) value.stash->let_go();
     return true;
   });
-  auto opened =
-      std::make_shared<Batch>(weak_from_this(), next_number_++, window);
+  auto opened = std::make_shared<Batch>(weak_from_this(), next_number_++,
+                                        window, std::move(who));
   opened->sent_ = window.keep_last == 0;
   batches_.emplace(opened->number_, opened.get());
   present_.push_back(opened.get());
@@ -85,13 +85,12 @@ void Transfers::add(Batch& batch, std::shared_ptr<Stash> stash,
   }
   value->outcomes.push_back(std::move(outcome));
   if (batch.sent_) send(*value);
-  count_leaving();
+  count("forward", batch);
 }
 
 void Transfers::send(Batch& batch) {
   if (std::exchange(batch.sent_, true)) return;
   for (auto& value : batch.values_) send(value);
-  count_leaving();
 }
 
 void Transfers::send(Batch::Value& value) {
@@ -99,16 +98,24 @@ void Transfers::send(Batch::Value& value) {
   for (const auto& outcome : std::exchange(value.outcomes, {})) outcome(true);
 }
 
-void Transfers::count_leaving() {
-  std::int64_t bytes = 0;
-  for (const Batch* batch : present_) {
-    for (const auto& value : batch->values_) {
-      if (value.stash->place() == Place::leaving) {
-        bytes += value.stash->num_bytes();
-      }
+void Transfers::count(const char* phase, const Batch& batch) {
+  std::int64_t leaving = 0;
+  std::int64_t on_device = 0;
+  const auto add = [&](const Batch* each) {
+    for (const auto& value : each->values_) {
+      const Place place = value.stash->place();
+      const auto bytes = value.stash->num_bytes();
+      leaving += place == Place::leaving ? bytes : 0;
+      on_device += place == Place::host ? 0 : bytes;
     }
+  };
+  std::for_each(present_.begin(), present_.end(), add);
+  std::for_each(fetched_.begin(), fetched_.end(), add);
+  figures_.leaving_peak = std::max(figures_.leaving_peak, leaving);
+  if (on_device > figures_.device_peak) {
+    figures_.device_peak = on_device;
+    figures_.peak_moment = base::concat(phase, " of ", batch.who_);
   }
-  figures_.leaving_peak = std::max(figures_.leaving_peak, bytes);
 }
 
 void Transfers::begin_use(Batch& batch) {
@@ -133,6 +140,7 @@ void Transfers::begin_use(Batch& batch) {
     fetch(*each,
           each == &batch ? figures_.fetched_inline : figures_.fetched_ahead);
   }
+  count("backward", batch);
 }
 
 void Transfers::fetch(Batch& batch, std::int64_t& counter) {

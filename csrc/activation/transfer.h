@@ -16,6 +16,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <string_view>
 #include <unordered_map>
 #include <vector>
@@ -41,8 +42,12 @@ using Outcome = std::function<void(bool sent)>;
 class Batch {
  public:
   // Use Transfers::open.
-  Batch(std::weak_ptr<Transfers> transfers, std::int64_t number, Window window)
-      : transfers_(std::move(transfers)), number_(number), window_(window) {}
+  Batch(std::weak_ptr<Transfers> transfers, std::int64_t number, Window window,
+        std::string who)
+      : transfers_(std::move(transfers)),
+        number_(number),
+        window_(window),
+        who_(std::move(who)) {}
   ~Batch();
   Batch(const Batch&) = delete;
   Batch& operator=(const Batch&) = delete;
@@ -58,6 +63,7 @@ class Batch {
   const std::weak_ptr<Transfers> transfers_;
   const std::int64_t number_;
   const Window window_;
+  const std::string who_;
   std::vector<Value> values_;
   bool sent_ = false;  // values are copied as they come
 };
@@ -72,9 +78,9 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
   // them.  `name` is for the ledgers of a new one.
   std::shared_ptr<Stash> stash(const at::Tensor& tensor, std::string_view name);
 
-  // A region's forward begins: older batches are sent and let go as their
-  // windows say.
-  std::shared_ptr<Batch> open(Window window);
+  // The forward of region `who` begins: older batches are sent and let go as
+  // their windows say.
+  std::shared_ptr<Batch> open(Window window, std::string who);
   // `stash` is part of `batch`; its bytes are complete at `ready`.
   void add(Batch& batch, std::shared_ptr<Stash> stash, device::Event ready,
            Outcome outcome);
@@ -89,7 +95,9 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
   void end_backward();
 
   struct Figures {
-    std::int64_t leaving_peak = 0;     // bytes, device side, copies issued
+    std::int64_t leaving_peak = 0;     // device bytes whose copy out was issued
+    std::int64_t device_peak = 0;      // device bytes of all values in batches
+    std::string peak_moment;           // "forward of layers.3"
     std::int64_t fetched_inline = 0;   // stashes nobody had prefetched
     std::int64_t fetched_ahead = 0;    // stashes
     std::int64_t host_ns_copying = 0;  // the host's time in issuing copies
@@ -103,7 +111,7 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
   // Under the lock.
   void send(Batch& batch);
   static void send(Batch::Value& value);
-  void count_leaving();
+  void count(const char* phase, const Batch& batch);
   void fetch(Batch& batch, std::int64_t& counter);
 
   const Memories memories_;

@@ -1,6 +1,7 @@
 // Bindings of csrc/activation: construction from Python objects, no logic.
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "activation/frame.h"
@@ -71,6 +72,8 @@ py::dict transfer_figures(const Transfers& transfers) {
   const auto figures = transfers.figures();
   py::dict dict;
   dict["leaving_peak"] = figures.leaving_peak;
+  dict["device_peak"] = figures.device_peak;
+  dict["peak_moment"] = figures.peak_moment;
   dict["fetched_inline"] = figures.fetched_inline;
   dict["fetched_ahead"] = figures.fetched_ahead;
   dict["host_ns_copying"] = figures.host_ns_copying;
@@ -103,6 +106,13 @@ void bind_transfers(py::module_& module) {
       .def_property_readonly(
           "host_ledger",
           [](const Transfers& t) { return t.memories().host->ledger(); })
+      .def_property_readonly(
+          "device_ledger",
+          [](const Transfers& t) { return t.memories().device->ledger(); })
+      .def_property_readonly("device",
+                             [](const Transfers& t) {
+                               return t.memories().device->runtime().device();
+                             })
       .def("pool_figures",
            [](const Transfers& t) { return pool_figures(*t.memories().host); })
       .def("figures", &transfer_figures)
@@ -170,8 +180,9 @@ void bind_activation(py::module_& module) {
            py::kw_only(), py::arg("who"), py::arg("names"),
            py::arg("min_bytes"), py::arg("prefetch"), py::arg("keep_last"),
            py::arg("book"), py::arg("transfers_of"), py::arg("callbacks"))
-      .def("run", &CheckpointedCall::run, py::arg("module"), py::arg("args"),
-           py::arg("kwargs"))
+      // Turns C++ warnings into Python's.
+      .def("run", torch::wrap_pybind_function(&CheckpointedCall::run),
+           py::arg("module"), py::arg("args"), py::arg("kwargs"))
       .def(
           "rename",
           [](CheckpointedCall& call, std::string who) {
@@ -183,9 +194,14 @@ void bind_activation(py::module_& module) {
       .def_property_readonly(
           "transfers",
           [](const CheckpointedCall& c) { return c.region()->transfers(); })
+      .def_property_readonly(
+          "num_calls",
+          [](const CheckpointedCall& c) { return c.region()->num_calls; })
       .def("figures", &region_figures)
-      .def("reset_figures",
-           [](CheckpointedCall& c) { c.region()->figures().reset(); });
+      .def("reset_figures", [](CheckpointedCall& c) {
+        c.region()->num_calls = 0;
+        c.region()->figures().reset();
+      });
 }
 
 }  // namespace lowtide::python

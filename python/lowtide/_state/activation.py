@@ -132,6 +132,13 @@ def _descendants(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name.replace("_orig_mod.", ""), descendant
 
 
+def transfers_in_use(states: Iterable[RegionState]) -> _C.Transfers | None:
+    for state in states:
+        if (used := state.region.transfers) is not None:
+            return used
+    return None
+
+
 # -- the check after the first backward ---------------------------------------------
 
 # Modules whose first backward is under way, by graph task.
@@ -149,18 +156,35 @@ def _check_after_backward(module: nn.Module) -> None:
     _first_backwards[task].append(module)
 
 
-def _check_modules(modules: list[nn.Module]) -> None:
-    """Raises for a listed name that came to nothing in all modules of its policy."""
+def _check_modules(modules: Iterable[nn.Module]) -> None:
+    for problem in _problems(modules):
+        raise ValueError(problem)
+
+
+def problems(model: nn.Module) -> list[str]:
+    """What the check after a backward would raise, of regions that have run."""
+    ran = [
+        module
+        for module in model.modules()
+        if (state := region_state(module)) and state.region.num_calls > 0
+    ]
+    return list(_problems(ran))
+
+
+def _problems(modules: Iterable[nn.Module]) -> Iterator[str]:
+    """Listed names that came to nothing in all modules of their policy."""
     by_policy: dict[ActivationPolicy, list[nn.Module]] = {}
     for module in modules:
         state = region_state(module)
         if state is not None:
             by_policy.setdefault(state.policy, []).append(module)
     for policy, same in by_policy.items():
-        check_policy(policy, same)
+        yield from _policy_problems(policy, same)
 
 
-def check_policy(policy: ActivationPolicy, modules: list[nn.Module]) -> None:
+def _policy_problems(
+    policy: ActivationPolicy, modules: list[nn.Module]
+) -> Iterator[str]:
     states = [state for module in modules if (state := region_state(module))]
     figures = [state.region.figures() for state in states]
     kind = ", ".join(sorted({state.module_name for state in states}))
@@ -168,10 +192,11 @@ def check_policy(policy: ActivationPolicy, modules: list[nn.Module]) -> None:
         of_name = [each[name] for each in figures if name in each]
         who = f"ActivationPolicy.{treatment}"
         if not any(each["matched"] for each in of_name):
-            raise ValueError(
+            yield (
                 f"lowtide: {who}: expected {name!r} to name a value in {kind}, got "
                 f"none in {len(modules)} forward(s). {_advice(name, modules)}"
             )
+            continue
         if treatment == "recompute":
             continue
         if not any(each["moved"] + each["shared"] + each["kept"] for each in of_name):
@@ -180,7 +205,7 @@ def check_policy(policy: ActivationPolicy, modules: list[nn.Module]) -> None:
                 for reason, count in each["skipped"].items():
                     reasons[reason] = reasons.get(reason, 0) + count
             text = "; ".join(f"{count} x {reason}" for reason, count in reasons.items())
-            raise ValueError(
+            yield (
                 f"lowtide: {who}: expected {name!r} to {treatment} something in "
                 f"{kind}, got 0 bytes: {text}. Remove the name, or change the policy."
             )

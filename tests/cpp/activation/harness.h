@@ -80,7 +80,8 @@ class Stack {
   void forward(float value) {
     at::Tensor argument = device_.produce(value);
     Region region{transfers_->stash(argument, "residual"),
-                  transfers_->open(window_), value};
+                  transfers_->open(window_, base::concat("layers.", value)),
+                  value};
     transfers_->add(*region.batch, region.stash, device_.now(),
                     [this](bool sent) { ++(sent ? num_sent : num_kept); });
     device_.scripted->mark(device::Stream::compute,

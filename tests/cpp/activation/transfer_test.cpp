@@ -71,8 +71,11 @@ TEST(TransfersTest, BytesOnTheirWayOutAreBounded) {
     Device device;
     Stack stack(device, {prefetch, 0});
     stack.step(kRegions);
-    EXPECT_EQ(stack.transfers().figures().leaving_peak,
-              (1 + prefetch) * kBytes);
+    const auto figures = stack.transfers().figures();
+    EXPECT_EQ(figures.leaving_peak, (1 + prefetch) * kBytes);
+    EXPECT_EQ(figures.device_peak, (1 + prefetch) * kBytes);
+    EXPECT_EQ(figures.peak_moment,
+              base::concat("forward of layers.", prefetch + 1));
   }
 }
 
@@ -112,7 +115,7 @@ TEST(TransfersTest, ABatchCountsEveryNameOfAValueAndCopiesItOnce) {
   Device device;
   const auto transfers = std::make_shared<Transfers>(device.memories);
   const at::Tensor value = device.produce(1);
-  const auto batch = transfers->open({});
+  const auto batch = transfers->open({}, "layers.0");
   int sent = 0;
   for (const char* name : {"a", "b"}) {
     transfers->add(*batch, transfers->stash(value, name), device.now(),
