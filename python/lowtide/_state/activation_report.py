@@ -116,10 +116,10 @@ def _names(
     on_device = device.by_name("activations") if device else {}
     treatments: dict[str, dict[str, None]] = {}
     for state in states:
-        for name, treatment in state.policy.treatments().items():
-            treatments.setdefault(name, {})[treatment] = None
+        for name, one in state.policy.treatments().items():
+            treatments.setdefault(name, {})[one] = None
     figures = [state.region.figures() for state in states]
-    for name, treatment in treatments.items():
+    for name, several in treatments.items():
         mine = [each[name] for each in figures if name in each]
         skipped: dict[str, int] = {}
         for each in mine:
@@ -129,7 +129,7 @@ def _names(
         yield (
             name,
             NameReport(
-                treatment="/".join(treatment),
+                treatment="/".join(several),
                 **counts,
                 recomputed=sum(each["recomputed"] for each in mine),
                 skipped=skipped,

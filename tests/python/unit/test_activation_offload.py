@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide import ActivationPolicy, _C, checkpoint
+from lowtide import _C, ActivationPolicy, checkpoint
 from lowtide._state.activation import region_state
 from support.blocks import (
     HIDDEN_BYTES,
