@@ -24,6 +24,16 @@ AccessChecker::Regions::iterator AccessChecker::region_of(
 
 void AccessChecker::allocated(const void* begin, std::size_t bytes,
                               std::string name) {
+  add_region(begin, bytes, std::move(name), false);
+}
+
+void AccessChecker::host_allocated(const void* begin, std::size_t bytes,
+                                   std::string name) {
+  add_region(begin, bytes, std::move(name), true);
+}
+
+void AccessChecker::add_region(const void* begin, std::size_t bytes,
+                               std::string name, bool host) {
   const std::uintptr_t from = address_of(begin);
   const std::uintptr_t to = from + bytes;
   auto region = regions_.lower_bound(from);
@@ -36,7 +46,8 @@ void AccessChecker::allocated(const void* begin, std::size_t bytes,
   const EntryId entry =
       history_.append(Stream::compute, Entry::Kind::allocate, name);
   regions_.emplace(
-      from, Region{to, ++num_allocations_, std::move(name), entry, 0, {}});
+      from,
+      Region{to, ++num_allocations_, std::move(name), entry, host, 0, {}});
 }
 
 void AccessChecker::describe(const void* begin, std::string name) {
@@ -69,7 +80,7 @@ void AccessChecker::touched(Stream stream, const void* begin, std::size_t bytes,
                                " after its release, ", text(region.release)));
     return;
   }
-  if (!history_.happens_before(region.allocation, entry)) {
+  if (!region.host && !history_.happens_before(region.allocation, entry)) {
     add_violation(base::concat(text(use), " of ", text(region),
                                " does not wait for its allocation, ",
                                text(region.allocation)));
@@ -109,10 +120,13 @@ std::size_t AccessChecker::released(const void* begin) {
   region.release =
       history_.append(Stream::compute, Entry::Kind::release, region.name);
   for (const Use& use : region.uses) {
-    if (!history_.happens_before(use.entry, region.release)) {
+    const bool ordered =
+        region.host ? history_.happens_before_host(use.entry)
+                    : history_.happens_before(use.entry, region.release);
+    if (!ordered) {
       add_violation(base::concat(text(region.release), " of ", text(region),
-                                 ": compute does not wait for the ",
-                                 text(use)));
+                                 region.host ? ": the host" : ": compute",
+                                 " does not wait for the ", text(use)));
     }
   }
   region.uses.clear();

@@ -7,6 +7,9 @@
 //               pool hands the bytes to the next compute kernel
 //   lifetime    nothing uses released bytes, or bytes nobody allocated
 //
+// Host bytes for copies are allocated and released by the host, which is
+// ordered with every stream it has synchronized with.
+//
 // A broken rule becomes a sentence that names the bytes, the streams and the
 // entries of the log.  Not thread-safe; ScriptedRuntime locks.
 #pragma once
@@ -29,6 +32,7 @@ class AccessChecker {
   // Bytes [begin, begin + bytes) are new.  What was known about the address
   // is forgotten: an allocator may reuse it.
   void allocated(const void* begin, std::size_t bytes, std::string name);
+  void host_allocated(const void* begin, std::size_t bytes, std::string name);
   void describe(const void* begin, std::string name);
   void touched(Stream stream, const void* begin, std::size_t bytes,
                Access access, std::string name);
@@ -52,12 +56,15 @@ class AccessChecker {
     std::int64_t id;  // counts allocations
     std::string name;
     EntryId allocation;
+    bool host;
     EntryId release = 0;  // 0 while live: a release is never the first entry
     // Only uses that can still be part of a new violation, see `remember`.
     std::vector<Use> uses;
   };
   using Regions = std::map<std::uintptr_t, Region>;  // by begin, disjoint
 
+  void add_region(const void* begin, std::size_t bytes, std::string name,
+                  bool host);
   Regions::iterator region_of(std::uintptr_t address);
   void check_races(const Region& region, const Use& use);
   void remember(Region& region, const Use& use);

@@ -1,6 +1,9 @@
 #include "device/cpu_runtime.h"
 
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/alloc_cpu.h>
+
+#include <cstring>
 
 #include "base/check.h"
 
@@ -17,6 +20,16 @@ c10::Device CpuRuntime::device() const {
 
 c10::DataPtr CpuRuntime::allocate(std::size_t bytes) {
   return c10::GetCPUAllocator()->allocate(bytes);
+}
+
+c10::DataPtr CpuRuntime::allocate_pinned(std::size_t bytes) {
+  void* const data = c10::alloc_cpu(bytes);
+  return {data, data, &c10::free_cpu, device()};
+}
+
+void CpuRuntime::copy(Stream /*stream*/, void* to, const void* from,
+                      std::size_t bytes, Copy /*direction*/) {
+  std::memcpy(to, from, bytes);
 }
 
 Event CpuRuntime::record(Stream /*stream*/) { return {}; }

@@ -11,6 +11,11 @@ class CpuRuntime : public Runtime {
  public:
   c10::Device device() const override;
   c10::DataPtr allocate(std::size_t bytes) override;
+  // Ordinary memory, from the system's allocator, where no observer of device
+  // memory counts it.
+  c10::DataPtr allocate_pinned(std::size_t bytes) override;
+  void copy(Stream stream, void* to, const void* from, std::size_t bytes,
+            Copy direction) override;
   Event record(Stream stream) override;
   void wait(Stream stream, const Event& event) override;
   void synchronize(Stream stream) override;

@@ -1,5 +1,9 @@
 #include "device/guard_runtime.h"
 
+#include <ATen/Context.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/StreamGuard.h>
 
@@ -13,6 +17,7 @@ namespace {
 using c10::impl::DeviceGuardImplInterface;
 
 constexpr int kHighPriority = -1;
+constexpr int kNormalPriority = 0;
 
 // The scopes this thread is in, outermost first; of all runtimes, because two
 // roots on one device share the user's stream.
@@ -52,7 +57,9 @@ c10::Device with_index(const DeviceGuardImplInterface& guard,
 GuardRuntime::GuardRuntime(c10::Device device)
     : guard_(*c10::impl::getDeviceGuardImpl(device.type())),
       gather_(guard_.getNewStream(with_index(guard_, device), kHighPriority)),
-      reduce_(guard_.getNewStream(gather_.device(), kHighPriority)) {
+      reduce_(guard_.getNewStream(gather_.device(), kHighPriority)),
+      offload_(guard_.getNewStream(gather_.device(), kNormalPriority)),
+      reload_(guard_.getNewStream(gather_.device(), kNormalPriority)) {
   const c10::Stream compute = guard_.getDefaultStream(gather_.device());
   if (gather_ == reduce_ || gather_ == compute || reduce_ == compute) {
     throw Error(base::error_text(
@@ -67,6 +74,8 @@ GuardRuntime::GuardRuntime(c10::Device device)
 c10::Stream GuardRuntime::stream_of(Stream stream) const {
   if (stream == Stream::gather) return gather_;
   if (stream == Stream::reduce) return reduce_;
+  if (stream == Stream::offload) return offload_;
+  if (stream == Stream::reload) return reload_;
   LOWTIDE_INVARIANT(stream == Stream::compute,
                     "only a process group runs on the wire stream");
   // What was current before this thread's outermost scope on this device.
@@ -79,6 +88,29 @@ c10::Stream GuardRuntime::stream_of(Stream stream) const {
 c10::DataPtr GuardRuntime::allocate(std::size_t bytes) {
   const c10::StreamGuard guard(stream_of(Stream::compute));
   return c10::GetAllocator(guard_.type())->allocate(bytes);
+}
+
+c10::DataPtr GuardRuntime::allocate_pinned(std::size_t bytes) {
+  return at::globalContext()
+      .getPinnedMemoryAllocator(guard_.type())
+      ->allocate(bytes);
+}
+
+void GuardRuntime::copy(Stream stream, void* to, const void* from,
+                        std::size_t bytes, Copy direction) {
+  const auto over = [&](void* data, c10::Device where) {
+    return at::for_blob(data, {static_cast<std::int64_t>(bytes)})
+        .options(at::TensorOptions().dtype(at::kByte).device(where))
+        .target_device(where)
+        .make_tensor();
+  };
+  const c10::Device host(c10::DeviceType::CPU);
+  const bool out = direction == Copy::to_host;
+  const c10::StreamGuard guard(stream_of(stream));
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  over(to, out ? host : device())
+      .copy_(over(const_cast<void*>(from), out ? device() : host),
+             /*non_blocking=*/true);
 }
 
 Event GuardRuntime::record(Stream stream) {

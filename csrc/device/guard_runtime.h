@@ -4,9 +4,10 @@
 //
 // `compute` is the stream that is current on this thread outside of any
 // StreamScope.  `gather` and `reduce` are new streams of high priority,
-// different from each other and from the default one.  Nothing waits on the
-// host except synchronize(), and bytes belong to compute: no block is ever
-// marked as used on another stream.
+// different from each other and from the default one, `offload` and `reload`
+// of normal priority.  Page-locked bytes are the backend's own.  Nothing waits
+// on the host except synchronize(), and bytes belong to compute: no block is
+// ever marked as used on another stream.
 //
 // Thread-safe if the guard is; scopes are per thread.
 #pragma once
@@ -26,6 +27,9 @@ class GuardRuntime final : public Runtime {
 
   c10::Device device() const override { return gather_.device(); }
   c10::DataPtr allocate(std::size_t bytes) override;
+  c10::DataPtr allocate_pinned(std::size_t bytes) override;
+  void copy(Stream stream, void* to, const void* from, std::size_t bytes,
+            Copy direction) override;
   Event record(Stream stream) override;
   void wait(Stream stream, const Event& event) override;
   void synchronize(Stream stream) override;
@@ -39,6 +43,8 @@ class GuardRuntime final : public Runtime {
   const c10::impl::DeviceGuardImplInterface& guard_;  // registered: immortal
   c10::Stream gather_;
   c10::Stream reduce_;
+  c10::Stream offload_;
+  c10::Stream reload_;
 };
 
 }  // namespace lowtide::device

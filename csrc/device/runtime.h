@@ -1,15 +1,16 @@
 // What the engine asks of a device: streams, events and bytes.
 //
-// The engine sees three in-order streams.  `compute` is whatever stream the
+// The engine sees five in-order streams.  `compute` is whatever stream the
 // user's own operators run on at that moment; `gather` and `reduce` carry
-// lowtide's communication and the casts before and after it.  `wire` stands
-// for the stream a process group runs collectives on; only collectives touch
-// it.
+// lowtide's communication and the casts before and after it; `offload` and
+// `reload` copy activations to the host and back.  `wire` stands for the stream
+// a process group runs collectives on; only collectives touch it.
 //
 // Memory always comes from the compute stream's pool, so what one unit frees
 // serves the next activation.  Work on another stream that touches such bytes
 // must be ordered by events after their allocation and before their release;
-// `ScriptedRuntime` (tests) checks exactly that.
+// `ScriptedRuntime` (tests) checks exactly that.  Host bytes for copies belong
+// to no stream: whoever reuses them orders the uses.
 //
 // Implementations: CpuRuntime (everything is immediate), CudaRuntime (c10
 // streams and events), GuardRuntime (the same for devices that come to torch
@@ -28,10 +29,19 @@
 
 namespace lowtide::device {
 
-enum class Stream : std::uint8_t { compute, gather, reduce, wire };
-inline constexpr std::size_t kNumStreams = 4;
+enum class Stream : std::uint8_t {
+  compute,
+  gather,
+  reduce,
+  wire,
+  offload,
+  reload,
+};
+inline constexpr std::size_t kNumStreams = 6;
 
 enum class Access : std::uint8_t { read, write };
+
+enum class Copy : std::uint8_t { to_host, to_device };
 
 // A point in a stream's order.  Copyable; an empty event has always happened.
 class Event {
@@ -58,6 +68,16 @@ class Runtime {
   // Throws when there are none: c10::OutOfMemoryError on CUDA, c10::Error or
   // std::bad_alloc on a CPU.
   virtual c10::DataPtr allocate(std::size_t bytes) = 0;
+
+  // Page-locked bytes of the host, exactly as many, for `copy`; null when the
+  // system gives none.  Registration takes milliseconds: keep them.  Destroy
+  // the DataPtr only after the copies that use it have run.
+  virtual c10::DataPtr allocate_pinned(std::size_t bytes) = 0;
+
+  // Copies between device and host on `stream`.  Does not block the host when
+  // the host bytes are page-locked.
+  virtual void copy(Stream stream, void* to, const void* from,
+                    std::size_t bytes, Copy direction) = 0;
 
   // A point after everything enqueued on `stream` so far.
   virtual Event record(Stream stream) = 0;

@@ -143,6 +143,27 @@ c10::DataPtr ScriptedRuntime::allocate(std::size_t bytes) {
   return {begin, allocation.release(), &State::release, device()};
 }
 
+c10::DataPtr ScriptedRuntime::allocate_pinned(std::size_t bytes) {
+  c10::DataPtr data = CpuRuntime::allocate_pinned(bytes);
+  if (bytes == 0) return data;
+  void* const begin = data.mutable_get();
+  std::memset(begin, kPoison, bytes);
+  state_->step([&](StreamHistory&, AccessChecker& checker) {
+    checker.host_allocated(begin, bytes, "pinned");
+    return 0;
+  });
+  auto allocation = std::make_unique<State::Allocation>(
+      State::Allocation{state_, std::move(data), bytes});
+  return {begin, allocation.release(), &State::release, device()};
+}
+
+void ScriptedRuntime::copy(Stream stream, void* to, const void* from,
+                           std::size_t bytes, Copy direction) {
+  touches(stream, from, bytes, Access::read);
+  touches(stream, to, bytes, Access::write);
+  CpuRuntime::copy(stream, to, from, bytes, direction);
+}
+
 Event ScriptedRuntime::record(Stream stream) {
   return state_->step([&](StreamHistory& history, AccessChecker&) {
     history.append(stream, Entry::Kind::record, current_label);

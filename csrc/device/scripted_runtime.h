@@ -36,6 +36,12 @@ class ScriptedRuntime final : public CpuRuntime {
   ~ScriptedRuntime() override;
 
   c10::DataPtr allocate(std::size_t bytes) override;
+  // Any use is allowed as soon as the call returns; uses are checked against
+  // each other, and against the release.
+  c10::DataPtr allocate_pinned(std::size_t bytes) override;
+  // Declares both accesses and copies at once.
+  void copy(Stream stream, void* to, const void* from, std::size_t bytes,
+            Copy direction) override;
   Event record(Stream stream) override;
   void wait(Stream stream, const Event& event) override;
   void synchronize(Stream stream) override;

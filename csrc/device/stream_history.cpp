@@ -28,6 +28,10 @@ std::string_view stream_name(Stream stream) {
       return "reduce";
     case Stream::wire:
       return "wire";
+    case Stream::offload:
+      return "offload";
+    case Stream::reload:
+      return "reload";
   }
   LOWTIDE_INVARIANT(false, "a stream has a name");
 }
@@ -69,6 +73,7 @@ void StreamHistory::join(Stream stream, const Clock& clock) {
 void StreamHistory::join_host(Stream stream) {
   const Clock reached = clock(stream);
   for (Clock& clock : clocks_) take_maximum(clock, reached);
+  take_maximum(host_, reached);
 }
 
 const Clock& StreamHistory::clock(Stream stream) const {
@@ -79,6 +84,11 @@ bool StreamHistory::happens_before(EntryId first, EntryId second) const {
   const Entry& a = log_.at(first);
   return first != second &&
          log_.at(second).clock[index_of(a.stream)] >= a.position();
+}
+
+bool StreamHistory::happens_before_host(EntryId entry) const {
+  const Entry& a = log_.at(entry);
+  return host_[index_of(a.stream)] >= a.position();
 }
 
 }  // namespace lowtide::device

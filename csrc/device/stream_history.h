@@ -64,11 +64,14 @@ class StreamHistory {
   const Clock& clock(Stream stream) const;
 
   bool happens_before(EntryId first, EntryId second) const;
+  // Whether the host has waited for what `entry` stands for.
+  bool happens_before_host(EntryId entry) const;
 
   const std::vector<Entry>& log() const { return log_; }
 
  private:
   std::array<Clock, kNumStreams> clocks_{};
+  Clock host_{};
   std::vector<Entry> log_;
 };
 

@@ -32,6 +32,9 @@ class DeviceMemory {
                      std::int64_t bytes);
 
   device::Runtime& runtime() const { return *runtime_; }
+  const std::shared_ptr<device::Runtime>& shared_runtime() const {
+    return runtime_;
+  }
   const std::shared_ptr<Ledger>& ledger() const { return ledger_; }
 
   // Fault injection: the next lease of `category` under `name` throws

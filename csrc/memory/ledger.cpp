@@ -28,6 +28,8 @@ std::string_view category_name(Category category) {
       return "gradient_slab";
     case Category::sharded_gradients:
       return "sharded_gradients";
+    case Category::activations:
+      return "activations";
   }
   LOWTIDE_INVARIANT(false, "a category has a name");
 }

@@ -23,8 +23,9 @@ enum class Category : std::uint8_t {
   gradient_stream,    // ring of chunks on their way to the reduce-scatter
   gradient_slab,      // flat unreduced gradients accumulated without sync
   sharded_gradients,  // flat reduced gradients, what `.grad` shows
+  activations,        // offloaded values on the host, or copied back
 };
-inline constexpr std::size_t kNumCategories = 6;
+inline constexpr std::size_t kNumCategories = 7;
 
 std::string_view category_name(Category category);  // "gathered", ...
 // The inverse; throws lowtide::InvalidArgument listing the names.

@@ -31,4 +31,5 @@ PYBIND11_MODULE(_C, module) {
   lowtide::python::bind_memory(module);
   lowtide::python::bind_comm(module);
   lowtide::python::bind_shard(module);
+  lowtide::python::bind_activation(module);
 }

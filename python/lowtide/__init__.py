@@ -18,34 +18,41 @@ from lowtide import _C  # noqa: E402
 
 if TYPE_CHECKING:
     from lowtide import losses
+    from lowtide.activations import checkpoint, tag
     from lowtide.api import FSDPModule, UnshardHandle, abort_step, fully_shard
     from lowtide.memory import MemoryReport, memory_report
-    from lowtide.policies import MixedPrecisionPolicy
+    from lowtide.policies import ActivationPolicy, MixedPrecisionPolicy
 
 __version__: str = _C.build_info()["version"]
 
 # torch.distributed is imported with the first name that needs it, not by
 # `import lowtide`.
 _PUBLIC = {
+    "checkpoint": "lowtide.activations",
+    "tag": "lowtide.activations",
     "FSDPModule": "lowtide.api",
     "UnshardHandle": "lowtide.api",
     "abort_step": "lowtide.api",
     "fully_shard": "lowtide.api",
     "MemoryReport": "lowtide.memory",
     "memory_report": "lowtide.memory",
+    "ActivationPolicy": "lowtide.policies",
     "MixedPrecisionPolicy": "lowtide.policies",
 }
 _PUBLIC_MODULES = ("losses",)
 
 __all__ = [
+    "ActivationPolicy",
     "FSDPModule",
     "MemoryReport",
     "MixedPrecisionPolicy",
     "UnshardHandle",
     "abort_step",
+    "checkpoint",
     "fully_shard",
     "losses",
     "memory_report",
+    "tag",
 ]
 
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from torch import nn
 
 from lowtide import _C
+from lowtide._state import activation_report as activations
+from lowtide._state.activation_report import ActivationReport
 from lowtide._state.memory import ledger
 from lowtide._state.unit import UnitState, unit_state
 
@@ -21,6 +23,7 @@ CATEGORIES = {
     "gradient_stream": "ring of chunks on their way to the reduce-scatter",
     "gradient_slab": "gradients accumulated without sync",
     "sharded_gradients": "reduced gradients, what .grad shows",
+    "activations": "offloaded values copied back for backward",
 }
 
 
@@ -44,6 +47,7 @@ class MemoryReport:
     units: dict[str, dict[str, int]]  # unit -> bytes of each buffer when present
     total_live: int
     total_peak: int
+    activations: ActivationReport | None = None  # of modules lowtide checkpoints
 
     def to_dict(self) -> dict[str, object]:
         return dataclasses.asdict(self)
@@ -53,24 +57,29 @@ class MemoryReport:
 
 
 def memory_report(model: nn.Module, *, reset_peaks: bool = False) -> MemoryReport:
-    """The memory lowtide holds for the units of ``model`` on this rank.
+    """The memory lowtide holds for ``model`` on this rank: for its units, and for what
+    its checkpointed modules store, by name.
 
-    ``reset_peaks``: afterwards peaks start again from what is live now.
+    ``reset_peaks``: afterwards peaks start again from what is live now, and the counts
+    of names from zero.
 
-    Raises ValueError if ``model`` has no unit.
+    Raises ValueError if ``model`` has neither a unit nor a checkpointed module.
     """
     states = list(_states(model))
-    if not states:
+    activation_report = activations.activation_report(model)
+    if not states and activation_report is None:
         raise ValueError(
             "lowtide: memory_report: expected a model sharded by lowtide, got "
             f"{type(model).__name__} without a unit. Call fully_shard first."
         )
-    book = ledger(states[0].device)
+    device = states[0].device if states else activations.device_of(model)
+    book = ledger(device)
     live, peak, at_peak = book.live(), book.peak(), book.at_total_peak()
     units = {state.name: state.materialized().plan() for state in states}
     planned = _planned(states, units)
+    planned["activations"] = activations.planned_bytes(model)
     report = MemoryReport(
-        device=str(states[0].device),
+        device=str(device),
         categories={
             name: CategoryBytes(live[name], peak[name], at_peak[name], planned[name])
             for name in CATEGORIES
@@ -78,9 +87,11 @@ def memory_report(model: nn.Module, *, reset_peaks: bool = False) -> MemoryRepor
         units=units,
         total_live=book.total_live,
         total_peak=book.total_peak,
+        activations=activation_report,
     )
     if reset_peaks:
         book.reset_peaks()
+        activations.reset(model)
     return report
 
 
@@ -109,6 +120,7 @@ def _planned(
         "gradient_stream": min(chunks, _C.GRADIENT_SLOTS) * slot,
         "gradient_slab": sum(unit["gradient_slab"] for unit in waiting),
         "sharded_gradients": sum(unit["sharded_gradients"] for unit in syncing),
+        "activations": 0,
     }
 
 
@@ -161,3 +173,5 @@ def _lines(report: MemoryReport) -> Iterator[str]:
         yield f"{name:<18}{columns}  {CATEGORIES[name]}"
     yield f"{'total':<18}{_human(report.total_live):>12}{_human(report.total_peak):>12}"
     yield "live, peak: observed by the ledger; planned: arithmetic"
+    if report.activations is not None:
+        yield from activations.lines(report.activations, _human)

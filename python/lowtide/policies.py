@@ -1,11 +1,21 @@
 """Policies: what users choose per unit, as frozen dataclasses."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["MixedPrecisionPolicy", "ParameterDtypes", "parameter_dtypes"]
+__all__ = [
+    "INPUT",
+    "ActivationPolicy",
+    "MixedPrecisionPolicy",
+    "ParameterDtypes",
+    "parameter_dtypes",
+]
+
+# The reserved name of a region's tensor arguments that require grad.
+INPUT = "input"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,3 +43,75 @@ def parameter_dtypes(
             "torch.float32): fp16 sums overflow."
         )
     return ParameterDtypes(storage, compute, reduce)
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivationPolicy:
+    """What becomes of the named values of a checkpointed module.
+
+    A name is one given with :func:`lowtide.tag`, the reserved ``"input"`` (the
+    module's tensor arguments that require grad), or a pattern of submodules' names
+    such as ``"layers.*.mlp"``, which stands for their outputs. What no list names is
+    computed again in backward; the module's arguments are kept.
+
+    Args:
+        save: Kept on the device; what produced them does not run again.
+        offload: Kept on the host; likewise.
+        recompute: Computed again, as without a name; a name here must match, too.
+        min_bytes: Values with fewer bytes are not stored.
+        prefetch: Regions ahead of the one in use whose values are copied back in
+            backward, and behind it that are still being copied out in forward.
+        keep_last: The last regions of a forward that offload nothing, because
+            backward begins with them.
+
+    Raises:
+        ValueError: For a name in two lists, or a setting out of range.
+    """
+
+    save: Sequence[str] = ()
+    offload: Sequence[str] = ()
+    recompute: Sequence[str] = ()
+    min_bytes: int = 0
+    prefetch: int = 1
+    keep_last: int = 0
+
+    def __post_init__(self) -> None:
+        lists: dict[str, str] = {}
+        for treatment in ("save", "offload", "recompute"):
+            names = getattr(self, treatment)
+            if isinstance(names, str) or not all(
+                isinstance(name, str) and name for name in names
+            ):
+                raise ValueError(
+                    f"lowtide: ActivationPolicy.{treatment}: expected a list of names, "
+                    f"got {names!r}. Write {treatment}=['residual']."
+                )
+            object.__setattr__(self, treatment, tuple(names))
+            for name in names:
+                if name in lists:
+                    raise ValueError(
+                        f"lowtide: ActivationPolicy: expected {name!r} in one list, "
+                        f"got it in {lists[name]} and {treatment}. Remove one."
+                    )
+                lists[name] = treatment
+        if INPUT in self.recompute:
+            raise ValueError(
+                "lowtide: ActivationPolicy.recompute: expected values that the module "
+                f"computes, got {INPUT!r}, its arguments. Remove it: arguments are "
+                "kept, or offloaded if listed there."
+            )
+        for setting in ("min_bytes", "prefetch", "keep_last"):
+            value = getattr(self, setting)
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(
+                    f"lowtide: ActivationPolicy.{setting}: expected an integer >= 0, "
+                    f"got {value!r}. Leave it out for the default."
+                )
+
+    def treatments(self) -> dict[str, str]:
+        """name -> "save", "offload" or "recompute"."""
+        return {
+            name: treatment
+            for treatment in ("save", "offload", "recompute")
+            for name in getattr(self, treatment)
+        }

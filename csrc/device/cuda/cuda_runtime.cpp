@@ -38,11 +38,17 @@ CudaRuntime::CudaRuntime(c10::Device device)
                                            index_of(device))),
       reduce_(c10::cuda::getStreamFromPool(/*isHighPriority=*/true,
                                            gather_.device_index())),
+      offload_(c10::cuda::getStreamFromPool(/*isHighPriority=*/false,
+                                            gather_.device_index())),
+      reload_(c10::cuda::getStreamFromPool(/*isHighPriority=*/false,
+                                           gather_.device_index())),
       events_(std::make_shared<c10::cuda::CUDAEventPool>()) {}
 
 CUDAStream CudaRuntime::stream_of(Stream stream) const {
   if (stream == Stream::gather) return gather_;
   if (stream == Stream::reduce) return reduce_;
+  if (stream == Stream::offload) return offload_;
+  if (stream == Stream::reload) return reload_;
   LOWTIDE_INVARIANT(stream == Stream::compute,
                     "only a process group runs on the wire stream");
   // What was current before this thread's outermost scope on this device.
@@ -57,6 +63,27 @@ CUDAStream CudaRuntime::stream_of(Stream stream) const {
 c10::DataPtr CudaRuntime::allocate(std::size_t bytes) {
   const c10::cuda::CUDAStreamGuard guard(stream_of(Stream::compute));
   return c10::cuda::CUDACachingAllocator::get()->allocate(bytes);
+}
+
+c10::DataPtr CudaRuntime::allocate_pinned(std::size_t bytes) {
+  const c10::cuda::CUDAGuard guard(gather_.device_index());
+  void* data = nullptr;
+  if (cudaHostAlloc(&data, bytes, cudaHostAllocDefault) != cudaSuccess) {
+    cudaGetLastError();  // the caller falls back; the next call must not see it
+    return {};
+  }
+  return {data, data, [](void* begin) { cudaFreeHost(begin); },
+          c10::Device(c10::DeviceType::CPU)};
+}
+
+void CudaRuntime::copy(Stream stream, void* to, const void* from,
+                       std::size_t bytes, Copy direction) {
+  const c10::cuda::CUDAGuard guard(gather_.device_index());
+  C10_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes,
+                                 direction == Copy::to_host
+                                     ? cudaMemcpyDeviceToHost
+                                     : cudaMemcpyHostToDevice,
+                                 stream_of(stream)));
 }
 
 Event CudaRuntime::record(Stream stream) {

@@ -2,7 +2,8 @@
 //
 // `compute` is the stream that is current on this thread outside of any
 // StreamScope.  `gather` and `reduce` come from the high-priority pool, so that
-// a collective's small kernels are not queued behind the user's.  The `wire`
+// a collective's small kernels are not queued behind the user's; `offload` and
+// `reload`, one for each direction of the link, carry copies only.  The `wire`
 // is the process group's own: nothing here runs on it.
 //
 // Nothing waits on the host except synchronize(), and no block of the caching
@@ -28,6 +29,11 @@ class CudaRuntime final : public Runtime {
 
   c10::Device device() const override { return gather_.device(); }
   c10::DataPtr allocate(std::size_t bytes) override;
+  // From cudaHostAlloc: torch's own pinned allocator rounds sizes up to powers
+  // of two.
+  c10::DataPtr allocate_pinned(std::size_t bytes) override;
+  void copy(Stream stream, void* to, const void* from, std::size_t bytes,
+            Copy direction) override;
   Event record(Stream stream) override;
   void wait(Stream stream, const Event& event) override;
   void synchronize(Stream stream) override;
@@ -40,6 +46,8 @@ class CudaRuntime final : public Runtime {
 
   c10::cuda::CUDAStream gather_;
   c10::cuda::CUDAStream reduce_;
+  c10::cuda::CUDAStream offload_;
+  c10::cuda::CUDAStream reload_;
   // Shared with the events, which may outlive the runtime.
   std::shared_ptr<c10::cuda::CUDAEventPool> events_;
 };

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <stdexcept>
 #include <thread>
+#include <vector>
 
 #include "base/check.h"
 
@@ -60,6 +61,19 @@ TEST(CpuRuntimeTest, EveryThreadHasItsOwnCurrentStream) {
   Stream elsewhere = Stream::gather;
   std::thread([&] { elsewhere = runtime.current(); }).join();
   EXPECT_EQ(elsewhere, Stream::compute);
+}
+
+TEST(CpuRuntimeTest, CopiesThroughPinnedBytesAndBack) {
+  CpuRuntime runtime;
+  const std::vector<float> values{1, 2, 3};
+  const std::size_t bytes = values.size() * sizeof(float);
+  const c10::DataPtr pinned = runtime.allocate_pinned(bytes);
+  runtime.copy(Stream::offload, pinned.get(), values.data(), bytes,
+               Copy::to_host);
+  std::vector<float> back(3);
+  runtime.copy(Stream::reload, back.data(), pinned.get(), bytes,
+               Copy::to_device);
+  EXPECT_EQ(back, values);
 }
 
 TEST(CpuRuntimeTest, TheWireIsNotForEntering) {

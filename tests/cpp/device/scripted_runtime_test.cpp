@@ -15,6 +15,8 @@
 namespace lowtide::device {
 namespace {
 
+using testing::AllOf;
+using testing::Contains;
 using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
@@ -223,6 +225,50 @@ TEST(ScriptedRuntimeTest, NoBytesNeedNoRules) {
   ScriptedRuntime runtime;
   EXPECT_EQ(runtime.allocate(0).get(), nullptr);
   EXPECT_THAT(runtime.log(), IsEmpty());
+}
+
+// A value goes to the host and back, with each edge removable.
+enum class Copying { all, none_after_write, none_after_copy, host_too_early };
+
+std::vector<std::string> there_and_back(Copying removed) {
+  ScriptedRuntime runtime;
+  c10::DataPtr value = runtime.allocate(kBytes);
+  c10::DataPtr slot = runtime.allocate_pinned(kBytes);
+  runtime.touches(Stream::compute, value.get(), kBytes, Access::write);
+  if (removed != Copying::none_after_write) {
+    runtime.wait(Stream::offload, runtime.record(Stream::compute));
+  }
+  runtime.copy(Stream::offload, slot.mutable_get(), value.get(), kBytes,
+               Copy::to_host);
+  const Event copied = runtime.record(Stream::offload);
+  runtime.wait(Stream::compute, copied);
+  c10::DataPtr back = runtime.allocate(kBytes);
+  if (removed != Copying::none_after_copy) {
+    runtime.wait(Stream::reload, runtime.record(Stream::compute));
+  }
+  runtime.copy(Stream::reload, back.mutable_get(), slot.get(), kBytes,
+               Copy::to_device);
+  runtime.wait(Stream::compute, runtime.record(Stream::reload));
+  if (removed != Copying::host_too_early) {
+    runtime.synchronize(Stream::offload);
+    runtime.synchronize(Stream::reload);
+  }
+  slot.clear();
+  back.clear();
+  value.clear();
+  return runtime.violations();
+}
+
+TEST(ScriptedRuntimeTest, EveryEdgeOfCopiesToTheHostIsNeeded) {
+  EXPECT_THAT(there_and_back(Copying::all), IsEmpty());
+  EXPECT_THAT(there_and_back(Copying::none_after_write),
+              Contains(HasSubstr("read on offload")));
+  EXPECT_THAT(there_and_back(Copying::none_after_copy),
+              AllOf(Contains(HasSubstr("'pinned' does not wait for the write")),
+                    Contains(HasSubstr("does not wait for its allocation"))));
+  EXPECT_THAT(
+      there_and_back(Copying::host_too_early),
+      Contains(HasSubstr("'pinned': the host does not wait for the write")));
 }
 
 }  // namespace

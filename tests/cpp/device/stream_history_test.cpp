@@ -55,6 +55,8 @@ TEST(StreamHistoryTest, StreamsAndKindsHaveNames) {
   EXPECT_EQ(stream_name(Stream::gather), "gather");
   EXPECT_EQ(stream_name(Stream::reduce), "reduce");
   EXPECT_EQ(stream_name(Stream::wire), "wire");
+  EXPECT_EQ(stream_name(Stream::offload), "offload");
+  EXPECT_EQ(stream_name(Stream::reload), "reload");
   EXPECT_EQ(entry_kind_name(Entry::Kind::mark), "mark");
   EXPECT_EQ(entry_kind_name(Entry::Kind::allocate), "allocate");
   EXPECT_EQ(entry_kind_name(Entry::Kind::release), "release");

@@ -31,7 +31,7 @@ TEST(LedgerTest, CategoriesHaveTheNamesReportsShow) {
   }
   EXPECT_THAT(names, ElementsAre("parameters", "gathered", "gather_input",
                                  "gradient_stream", "gradient_slab",
-                                 "sharded_gradients"));
+                                 "sharded_gradients", "activations"));
 }
 
 TEST(LedgerTest, ACategoryIsFoundByItsName) {
@@ -44,7 +44,7 @@ TEST(LedgerTest, ACategoryIsFoundByItsName) {
       ThrowsMessage<InvalidArgument>(StrEq(
           "lowtide: memory category: expected one of parameters, gathered, "
           "gather_input, gradient_stream, gradient_slab, sharded_gradients, "
-          "got 'grads'. Use a name from that list.")));
+          "activations, got 'grads'. Use a name from that list.")));
 }
 
 TEST(LedgerTest, EachCategoryPeaksAtItsOwnWorstMoment) {

@@ -38,6 +38,13 @@ class SkippingRuntime final : public device::Runtime {
   c10::DataPtr allocate(std::size_t bytes) override {
     return scripted_->allocate(bytes);
   }
+  c10::DataPtr allocate_pinned(std::size_t bytes) override {
+    return scripted_->allocate_pinned(bytes);
+  }
+  void copy(device::Stream stream, void* to, const void* from,
+            std::size_t bytes, device::Copy direction) override {
+    scripted_->copy(stream, to, from, bytes, direction);
+  }
   device::Event record(device::Stream stream) override {
     device::Event event = scripted_->record(stream);
     recorded_on_[event.get()] = device::stream_name(stream);

@@ -229,7 +229,7 @@ def test_report_is_a_table_with_planned_beside_observed(
     text = pool_of(1).run(report_after, Run(), (True,))[0]["text"]
     header, *rows = text.splitlines()[1:]
     assert header.split() == ["category", "live", "peak", "at", "peak", "planned"]
-    assert [row.split()[0] for row in rows[:6]] == list(CATEGORIES)
+    assert [row.split()[0] for row in rows[:7]] == list(CATEGORIES)
     assert "planned: arithmetic" in rows[-1]
 
 

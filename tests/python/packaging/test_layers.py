@@ -36,6 +36,7 @@ PYTHON_LAYERS = {
     "_phantom": 0,
     "policies": 1,
     "_state": 2,
+    "activations": 3,
     "api": 3,
     "checkpoint": 3,
     "losses": 3,

@@ -1,0 +1,441 @@
+#include "activation/frame.h"
+
+#include <ATen/SavedTensorHooks.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "base/check.h"
+#include "base/trace.h"
+
+namespace lowtide::activation {
+namespace {
+
+thread_local Frame::Scope* innermost = nullptr;
+
+bool inside_recomputation() {
+  for (const auto* scope = Frame::Scope::current(); scope != nullptr;
+       scope = scope->outer()) {
+    if (scope->recomputing()) return true;
+  }
+  return false;
+}
+
+c10::Device device_of(const std::vector<at::Tensor>& inputs) {
+  for (const auto& input : inputs) {
+    if (!input.is_cpu()) return input.device();
+  }
+  return c10::Device(c10::kCPU);
+}
+
+// The reason for a value whose producer the recomputation never reaches.
+constexpr const char* kNotNeeded = "nothing behind it is computed again";
+// Operators are not watched where earlier forwards named only arguments.
+constexpr const char* kUnwatched =
+    "named inside the forward for the first time; the next forward stores it";
+
+}  // namespace
+
+Frame::Scope::Scope(Frame& frame, bool recomputing)
+    : frame_(frame),
+      recomputing_(recomputing),
+      outer_(std::exchange(innermost, this)) {}
+
+Frame::Scope::~Scope() { innermost = outer_; }
+
+const Frame::Scope* Frame::Scope::current() { return innermost; }
+
+void name_value(NameBook& book, const at::Tensor& tensor,
+                const std::string& name) {
+  book.add(tensor, name);
+  for (const auto* scope = Frame::Scope::current(); scope != nullptr;
+       scope = scope->outer()) {
+    Frame& frame = scope->frame();
+    if (!frame.region()->policy().names.contains(name)) continue;
+    if (!scope->recomputing()) frame.name_value(tensor, name);
+    return;
+  }
+}
+
+Frame::Frame(std::shared_ptr<Region> region,
+             const std::vector<at::Tensor>& inputs,
+             std::unique_ptr<Replay> replay)
+    : region_(std::move(region)),
+      replay_(std::move(replay)),
+      nested_recomputation_(inside_recomputation()),
+      hooked_(!at::SavedTensorDefaultHooks::get_tls_state().stack.empty()),
+      state_(device_of(inputs)) {
+  inputs_.reserve(inputs.size());
+  for (const auto& input : inputs) hold_input(input);
+}
+
+// --- forward ----------------------------------------------------------------
+
+void Frame::hold_input(const at::Tensor& input) {
+  HeldValue& held = inputs_.emplace_back(input);
+  const auto& listed = region_->policy().names;
+  if (listed.empty()) {
+    hooked_ && !input.is_inference() ? held.pack(input) : held.keep(input);
+    return;
+  }
+  std::vector<std::string> names = region_->book().of(input);
+  names.emplace_back(kInputName);
+  std::erase_if(names,
+                [&](const auto& name) { return !listed.contains(name); });
+  const bool asked_for =
+      std::any_of(names.begin(), names.end(), [&](const auto& name) {
+        return listed.at(name) != Treatment::recompute &&
+               !region_->obstacle(input, name);
+      });
+  hooked_ && !asked_for && !input.is_inference() ? held.pack(input)
+                                                 : held.keep(input);
+  for (const auto& name : names) treat(held, input, name, nullptr);
+}
+
+void Frame::treat(HeldValue& held, const at::Tensor& tensor,
+                  const std::string& name, const device::Event* ready) {
+  matched_ = true;
+  if (nested_recomputation_ || !held.add_name(name)) return;
+  auto& figures = region_->figures();
+  figures.change(name, [](NameFigures& f) { ++f.matched; });
+  const Treatment treatment = region_->policy().names.at(name);
+  if (treatment == Treatment::recompute) {
+    figures.change(name, [](NameFigures& f) { ++f.recomputed; });
+    return;
+  }
+  if (const auto reason = region_->obstacle(tensor, name)) {
+    refuse(name, *reason);
+    return;
+  }
+  if (treatment == Treatment::offload) {
+    move(held, tensor, name, ready);
+    return;
+  }
+  const auto bytes = static_cast<std::int64_t>(tensor.storage().nbytes());
+  figures.change(name, [&](NameFigures& f) {
+    ++f.kept;
+    f.kept_bytes += bytes;
+  });
+}
+
+void Frame::move(HeldValue& held, const at::Tensor& tensor,
+                 const std::string& name, const device::Event* ready) {
+  Transfers& transfers = region_->transfers_on(tensor.device());
+  auto stash = transfers.stash(tensor, name);
+  const bool shared = stash.use_count() > 1;
+  if (!batch_)
+    batch_ = transfers.open(region_->policy().window, region_->who());
+  auto outcome = [region = region_, name, shared,
+                  bytes = stash->num_bytes()](bool sent) {
+    region->figures().change(name, [&](NameFigures& f) {
+      if (!sent) {
+        ++f.skipped["one of the last regions (keep_last)"];
+      } else if (shared) {
+        ++f.shared;
+      } else {
+        ++f.moved;
+        f.moved_bytes += bytes;
+      }
+    });
+  };
+  transfers.add(*batch_, stash,
+                ready ? *ready
+                      : transfers.memories().device->runtime().record(
+                            device::Stream::compute),
+                std::move(outcome));
+  held.stash(std::move(stash), tensor);
+}
+
+std::size_t Frame::pack(const at::Tensor& tensor) {
+  if (num_stored_ < stored_.size()) store_waiting();
+  const std::lock_guard lock(mutex_);
+  saved_.push_back({at::DimVector(tensor.sizes()), tensor.scalar_type(),
+                    SeenVersion(tensor)});
+  return saved_.size() - 1;
+}
+
+void Frame::name_value(const at::Tensor& tensor, const std::string& name) {
+  for (HeldValue& held : inputs_) {
+    if (held.shares_storage_with(tensor)) {
+      treat(held, tensor, name, nullptr);
+      return;
+    }
+  }
+  if (nested_recomputation_) return;
+  matched_ = true;
+  region_->figures().change(name, [](NameFigures& f) { ++f.matched; });
+  if (region_->policy().names.at(name) == Treatment::recompute) {
+    region_->figures().change(name, [](NameFigures& f) { ++f.recomputed; });
+  } else if (const auto reason = region_->obstacle(tensor, name)) {
+    refuse(name, *reason);
+  } else if (watcher_) {
+    watcher_(tensor, name);
+  } else {
+    unwatched_.emplace_back(name, saved_.size());
+  }
+}
+
+void Frame::refuse(const std::string& name, const std::string& reason) {
+  region_->figures().change(name, [&](NameFigures& f) { ++f.skipped[reason]; });
+}
+
+std::int64_t Frame::store(const std::string& name,
+                          const std::vector<at::Tensor>& outputs) {
+  Stored& stored = stored_.emplace_back();
+  stored.name = name;
+  stored.tensors = outputs;
+  for (const auto& output : outputs) stored.versions.emplace_back(output);
+  if (region_->policy().names.at(name) == Treatment::offload) {
+    stored.ready = region_->transfers_on(outputs[0].device())
+                       .memories()
+                       .device->runtime()
+                       .record(device::Stream::compute);
+  }
+  return static_cast<std::int64_t>(stored_.size()) - 1;
+}
+
+// Something behind them is saved, so the recomputation would run what produced
+// them.
+void Frame::store_waiting() {
+  for (; num_stored_ < stored_.size(); ++num_stored_) {
+    Stored& stored = stored_[num_stored_];
+    interior_ = true;
+    const bool offloads =
+        region_->policy().names.at(stored.name) == Treatment::offload;
+    for (const auto& tensor : std::exchange(stored.tensors, {})) {
+      HeldValue& held = stored.values.emplace_back(tensor);
+      held.keep(tensor);
+      if (offloads && !region_->obstacle(tensor, stored.name)) {
+        move(held, tensor, stored.name, &stored.ready);
+      } else {
+        const auto bytes = static_cast<std::int64_t>(tensor.storage().nbytes());
+        region_->figures().change(stored.name, [&](NameFigures& f) {
+          ++f.kept;
+          f.kept_bytes += bytes;
+        });
+      }
+    }
+  }
+}
+
+void Frame::end_forward() {
+  watcher_ = nullptr;
+  ++region_->num_calls;
+  for (; num_stored_ < stored_.size(); ++num_stored_) {
+    stored_[num_stored_].tensors.clear();
+    refuse(stored_[num_stored_].name, kNotNeeded);
+  }
+  for (const auto& [name, place] : unwatched_) {
+    const bool needed = place < saved_.size();
+    interior_ |= needed;
+    refuse(name, needed ? kUnwatched : kNotNeeded);
+  }
+  if (matched_ && !nested_recomputation_) {
+    region_->watches_interior = interior_;
+  }
+  state_.end_forward();
+  check_unmodified();
+}
+
+void Frame::check_unmodified() const {
+  for (std::size_t i = 0; i < inputs_.size(); ++i) {
+    const SeenVersion& version = inputs_[i].version();
+    if (version.changed()) {
+      throw Error(base::error_text(
+          region_->who(),
+          base::concat("tensor argument ", i, " at version ", version.seen(),
+                       ", as the forward received it"),
+          base::concat("version ", version.now(),
+                       ": something wrote to it in place"),
+          "Give the region a copy, or write out of place: it is computed again "
+          "from its arguments."));
+    }
+  }
+  for (const Stored& stored : stored_) {
+    for (const SeenVersion& version : stored.versions) {
+      if (version.changed()) {
+        throw Error(base::error_text(
+            region_->who(),
+            base::concat("'", stored.name, "' at version ", version.seen(),
+                         ", as it was named"),
+            base::concat("version ", version.now(),
+                         ": something wrote to it in place"),
+            "Name the value after its last change, or write out of place."));
+      }
+    }
+  }
+}
+
+// --- backward ---------------------------------------------------------------
+
+Recomputation::Recomputation(const Frame& frame, std::vector<bool> needed)
+    : frame_(frame), needed_(std::move(needed)), values_(needed_.size()) {
+  for (std::size_t i = 0; i < needed_.size(); ++i) {
+    if (needed_[i]) end_ = i + 1;
+  }
+}
+
+bool Recomputation::pack(const at::Tensor& bare) {
+  const std::size_t place = next_++;
+  if (place < end_ && needed_[place]) {
+    frame_.check_same(place, bare);
+    values_[place] = {bare, SeenVersion(bare)};
+  }
+  return next_ >= end_;
+}
+
+void Frame::check_same(std::size_t place, const at::Tensor& tensor) const {
+  const std::lock_guard lock(mutex_);
+  const Saved& saved = saved_[place];
+  if (tensor.scalar_type() != saved.dtype ||
+      tensor.sizes() != at::IntArrayRef(saved.sizes)) {
+    differs(
+        base::concat("saved tensor ", place, " to be ",
+                     c10::toString(saved.dtype), at::IntArrayRef(saved.sizes)),
+        base::concat(c10::toString(tensor.scalar_type()), tensor.sizes()));
+  }
+}
+
+void Frame::differs(const std::string& expected, const std::string& got) const {
+  throw Error(base::error_text(
+      region_->who(),
+      base::concat("the second forward to do what the first did, ", expected),
+      got,
+      "Make the forward a function of its arguments: no counters, caches or "
+      "other state that changes between forward and backward."));
+}
+
+at::Tensor Frame::unpack(std::size_t place) {
+  const int graph_task = torch::autograd::get_current_graph_task_id();
+  if (graph_task != -1 && at::GradMode::is_enabled()) {
+    throw Error(base::error_text(
+        region_->who(), "create_graph=False through a checkpointed region",
+        "create_graph=True",
+        "Take higher derivatives of a model without lowtide.checkpoint."));
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    const SeenVersion& version = saved_[place].version;
+    if (version.changed()) {
+      throw Error(
+          base::error_text(region_->who(),
+                           base::concat("the tensor saved as number ", place,
+                                        " at version ", version.seen()),
+                           base::concat("version ", version.now(),
+                                        ": something wrote to it in place"),
+                           "Write out of place: backward needs the value."));
+    }
+    const auto found = recomputations_.find(graph_task);
+    if (found != recomputations_.end() &&
+        found->second->values_[place].tensor.defined()) {
+      return take(*found->second, place);
+    }
+  }
+  const auto recomputation = recompute();
+  if (graph_task == -1) return take(*recomputation, place);
+  forget_at_end_of(graph_task);
+  const std::lock_guard lock(mutex_);
+  recomputations_[graph_task] = recomputation;
+  return take(*recomputation, place);
+}
+
+at::Tensor Frame::take(Recomputation& recomputation, std::size_t place) {
+  auto& value = recomputation.values_[place];
+  LOWTIDE_INVARIANT(value.tensor.defined(), "a needed value is computed");
+  if (value.version->changed()) {
+    throw Error(base::error_text(
+        recomputation.frame_.region_->who(),
+        base::concat("the tensor saved as number ", place, " to stay as it is"),
+        base::concat("a write in place (version ", value.version->seen(),
+                     " to ", value.version->now(), ")"),
+        "Write out of place: backward needs the value."));
+  }
+  return std::exchange(value.tensor, at::Tensor());
+}
+
+std::shared_ptr<Recomputation> Frame::recompute() {
+  const base::TraceRange trace("lowtide::recompute", region_->who());
+  check_unmodified();
+  std::vector<bool> needed;
+  {
+    const std::lock_guard lock(mutex_);
+    needed.reserve(saved_.size());
+    for (const Saved& saved : saved_) needed.push_back(saved.alive);
+  }
+  auto recomputation =
+      std::make_shared<Recomputation>(*this, std::move(needed));
+  struct Use {
+    explicit Use(const Frame& frame) : frame(frame) {
+      if (frame.batch_) frame.region_->transfers()->begin_use(*frame.batch_);
+    }
+    ~Use() {
+      if (frame.batch_) frame.region_->transfers()->end_use(*frame.batch_);
+    }
+    const Frame& frame;
+  };
+  const Use use(*this);
+  std::vector<at::Tensor> inputs;
+  inputs.reserve(inputs_.size());
+  for (const HeldValue& held : inputs_) inputs.push_back(held.get());
+  {
+    const ForwardState::Scope state(state_);
+    const at::AutoGradMode grad_mode(true);
+    const Scope scope(*this, /*recomputing=*/true);
+    replay_->run(inputs, *recomputation);
+  }
+  if (recomputation->next_ < recomputation->end_) {
+    differs(base::concat("at least ", recomputation->end_, " saved tensors"),
+            base::concat(recomputation->next_));
+  }
+  return recomputation;
+}
+
+std::vector<at::Tensor> Frame::stored(std::int64_t number) const {
+  std::vector<at::Tensor> tensors;
+  for (const HeldValue& held : stored_.at(number).values) {
+    tensors.push_back(without_history(held.get()));
+  }
+  return tensors;
+}
+
+void Frame::drop(std::size_t place) {
+  std::vector<at::Tensor> dropped;  // destroyed after the lock is
+  const std::lock_guard lock(mutex_);
+  saved_[place].alive = false;
+  for (auto& [task, recomputation] : recomputations_) {
+    if (place < recomputation->values_.size()) {
+      dropped.push_back(
+          std::exchange(recomputation->values_[place].tensor, {}));
+    }
+  }
+}
+
+// [Note: One recomputation per backward]: the callback dies with the graph
+// task, also when backward raised and nobody called it.
+void Frame::forget_at_end_of(int graph_task) {
+  struct Forget {
+    ~Forget() {
+      const auto alive = frame.lock();
+      if (!alive) return;
+      if (alive->batch_) alive->region_->transfers()->end_backward();
+      std::shared_ptr<Recomputation> dropped;
+      const std::lock_guard lock(alive->mutex_);
+      const auto found = alive->recomputations_.find(graph_task);
+      if (found == alive->recomputations_.end()) return;
+      dropped = std::move(found->second);
+      alive->recomputations_.erase(found);
+    }
+    std::weak_ptr<Frame> frame;
+    int graph_task;
+  };
+  auto forget = std::make_shared<Forget>();
+  forget->frame = weak_from_this();
+  forget->graph_task = graph_task;
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [forget = std::move(forget)] {});
+}
+
+}  // namespace lowtide::activation

@@ -1,0 +1,75 @@
+// One tensor that a region holds for backward: kept as it is, packed by the
+// saved-tensor hooks of an enclosing region, or in a stash.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "activation/stash.h"
+
+namespace lowtide::activation {
+
+// `tensor` without its autograd history, on the same storage and version
+// counter.
+at::Tensor without_history(const at::Tensor& tensor);
+
+// A version counter and where it stood.
+class SeenVersion {
+ public:
+  explicit SeenVersion(const at::Tensor& tensor);
+  // Tensors made in inference mode have no counter and never change.
+  bool changed() const;
+  std::uint32_t seen() const { return version_; }
+  std::uint32_t now() const;
+
+ private:
+  c10::VariableVersion counter_;
+  std::uint32_t version_ = 0;
+};
+
+class HeldValue {
+ public:
+  explicit HeldValue(const at::Tensor& tensor);
+
+  // Exactly one of these, after construction or instead of the last one.
+  void keep(const at::Tensor& tensor);
+  void pack(const at::Tensor& tensor);  // by the hooks that are active
+  void stash(std::shared_ptr<Stash> stash, const at::Tensor& tensor);
+
+  // A new tensor over the value's bytes, without history; requires grad as the
+  // original does.  Compute may read it.
+  at::Tensor get() const;
+
+  // False if the value already has the name.
+  bool add_name(const std::string& name);
+
+  const SeenVersion& version() const { return version_; }
+  const std::shared_ptr<Stash>& stashed() const { return stash_; }
+  // Whether `tensor` shares the value's storage.
+  bool shares_storage_with(const at::Tensor& tensor) const;
+
+ private:
+  struct Geometry {
+    std::vector<std::int64_t> sizes, strides;
+    std::int64_t offset;
+  };
+  at::Tensor bare() const;
+
+  std::vector<std::string> names_;
+  SeenVersion version_;
+  std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> storage_;
+  bool requires_grad_;
+  at::TensorOptions options_;
+  at::Tensor kept_;
+  std::optional<torch::autograd::SavedVariable> packed_;
+  std::shared_ptr<Stash> stash_;
+  Geometry geometry_;
+};
+
+}  // namespace lowtide::activation

@@ -1,0 +1,155 @@
+#include "memory/pinned_pool.h"
+
+#include <c10/core/impl/alloc_cpu.h>
+#include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
+
+#include <algorithm>
+#include <chrono>
+#include <exception>
+#include <utility>
+
+#include "base/check.h"
+
+namespace lowtide::memory {
+
+HostSlot& HostSlot::operator=(HostSlot&& other) {
+  give_back();
+  last_use = std::move(other.last_use);
+  pool_ = std::move(other.pool_);
+  bytes_ = std::move(other.bytes_);
+  num_bytes_ = other.num_bytes_;
+  name_ = std::move(other.name_);
+  pinned_ = other.pinned_;
+  return *this;
+}
+
+HostSlot::~HostSlot() { give_back(); }
+
+void HostSlot::give_back() {
+  if (const auto pool = std::exchange(pool_, nullptr)) pool->give_back(*this);
+}
+
+PinnedPool::PinnedPool(std::shared_ptr<device::Runtime> runtime,
+                       std::shared_ptr<Ledger> ledger, std::int64_t cap_bytes)
+    : runtime_(std::move(runtime)),
+      ledger_(std::move(ledger)),
+      cap_bytes_(cap_bytes) {
+  LOWTIDE_INVARIANT(runtime_ != nullptr && ledger_ != nullptr,
+                    "a pinned pool has a runtime and a ledger");
+}
+
+PinnedPool::~PinnedPool() {
+  try {
+    synchronize();
+  } catch (const std::exception& error) {
+    LOG(ERROR) << "lowtide: waiting for copies failed: " << error.what();
+  }
+}
+
+void PinnedPool::synchronize() {
+  runtime_->synchronize(device::Stream::offload);
+  runtime_->synchronize(device::Stream::reload);
+}
+
+HostSlot PinnedPool::acquire(std::string_view name, std::int64_t num_bytes) {
+  LOWTIDE_INVARIANT(num_bytes > 0, "a slot has bytes");
+  HostSlot slot;
+  {
+    const std::lock_guard lock(mutex_);
+    slot.bytes_ = take_pinned(num_bytes, slot.last_use);
+  }
+  slot.pinned_ = slot.bytes_.get() != nullptr;
+  if (!slot.pinned_) slot.bytes_ = pageable(num_bytes);
+  slot.num_bytes_ = num_bytes;
+  slot.name_ = name;
+  ledger_->add(Category::activations, name, num_bytes);
+  slot.pool_ = shared_from_this();
+  return slot;
+}
+
+c10::DataPtr PinnedPool::take_pinned(std::int64_t num_bytes,
+                                     device::Event& last_use) {
+  if (auto found = free_.find(num_bytes); found != free_.end()) {
+    // The one given back first: its copy is the likeliest to be over.
+    Free taken = std::move(found->second.front());
+    found->second.erase(found->second.begin());
+    if (found->second.empty()) free_.erase(found);
+    last_use = std::move(taken.last_use);
+    return std::move(taken.bytes);
+  }
+  if (figures_.pinned_bytes + num_bytes > cap_bytes_ && !free_.empty()) {
+    // Slots of other sizes, left from other shapes, make room.
+    synchronize();
+    for (const auto& [size, slots] : free_) {
+      figures_.pinned_bytes -= size * static_cast<std::int64_t>(slots.size());
+    }
+    free_.clear();
+  }
+  if (figures_.pinned_bytes + num_bytes > cap_bytes_) return {};
+  return register_bytes(num_bytes);
+}
+
+c10::DataPtr PinnedPool::register_bytes(std::int64_t num_bytes) {
+  using Clock = std::chrono::steady_clock;
+  const auto start = Clock::now();
+  c10::DataPtr bytes =
+      runtime_->allocate_pinned(static_cast<std::size_t>(num_bytes));
+  if (bytes.get() != nullptr) {
+    figures_.registration_ns +=
+        std::chrono::nanoseconds(Clock::now() - start).count();
+    figures_.num_registrations += 1;
+    figures_.pinned_bytes += num_bytes;
+  }
+  return bytes;
+}
+
+c10::DataPtr PinnedPool::pageable(std::int64_t num_bytes) {
+  bool report = false;
+  {
+    const std::lock_guard lock(mutex_);
+    report = !std::exchange(reported_, true);
+    figures_.pageable_bytes += num_bytes;
+    figures_.peak_pageable_bytes =
+        std::max(figures_.peak_pageable_bytes, figures_.pageable_bytes);
+  }
+  if (report) {
+    TORCH_WARN(base::error_text(
+        "host memory for activations",
+        base::concat("at most ", cap_bytes_,
+                     " page-locked bytes, and the system to give them"),
+        base::concat("a request for ", num_bytes, " more"),
+        "These copies use pageable memory and block the host; offload less, or "
+        "raise LOWTIDE_PINNED_BYTES."));
+  }
+  void* const data = c10::alloc_cpu(static_cast<std::size_t>(num_bytes));
+  return {data, data, &c10::free_cpu, c10::Device(c10::DeviceType::CPU)};
+}
+
+// Runs wherever the last reference dies, on any thread: never throws.
+void PinnedPool::give_back(HostSlot& slot) {
+  ledger_->remove(Category::activations, slot.name_, slot.num_bytes_);
+  if (!slot.pinned_) {
+    // A copy of pageable bytes is over when its call returns, but for the
+    // wait of the stream before it.
+    try {
+      synchronize();
+    } catch (const std::exception& error) {
+      LOG(ERROR) << "lowtide: waiting for copies failed: " << error.what();
+    }
+    slot.bytes_.clear();
+    const std::lock_guard lock(mutex_);
+    figures_.pageable_bytes -= slot.num_bytes_;
+    return;
+  }
+  const std::lock_guard lock(mutex_);
+  free_[slot.num_bytes_].push_back(
+      {std::move(slot.bytes_), std::move(slot.last_use)});
+}
+
+PinnedPool::Figures PinnedPool::figures() const {
+  const std::lock_guard lock(mutex_);
+  return figures_;
+}
+
+}  // namespace lowtide::memory

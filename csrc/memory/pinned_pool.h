@@ -1,0 +1,102 @@
+// Host bytes that device memory is copied to and back from, page-locked where
+// the cap and the system allow it.
+//
+// A slot has exactly the size asked for and is registered once: it goes back to
+// the pool and serves the next request of that size.  Beyond the cap slots are
+// ordinary (pageable) memory, whose copies block the host; the first one is
+// reported by a warning.
+//
+// Thread-safe.  A slot may be given back on any thread.
+#pragma once
+
+#include <c10/core/Allocator.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "device/runtime.h"
+#include "memory/ledger.h"
+
+namespace lowtide::memory {
+
+class PinnedPool;
+
+// Move-only; its bytes go back to the pool when it dies.
+class HostSlot {
+ public:
+  HostSlot() = default;
+  HostSlot(HostSlot&&) = default;
+  HostSlot& operator=(HostSlot&& other);
+  ~HostSlot();
+
+  explicit operator bool() const { return pool_ != nullptr; }
+  void* data() const { return bytes_.get(); }
+  std::int64_t num_bytes() const { return num_bytes_; }
+
+  // The last copy from these bytes.  Whoever writes them waits for it; writes
+  // themselves come in the order of the offload stream.
+  device::Event last_use;
+
+ private:
+  friend class PinnedPool;
+  void give_back();
+
+  std::shared_ptr<PinnedPool> pool_;
+  c10::DataPtr bytes_;
+  std::int64_t num_bytes_ = 0;
+  std::string name_;
+  bool pinned_ = false;
+};
+
+class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
+ public:
+  // At most `cap_bytes` are page-locked at once.  `ledger` counts the slots in
+  // use, as activations, by name; it is not the device's.
+  PinnedPool(std::shared_ptr<device::Runtime> runtime,
+             std::shared_ptr<Ledger> ledger, std::int64_t cap_bytes);
+  // Waits for the copies.
+  ~PinnedPool();
+
+  // `num_bytes` > 0.  Throws std::bad_alloc when the host has none left.
+  HostSlot acquire(std::string_view name, std::int64_t num_bytes);
+
+  struct Figures {
+    std::int64_t pinned_bytes = 0;         // registered now, in use or not
+    std::int64_t num_registrations = 0;    // since construction
+    std::int64_t registration_ns = 0;      // what they took together
+    std::int64_t pageable_bytes = 0;       // in use now, beyond the cap
+    std::int64_t peak_pageable_bytes = 0;  // since construction
+  };
+  Figures figures() const;
+  std::int64_t cap_bytes() const { return cap_bytes_; }
+  const std::shared_ptr<Ledger>& ledger() const { return ledger_; }
+
+ private:
+  friend class HostSlot;
+  struct Free {
+    c10::DataPtr bytes;
+    device::Event last_use;
+  };
+  // Both under the lock.
+  c10::DataPtr take_pinned(std::int64_t num_bytes, device::Event& last_use);
+  c10::DataPtr register_bytes(std::int64_t num_bytes);
+
+  c10::DataPtr pageable(std::int64_t num_bytes);
+  void give_back(HostSlot& slot);
+  void synchronize();
+
+  const std::shared_ptr<device::Runtime> runtime_;
+  const std::shared_ptr<Ledger> ledger_;
+  const std::int64_t cap_bytes_;
+  mutable std::mutex mutex_;
+  std::map<std::int64_t, std::vector<Free>> free_;  // by size
+  Figures figures_;
+  bool reported_ = false;
+};
+
+}  // namespace lowtide::memory

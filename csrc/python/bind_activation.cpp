@@ -1,0 +1,207 @@
+// Bindings of csrc/activation: construction from Python objects, no logic.
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "activation/frame.h"
+#include "activation/region.h"
+#include "activation/transfer.h"
+#include "memory/pinned_pool.h"
+#include "python/bindings.h"
+#include "python/checkpointed_call.h"
+#include "python/saved_tensor_hooks.h"
+
+namespace py = pybind11;
+
+namespace lowtide::python {
+namespace {
+
+using namespace activation;
+using memory::PinnedPool;
+
+Treatment treatment_of(const std::string& name) {
+  if (name == "save") return Treatment::save;
+  return name == "offload" ? Treatment::offload : Treatment::recompute;
+}
+
+Policy policy_of(const std::map<std::string, std::string>& names,
+                 std::int64_t min_bytes, std::int64_t prefetch,
+                 std::int64_t keep_last) {
+  Policy policy{{}, min_bytes, {prefetch, keep_last}};
+  for (const auto& [name, treatment] : names) {
+    policy.names[name] = treatment_of(treatment);
+  }
+  return policy;
+}
+
+py::dict as_dict(const NameFigures& figures) {
+  py::dict dict;
+  dict["matched"] = figures.matched;
+  dict["kept"] = figures.kept;
+  dict["kept_bytes"] = figures.kept_bytes;
+  dict["moved"] = figures.moved;
+  dict["moved_bytes"] = figures.moved_bytes;
+  dict["shared"] = figures.shared;
+  dict["recomputed"] = figures.recomputed;
+  dict["skipped"] = figures.skipped;
+  return dict;
+}
+
+py::dict region_figures(CheckpointedCall& call) {
+  py::dict dict;
+  for (const auto& [name, figures] : call.region()->figures().names()) {
+    dict[py::str(name)] = as_dict(figures);
+  }
+  return dict;
+}
+
+py::dict pool_figures(const PinnedPool& pool) {
+  const auto figures = pool.figures();
+  py::dict dict;
+  dict["cap_bytes"] = pool.cap_bytes();
+  dict["pinned_bytes"] = figures.pinned_bytes;
+  dict["num_registrations"] = figures.num_registrations;
+  dict["registration_ns"] = figures.registration_ns;
+  dict["pageable_bytes"] = figures.pageable_bytes;
+  dict["peak_pageable_bytes"] = figures.peak_pageable_bytes;
+  return dict;
+}
+
+py::dict transfer_figures(const Transfers& transfers) {
+  const auto figures = transfers.figures();
+  py::dict dict;
+  dict["leaving_peak"] = figures.leaving_peak;
+  dict["device_peak"] = figures.device_peak;
+  dict["peak_moment"] = figures.peak_moment;
+  dict["fetched_inline"] = figures.fetched_inline;
+  dict["fetched_ahead"] = figures.fetched_ahead;
+  dict["host_ns_copying"] = figures.host_ns_copying;
+  return dict;
+}
+
+std::shared_ptr<Region> make_region(
+    std::string who, const std::map<std::string, std::string>& names,
+    std::int64_t min_bytes, std::int64_t prefetch, std::int64_t keep_last,
+    std::shared_ptr<NameBook> book, py::object transfers_of) {
+  return std::make_shared<Region>(
+      std::move(who), policy_of(names, min_bytes, prefetch, keep_last),
+      std::move(book),
+      [transfers_of = std::move(transfers_of)](const c10::Device& device) {
+        return transfers_of(device).cast<std::shared_ptr<Transfers>>();
+      });
+}
+
+void bind_transfers(py::module_& module) {
+  py::class_<Transfers, std::shared_ptr<Transfers>>(module, "Transfers")
+      .def(py::init([](std::shared_ptr<memory::DeviceMemory> memory,
+                       std::int64_t cap_bytes) {
+             auto ledger = std::make_shared<memory::Ledger>();
+             auto pool = std::make_shared<PinnedPool>(
+                 memory->shared_runtime(), std::move(ledger), cap_bytes);
+             return std::make_shared<Transfers>(
+                 Memories{std::move(memory), std::move(pool)});
+           }),
+           py::arg("memory"), py::arg("cap_bytes"))
+      .def_property_readonly(
+          "host_ledger",
+          [](const Transfers& t) { return t.memories().host->ledger(); })
+      .def_property_readonly(
+          "device_ledger",
+          [](const Transfers& t) { return t.memories().device->ledger(); })
+      .def_property_readonly("device",
+                             [](const Transfers& t) {
+                               return t.memories().device->runtime().device();
+                             })
+      .def("pool_figures",
+           [](const Transfers& t) { return pool_figures(*t.memories().host); })
+      .def("figures", &transfer_figures)
+      .def("reset_figures", &Transfers::reset_figures);
+}
+
+}  // namespace
+
+void bind_activation(py::module_& module) {
+  bind_stop_recomputation(module);
+  bind_transfers(module);
+
+  py::class_<NameBook, std::shared_ptr<NameBook>>(module, "NameBook")
+      .def(py::init<>())
+      .def("all", &NameBook::all)
+      .def("of", &NameBook::of, py::arg("tensor"));
+
+  py::class_<ProducerMap>(module, "ProducerMap")
+      .def(py::init<>())
+      .def("add", &ProducerMap::add, py::arg("output"), py::arg("number"))
+      .def(
+          "find",
+          [](const ProducerMap& producers, const at::Tensor& tensor) {
+            const auto found = producers.find(tensor);
+            return py::make_tuple(found.number, found.written_since);
+          },
+          py::arg("tensor"));
+
+  module.def(
+      "name_value",
+      [](NameBook& book, const at::Tensor& tensor, const std::string& name) {
+        name_value(book, tensor, name);
+      },
+      py::arg("book"), py::arg("tensor"), py::arg("name"));
+
+  py::class_<Frame, std::shared_ptr<Frame>>(module, "Frame")
+      .def("watch_interior", &Frame::watch_interior, py::arg("watcher"))
+      .def("store", &Frame::store, py::arg("name"), py::arg("outputs"))
+      .def("stored", &Frame::stored, py::arg("number"))
+      .def("refuse", &Frame::refuse, py::arg("name"), py::arg("reason"));
+
+  py::class_<RegionCallbacks>(module, "RegionCallbacks")
+      .def(py::init([](py::object call, py::object surroundings,
+                       py::object recorder, py::object replayer,
+                       py::object first_backward) {
+             return RegionCallbacks{std::move(call), std::move(surroundings),
+                                    std::move(recorder), std::move(replayer),
+                                    std::move(first_backward)};
+           }),
+           py::kw_only(), py::arg("call"), py::arg("surroundings"),
+           py::arg("recorder"), py::arg("replayer"), py::arg("first_backward"));
+
+  py::class_<CheckpointedCall>(module, "Region")
+      .def(py::init([](std::string who,
+                       const std::map<std::string, std::string>& names,
+                       std::int64_t min_bytes, std::int64_t prefetch,
+                       std::int64_t keep_last, std::shared_ptr<NameBook> book,
+                       py::object transfers_of, RegionCallbacks callbacks) {
+             return std::make_unique<CheckpointedCall>(
+                 make_region(std::move(who), names, min_bytes, prefetch,
+                             keep_last, std::move(book),
+                             std::move(transfers_of)),
+                 std::move(callbacks));
+           }),
+           py::kw_only(), py::arg("who"), py::arg("names"),
+           py::arg("min_bytes"), py::arg("prefetch"), py::arg("keep_last"),
+           py::arg("book"), py::arg("transfers_of"), py::arg("callbacks"))
+      // Turns C++ warnings into Python's.
+      .def("run", torch::wrap_pybind_function(&CheckpointedCall::run),
+           py::arg("module"), py::arg("args"), py::arg("kwargs"))
+      .def(
+          "rename",
+          [](CheckpointedCall& call, std::string who) {
+            call.region()->rename(std::move(who));
+          },
+          py::arg("who"))
+      .def_property_readonly(
+          "who", [](const CheckpointedCall& c) { return c.region()->who(); })
+      .def_property_readonly(
+          "transfers",
+          [](const CheckpointedCall& c) { return c.region()->transfers(); })
+      .def_property_readonly(
+          "num_calls",
+          [](const CheckpointedCall& c) { return c.region()->num_calls; })
+      .def("figures", &region_figures)
+      .def("reset_figures", [](CheckpointedCall& c) {
+        c.region()->num_calls = 0;
+        c.region()->figures().reset();
+      });
+}
+
+}  // namespace lowtide::python

@@ -1,0 +1,226 @@
+"""Checkpointed regions: one C++ region per module, and what their names came to."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import os
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+from lowtide import _C
+from lowtide._state.interior import Recorder, Replayer
+from lowtide._state.memory import device_memory
+from lowtide.policies import INPUT, ActivationPolicy
+
+# Where a checkpointed module keeps its region.
+REGION = "_lowtide_region"
+
+
+@functools.cache
+def book() -> _C.NameBook:
+    """Which values carry which names."""
+    return _C.NameBook()
+
+
+@functools.cache
+def transfers(device: torch.device) -> _C.Transfers:
+    return _C.Transfers(device_memory(device), cap_bytes=pinned_cap())
+
+
+def pinned_cap() -> int:
+    """Bytes this process may page-lock: LOWTIDE_PINNED_BYTES, or its share of half
+    the machine's memory."""
+    if text := os.environ.get("LOWTIDE_PINNED_BYTES"):
+        return int(text)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return total // 2 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+class RegionState:
+    """What :func:`lowtide.checkpoint` attaches to a module."""
+
+    def __init__(self, module: nn.Module, policy: ActivationPolicy) -> None:
+        self.policy = policy
+        self.module_name = type(module).__name__
+        self.region = self._make(type(module).__call__)
+
+    def _make(self, call: Any) -> _C.Region:
+        self._call = call
+        return _C.Region(
+            who=f"checkpoint({self.module_name})",
+            names=self.policy.treatments(),
+            min_bytes=self.policy.min_bytes,
+            prefetch=self.policy.prefetch,
+            keep_last=self.policy.keep_last,
+            book=book(),
+            transfers_of=transfers,
+            callbacks=_C.RegionCallbacks(
+                call=call,
+                surroundings=_device_context,
+                recorder=Recorder,
+                replayer=Replayer,
+                first_backward=_check_after_backward,
+            ),
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RegionState:
+        copy = object.__new__(RegionState)
+        copy.policy, copy.module_name = self.policy, self.module_name
+        copy.region = copy._make(self._call)
+        return copy
+
+
+def region_state(module: nn.Module) -> RegionState | None:
+    return module.__dict__.get(REGION)
+
+
+def regions(model: nn.Module) -> Iterator[tuple[str, RegionState]]:
+    """(fully qualified name, state) of the checkpointed modules of ``model``."""
+    for name, module in model.named_modules():
+        if (state := region_state(module)) is not None:
+            yield name, state
+
+
+def attach(module: nn.Module, policy: ActivationPolicy) -> RegionState:
+    state = RegionState(module, policy)
+    module.__dict__[REGION] = state
+    return state
+
+
+def _device_context() -> contextlib.AbstractContextManager[Any] | None:
+    """The innermost ``with torch.device(...)`` around the forward."""
+    for mode in reversed(_get_current_function_mode_stack()):
+        if isinstance(mode, DeviceContext):
+            return torch.device(mode.device)
+    return None
+
+
+# -- names of submodules' outputs ---------------------------------------------------
+
+
+def submodules_named(module: nn.Module, pattern: str) -> list[nn.Module]:
+    """Descendants whose name matches ``pattern``, read from ``module`` or from any
+    module above it: in a block ``"layers.*.mlp"`` means ``"mlp"``."""
+    parts = pattern.split(".")
+    for start in range(len(parts)):
+        suffix = ".".join(parts[start:])
+        found = [m for name, m in _descendants(module) if fnmatchcase(name, suffix)]
+        if found:
+            return found
+    return []
+
+
+def is_pattern(name: str) -> bool:
+    return any(character in name for character in ".*?[")
+
+
+def descendant_names(module: nn.Module) -> list[str]:
+    return [name for name, _ in _descendants(module)]
+
+
+def _descendants(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, descendant in module.named_modules():
+        if name:
+            yield name.replace("_orig_mod.", ""), descendant
+
+
+def transfers_in_use(states: Iterable[RegionState]) -> _C.Transfers | None:
+    for state in states:
+        if (used := state.region.transfers) is not None:
+            return used
+    return None
+
+
+# -- the check after the first backward ---------------------------------------------
+
+# Modules whose first backward is under way, by graph task.
+_first_backwards: dict[int, list[nn.Module]] = {}
+
+
+def _check_after_backward(module: nn.Module) -> None:
+    task = torch._C._current_graph_task_id()
+    if task == -1:
+        return
+    if task not in _first_backwards:
+        _first_backwards[task] = []
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: _check_modules(_first_backwards.pop(task)))
+    _first_backwards[task].append(module)
+
+
+def _check_modules(modules: Iterable[nn.Module]) -> None:
+    for problem in _problems(modules):
+        raise ValueError(problem)
+
+
+def problems(model: nn.Module) -> list[str]:
+    """What the check after a backward would raise, of regions that have run."""
+    ran = [
+        module
+        for module in model.modules()
+        if (state := region_state(module)) and state.region.num_calls > 0
+    ]
+    return list(_problems(ran))
+
+
+def _problems(modules: Iterable[nn.Module]) -> Iterator[str]:
+    """Listed names that came to nothing in all modules of their policy."""
+    by_policy: dict[ActivationPolicy, list[nn.Module]] = {}
+    for module in modules:
+        state = region_state(module)
+        if state is not None:
+            by_policy.setdefault(state.policy, []).append(module)
+    for policy, same in by_policy.items():
+        yield from _policy_problems(policy, same)
+
+
+def _policy_problems(
+    policy: ActivationPolicy, modules: list[nn.Module]
+) -> Iterator[str]:
+    states = [state for module in modules if (state := region_state(module))]
+    figures = [state.region.figures() for state in states]
+    kind = ", ".join(sorted({state.module_name for state in states}))
+    for name, treatment in policy.treatments().items():
+        of_name = [each[name] for each in figures if name in each]
+        who = f"ActivationPolicy.{treatment}"
+        if not any(each["matched"] for each in of_name):
+            yield (
+                f"lowtide: {who}: expected {name!r} to name a value in {kind}, got "
+                f"none in {len(modules)} forward(s). {_advice(name, modules)}"
+            )
+            continue
+        if treatment == "recompute":
+            continue
+        if not any(each["moved"] + each["shared"] + each["kept"] for each in of_name):
+            reasons: dict[str, int] = {}
+            for each in of_name:
+                for reason, count in each["skipped"].items():
+                    reasons[reason] = reasons.get(reason, 0) + count
+            text = "; ".join(f"{count} x {reason}" for reason, count in reasons.items())
+            yield (
+                f"lowtide: {who}: expected {name!r} to {treatment} something in "
+                f"{kind}, got 0 bytes: {text}. Remove the name, or change the policy."
+            )
+
+
+def _advice(name: str, modules: Iterable[nn.Module]) -> str:
+    known = {INPUT, *book().all()}
+    for module in modules:
+        known.update(descendant_names(module))
+    return nearest(name, known)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    if close:
+        return f"Did you mean {', '.join(map(repr, close))}?"
+    return f"Known names: {', '.join(map(repr, known[:12]))}."

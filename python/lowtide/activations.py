@@ -1,0 +1,119 @@
+"""``checkpoint`` and ``tag``: which activations are saved, offloaded or recomputed."""
+
+import functools
+import weakref
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lowtide import _C
+from lowtide._state import activation as state
+from lowtide.policies import INPUT, ActivationPolicy
+
+__all__ = ["checkpoint", "tag"]
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+_BOOK = state.book()
+_RECOMPUTE_ALL = ActivationPolicy()
+
+
+def tag(x: Tensor, name: str) -> Tensor:
+    """Names the bytes of ``x`` for :class:`ActivationPolicy`; returns ``x`` itself.
+
+    Tag a value where the model computes it, or before it enters a block: a name on a
+    block's output and on the next block's argument is the same value. Views share
+    their bytes' names; a later write in place ends them. Without grad mode it does
+    nothing.
+    """
+    if torch.is_grad_enabled():
+        if name == INPUT:
+            raise ValueError(
+                f"lowtide: tag: expected a name of yours, got {INPUT!r}, which means "
+                "a checkpointed module's arguments. Choose another."
+            )
+        _C.name_value(_BOOK, x, name)
+    return x
+
+
+def checkpoint(module: _Module, policy: ActivationPolicy = _RECOMPUTE_ALL) -> _Module:
+    """Checkpoints ``module``, in place: of what its forward computes only what
+    ``policy`` stores stays for backward, the rest is computed again there.
+
+    Semantics of ``torch.utils.checkpoint`` with ``use_reentrant=False`` and early
+    stop: random generators and autocast are replayed, regions nest, every kind of
+    backward works but ``create_graph``. In-place writes to what backward needs raise.
+    Combine with ``fully_shard`` and ``module.compile()`` in any order.
+
+    After the first backward a name of the policy that matched nothing, or stored
+    nothing, raises ValueError with the reason.
+
+    Returns:
+        The same module.
+
+    Raises:
+        ValueError: If it is checkpointed already, has no forward, or a pattern of the
+            policy matches no submodule.
+    """
+    name = type(module).__name__
+    if not isinstance(module, nn.Module) or isinstance(
+        module, nn.ModuleList | nn.ModuleDict
+    ):
+        raise ValueError(
+            f"lowtide: checkpoint: expected a module with a forward, got {name}. Call "
+            "it on the modules inside."
+        )
+    if state.region_state(module) is not None:
+        raise ValueError(
+            f"lowtide: checkpoint: expected a module without a policy, got {name}, "
+            "which has one. Put all names into one ActivationPolicy."
+        )
+    named = {
+        listed: state.submodules_named(module, listed) for listed in policy.treatments()
+    }
+    for listed, modules in named.items():
+        if state.is_pattern(listed) and not modules:
+            raise ValueError(
+                f"lowtide: checkpoint({name}): expected {listed!r} to match a "
+                "submodule, got none. "
+                f"{state.nearest(listed, state.descendant_names(module))}"
+            )
+    state.attach(module, policy)
+    _become_checkpointed(module)
+    for listed, modules in named.items():
+        for submodule in modules:
+            submodule.register_forward_hook(functools.partial(_tag_output, listed))
+    return module
+
+
+def _tag_output(name: str, module: nn.Module, args: Any, output: Any) -> None:
+    if isinstance(output, Tensor):
+        tag(output, name)
+        return
+    for leaf in torch.utils._pytree.tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            tag(leaf, name)
+
+
+# -- becoming checkpointed ----------------------------------------------------------
+
+
+def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return self.__dict__[state.REGION].region.run(self, args, kwargs)
+
+
+_classes: "weakref.WeakKeyDictionary[type, type]" = weakref.WeakKeyDictionary()
+
+
+def _become_checkpointed(module: nn.Module) -> None:
+    """Its calls, hooks and compiled code included, run in the region."""
+    original = type(module)
+    checkpointed = _classes.get(original)
+    if checkpointed is None:
+        checkpointed = type(
+            f"Checkpointed{original.__name__}", (original,), {"__call__": _call}
+        )
+        checkpointed.__module__ = original.__module__
+        _classes[original] = checkpointed
+    module.__class__ = checkpointed

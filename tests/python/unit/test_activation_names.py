@@ -1,0 +1,434 @@
+"""Names: given by tag, "input" or patterns; what is stored under them is not computed
+again, and a name that comes to nothing raises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+)
+from torch.utils.flop_counter import FlopCounterMode
+
+from lowtide import ActivationPolicy, checkpoint, tag
+from lowtide._state.activation import region_state
+from support.blocks import (
+    DIM,
+    HIDDEN,
+    HIDDEN_BYTES,
+    RESIDUAL_BYTES,
+    ROWS,
+    Mlp,
+    assert_same_bits,
+    rows,
+    stack,
+    step,
+)
+
+LAYERS = 4
+UP_FLOPS = 2 * ROWS * DIM * HIDDEN  # one of a block's two products
+
+
+def policies(model: nn.Sequential, name: str) -> dict[str, int]:
+    """The figures of ``name``, summed over the model's regions."""
+    total: dict[str, int] = {}
+    for block in model:
+        for key, value in region_state(block).region.figures().get(name, {}).items():
+            if key != "skipped":
+                total[key] = total.get(key, 0) + value
+    return total
+
+
+def reasons(model: nn.Sequential, name: str) -> set[str]:
+    found: set[str] = set()
+    for block in model:
+        figures = region_state(block).region.figures()
+        found |= set(figures.get(name, {}).get("skipped", {}))
+    return found
+
+
+def wrapped(**policy) -> nn.Sequential:
+    return stack(LAYERS, wrap=lambda m: checkpoint(m, ActivationPolicy(**policy)))
+
+
+ALL = [
+    {"offload": ["residual"]},
+    {"save": ["residual"]},
+    {"save": ["hidden"]},
+    {"offload": ["hidden"]},
+    {"offload": ["residual", "hidden"]},
+    {"offload": ["residual"], "save": ["hidden"]},
+    {"offload": ["input", "hidden"], "prefetch": 0},
+    {"offload": ["input"], "prefetch": 3, "keep_last": 1},
+    {"offload": ["up"], "recompute": ["residual"]},
+    {"offload": ["layers.*.norm"]},
+]
+
+
+@pytest.mark.parametrize("policy", ALL, ids=str)
+def test_same_bits_for_every_policy(policy: dict) -> None:
+    plain = stack(LAYERS, dropout=0.1)
+    ours = stack(
+        LAYERS,
+        dropout=0.1,
+        wrap=lambda m: checkpoint(m, ActivationPolicy(**policy)),
+    )
+    for seed in range(3):
+        assert_same_bits(step(ours, rows(seed)), step(plain, rows(seed)))
+
+
+def test_figures_are_exact():
+    model = wrapped(offload=["residual"], save=["hidden"])
+    for _ in range(2):
+        step(model)
+    assert policies(model, "residual") == {
+        "matched": 2 * LAYERS,
+        "moved": 2 * LAYERS,
+        "moved_bytes": 2 * LAYERS * RESIDUAL_BYTES,
+        "kept": 0,
+        "kept_bytes": 0,
+        "shared": 0,
+        "recomputed": 0,
+    }
+    assert policies(model, "hidden") == {
+        "matched": 2 * LAYERS,
+        "moved": 0,
+        "moved_bytes": 0,
+        "kept": 2 * LAYERS,
+        "kept_bytes": 2 * LAYERS * HIDDEN_BYTES,
+        "shared": 0,
+        "recomputed": 0,
+    }
+
+
+def flops(model: nn.Module) -> int:
+    step(model)  # the first forward also learns where the names are
+    with FlopCounterMode(display=False) as counter:
+        step(model)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("treatment", ["save", "offload"])
+def test_what_produced_a_stored_value_is_not_run_again(treatment: str) -> None:
+    everything = flops(wrapped())
+    assert flops(wrapped(**{treatment: ["hidden"]})) == everything - LAYERS * UP_FLOPS
+    assert flops(wrapped(**{treatment: ["up"]})) == everything - LAYERS * UP_FLOPS
+    assert flops(wrapped(offload=["residual"])) == everything
+
+
+def test_a_name_on_an_output_is_the_next_blocks_argument():
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(DIM, HIDDEN), nn.Linear(HIDDEN, DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return tag(x + self.down(F.gelu(self.up(x))), "residual")
+
+    def build(wrap) -> nn.Sequential:
+        torch.manual_seed(1)
+        return nn.Sequential(*[wrap(Block()) for _ in range(LAYERS)])
+
+    policy = ActivationPolicy(offload=["residual"])
+    plain, ours = build(lambda m: m), build(lambda m: checkpoint(m, policy))
+    for _ in range(2):
+        assert_same_bits(step(ours), step(plain))
+    # The first block's argument carries no name; the last one's output is nobody's.
+    assert policies(ours, "residual")["moved"] == 2 * (LAYERS - 1)
+    assert reasons(ours, "residual") == {"nothing behind it is computed again"}
+
+
+def test_a_name_given_between_blocks():
+    class Model(nn.Module):
+        def __init__(self, wrap) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([wrap(Mlp()) for _ in range(3)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(tag(x, "between"))
+            return x
+
+    torch.manual_seed(1)
+    plain = Model(lambda m: m)
+    torch.manual_seed(1)
+    ours = Model(lambda m: checkpoint(m, ActivationPolicy(offload=["between"])))
+    assert_same_bits(step(ours), step(plain))
+    assert policies(ours.layers, "between")["moved"] == 3
+
+
+def test_bytes_under_two_names_are_copied_once():
+    model = wrapped(offload=["residual", "input"])
+    step(model)
+    names = [policies(model, name) for name in ("residual", "input")]
+    assert sum(n["moved_bytes"] for n in names) == LAYERS * RESIDUAL_BYTES
+    assert sum(n["shared"] for n in names) == LAYERS
+
+
+def test_parameters_and_their_views_never_move():
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(DIM))
+            self.inner = nn.Linear(DIM, DIM)
+
+        def forward(self, x: Tensor, w: Tensor) -> Tensor:
+            tag(self.weight, "weight"), tag(self.weight[2:], "weight")
+            return self.inner(x * w.sin() * self.weight)
+
+    module = checkpoint(Odd(), ActivationPolicy(offload=["weight", "input"]))
+    outside = nn.Parameter(torch.ones(DIM, DIM))
+    x = rows().requires_grad_() * 1.0
+    with pytest.raises(ValueError, match="got 0 bytes: 2 x a parameter"):
+        module(x, outside[0]).sum().backward()
+    figures = region_state(module).region.figures()
+    assert figures["weight"]["moved"] == 0 and figures["input"]["moved"] == 1
+    assert figures["input"]["skipped"] == {"a parameter (a leaf), or a view of one": 1}
+
+
+def test_an_argument_without_gradient_is_not_moved_as_input():
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(DIM, DIM)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.inner(x * mask).sin()
+
+    module = checkpoint(Masked(), ActivationPolicy(offload=["input"]))
+    module(rows().requires_grad_() * 1.0, torch.ones(ROWS, DIM)).sum().backward()
+    figures = region_state(module).region.figures()["input"]
+    assert figures["moved"] == 1
+    assert figures["skipped"] == {"does not require grad: other regions share it": 1}
+
+
+def test_min_bytes():
+    policy = {"offload": ["residual", "hidden"], "min_bytes": RESIDUAL_BYTES + 1}
+    model = wrapped(**policy)
+    with pytest.raises(ValueError, match="lowtide: ") as error:
+        step(model)
+    assert str(error.value) == (
+        "lowtide: ActivationPolicy.offload: expected 'residual' to offload something "
+        f"in Mlp, got 0 bytes: 4 x smaller than min_bytes={RESIDUAL_BYTES + 1}. Remove "
+        "the name, or change the policy."
+    )
+    assert policies(model, "hidden")["moved"] == LAYERS
+
+
+def operators_of(run) -> list[str]:
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    names: list[str] = []
+    with Names():
+        run()
+    return names
+
+
+def test_attention_returns_several_values_and_is_not_run_again():
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).view(1, ROWS, 2, 3 * DIM // 2).split(DIM // 2, -1)
+            y = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
+            y = tag(y, "attention").transpose(1, 2).reshape(ROWS, DIM)
+            return x + self.out(F.dropout(y, 0.5))
+
+    def build(**policy):
+        torch.manual_seed(1)
+        module = Attention()
+        if policy:
+            checkpoint(module, ActivationPolicy(**policy))
+        return nn.Sequential(module)
+
+    plain = build()
+    for treatment in ("save", "offload"):
+        ours = build(**{treatment: ["attention"]})
+        for _ in range(2):
+            assert_same_bits(step(ours), step(plain))
+    ran = operators_of(lambda: step(ours))
+    assert sum("scaled_dot_product" in name for name in ran) == 2  # and its backward
+    again = operators_of(lambda: step(build(offload=["input"])))
+    assert sum("scaled_dot_product" in name for name in again) == 3
+
+
+@pytest.mark.parametrize("treatment", ["save", "offload"])
+def test_random_numbers_behind_a_skipped_operator_are_the_same(treatment: str) -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(DIM, HIDDEN), nn.Linear(HIDDEN, DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            noise = tag(torch.rand_like(self.up(x)), "noise")
+            return x + F.dropout(self.down(self.up(x) * noise).sin(), 0.5)
+
+    torch.manual_seed(1)
+    plain = nn.Sequential(Noisy())
+    torch.manual_seed(1)
+    policy = ActivationPolicy(**{treatment: ["noise"]})
+    ours = nn.Sequential(checkpoint(Noisy(), policy))
+    for _ in range(2):
+        assert_same_bits(step(ours), step(plain))
+    assert policies(ours, "noise")["matched"] == 2
+
+
+def refused(forward, name: str = "value", **policy) -> str:
+    """The reason in the error after the first backward."""
+
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(DIM, 3 * DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return forward(self.up(x))
+
+    module = checkpoint(Module(), ActivationPolicy(**(policy or {"save": [name]})))
+    with pytest.raises(ValueError, match="lowtide: ") as error:
+        module(rows().requires_grad_() * 1.0).sum().backward()
+    return str(error.value)
+
+
+def test_an_operator_with_several_large_outputs_is_refused_by_name():
+    def forward(h: Tensor) -> Tensor:
+        values, indices = h.sort()
+        return tag(values, "value").sin() * indices
+
+    assert "got 0 bytes: 1 x aten.sort.default returns several values" in refused(
+        forward
+    )
+
+
+def test_a_value_written_to_after_it_was_produced_is_refused():
+    def forward(h: Tensor) -> Tensor:
+        return tag((h * 2).relu_(), "value").sin()
+
+    assert "got 0 bytes: 1 x written to after aten.mul.Tensor made it" in refused(
+        forward
+    )
+
+
+def test_a_value_written_to_after_it_was_named_raises():
+    def forward(h: Tensor) -> Tensor:
+        y = tag(h * 2, "value")
+        y.sin().sum()
+        return y.mul_(3).exp()
+
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(DIM, DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return forward(self.up(x))
+
+    module = checkpoint(Module(), ActivationPolicy(offload=["value"]))
+    with pytest.raises(RuntimeError) as error:
+        module(rows().requires_grad_() * 1.0)
+    assert str(error.value) == (
+        "lowtide: checkpoint(Module): expected 'value' at version 0, as it was named, "
+        "got version 1: something wrote to it in place. Name the value after its last "
+        "change, or write out of place."
+    )
+
+
+def test_an_unknown_name_raises_with_the_nearest():
+    model = wrapped(offload=["residal"])
+    with pytest.raises(ValueError, match="lowtide: ") as error:
+        step(model)
+    assert str(error.value) == (
+        "lowtide: ActivationPolicy.offload: expected 'residal' to name a value in Mlp, "
+        "got none in 4 forward(s). Did you mean 'residual'?"
+    )
+
+
+def test_a_name_in_the_recompute_list_must_match_too():
+    with pytest.raises(ValueError, match="recompute: expected 'hiden'.*'hidden'"):
+        step(wrapped(recompute=["hiden"]))
+    step(wrapped(recompute=["hidden"]))
+
+
+def test_a_pattern_without_a_match_raises_at_once():
+    with pytest.raises(ValueError, match="lowtide: ") as error:
+        wrapped(offload=["layers.*.mpl"])
+    assert str(error.value) == (
+        "lowtide: checkpoint(Mlp): expected 'layers.*.mpl' to match a submodule, got "
+        "none. Known names: 'down', 'norm', 'up'."
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "text"),
+    [
+        (
+            {"save": ["a"], "offload": ["a"]},
+            "lowtide: ActivationPolicy: expected 'a' in one list, got it in save and "
+            "offload. Remove one.",
+        ),
+        (
+            {"save": "hidden"},
+            "lowtide: ActivationPolicy.save: expected a list of names, got 'hidden'. "
+            "Write save=['residual'].",
+        ),
+        (
+            {"recompute": ["input"]},
+            "lowtide: ActivationPolicy.recompute: expected values that the module "
+            "computes, got 'input', its arguments. Remove it: arguments are kept, or "
+            "offloaded if listed there.",
+        ),
+        (
+            {"prefetch": -1},
+            "lowtide: ActivationPolicy.prefetch: expected an integer >= 0, got -1. "
+            "Leave it out for the default.",
+        ),
+    ],
+)
+def test_impossible_policies_raise(policy: dict, text: str) -> None:
+    with pytest.raises(ValueError, match="lowtide: ") as error:
+        ActivationPolicy(**policy)
+    assert str(error.value) == text
+
+
+def test_the_reserved_name_can_not_be_given():
+    with pytest.raises(ValueError, match="lowtide: ") as error:
+        tag(rows(), "input")
+    assert str(error.value) == (
+        "lowtide: tag: expected a name of yours, got 'input', which means a "
+        "checkpointed module's arguments. Choose another."
+    )
+
+
+def test_tag_returns_the_tensor_itself():
+    x = rows().requires_grad_()
+    assert tag(x, "x") is x
+    with torch.no_grad():
+        assert tag(x, "x") is x
+    with torch.inference_mode():
+        assert tag(x, "x") is x
+
+
+def test_a_region_whose_names_are_all_arguments_sees_no_operator():
+    seen = []
+    model = wrapped(offload=["residual"])
+    step(model)
+    model[0].up.register_forward_hook(
+        lambda *_: seen.append(len(_get_current_dispatch_mode_stack()))
+    )
+    step(model)
+    assert seen == [0, 0]
+
+
+def test_a_check_happens_once():
+    model = wrapped(offload=["residal"])
+    with pytest.raises(ValueError, match="residal"):
+        step(model)
+    step(model)
