@@ -121,10 +121,11 @@ TEST_F(GuardRuntimeTest, PrivateUse1HasOne) {
   EXPECT_EQ(runtime->device(), kDevice);
 }
 
-TEST_F(GuardRuntimeTest, CommunicationHasUrgentStreamsOfItsOwn) {
+TEST_F(GuardRuntimeTest, CommunicationHasUrgentStreamsCopiesHaveOthers) {
   GuardRuntime runtime(kDevice);
-  EXPECT_THAT(log_.calls, ElementsAre("new stream, priority -1",
-                                      "new stream, priority -1"));
+  EXPECT_THAT(log_.calls,
+              ElementsAre("new stream, priority -1", "new stream, priority -1",
+                          "new stream, priority 0", "new stream, priority 0"));
   std::vector<c10::StreamId> ids;
   for (const Stream one : {Stream::compute, Stream::gather, Stream::reduce}) {
     const StreamScope scope(runtime, one);
