@@ -19,6 +19,7 @@ from lowtide import _C  # noqa: E402
 if TYPE_CHECKING:
     from lowtide.api import FSDPModule, UnshardHandle, abort_step, fully_shard
     from lowtide.memory import MemoryReport, memory_report
+    from lowtide.planning import plan
     from lowtide.policies import MixedPrecisionPolicy
 
 __version__: str = _C.build_info()["version"]
@@ -33,6 +34,7 @@ _PUBLIC = {
     "MemoryReport": "lowtide.memory",
     "memory_report": "lowtide.memory",
     "MixedPrecisionPolicy": "lowtide.policies",
+    "plan": "lowtide.planning",
 }
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "abort_step",
     "fully_shard",
     "memory_report",
+    "plan",
 ]
 
 
