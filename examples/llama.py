@@ -6,7 +6,7 @@ Nothing here knows how it is trained or sharded.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -171,3 +171,11 @@ def init_weights(model: Llama, seed: int) -> None:
 def generator(seed: int, name: str) -> torch.Generator:
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+
+
+PLAN_HEAD = "output"
+
+
+def plan_model(config: str, sequence: int) -> Llama:
+    """What `python -m lowtide plan examples/llama.py --config 8b` trains."""
+    return Llama(replace(CONFIGS[config], max_seq_len=sequence))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lowtide.activations import checkpoint, tag
     from lowtide.api import FSDPModule, UnshardHandle, abort_step, fully_shard
     from lowtide.memory import MemoryReport, memory_report
+    from lowtide.planning import plan
     from lowtide.policies import ActivationPolicy, MixedPrecisionPolicy
 
 __version__: str = _C.build_info()["version"]
@@ -38,6 +39,7 @@ _PUBLIC = {
     "memory_report": "lowtide.memory",
     "ActivationPolicy": "lowtide.policies",
     "MixedPrecisionPolicy": "lowtide.policies",
+    "plan": "lowtide.planning",
 }
 _PUBLIC_MODULES = ("losses",)
 
@@ -52,6 +54,7 @@ __all__ = [
     "fully_shard",
     "losses",
     "memory_report",
+    "plan",
     "tag",
 ]
 

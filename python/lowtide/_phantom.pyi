@@ -59,6 +59,9 @@ def install(
 def mode() -> str:
     """Of the installed device."""
 
+def events() -> str:
+    """Of the installed device."""
+
 def device_memory() -> CachingAllocator:
     """Of the installed device."""
 

@@ -27,6 +27,13 @@ void leave(const at::RecordFunction&, at::ObserverContext*) {
   if (!running_operators.empty()) running_operators.pop_back();
 }
 
+// "aten::mm" is one, "PythonSubclass" and a node of autograd are not.
+bool is_operator(std::string_view name) {
+  return name.find("::") != std::string_view::npos &&
+         name.find(' ') == std::string_view::npos &&
+         name.substr(0, 7) != "torch::" && name.substr(0, 9) != "lowtide::";
+}
+
 bool only_makes_storage(std::string_view name) {
   static constexpr std::array<std::string_view, 3> kPrefixes{
       "aten::empty", "aten::new_empty", "aten::resize_"};
@@ -37,11 +44,14 @@ bool only_makes_storage(std::string_view name) {
 }
 
 std::string_view current_operator() {
-  const auto innermost = std::find_if_not(
-      running_operators.rbegin(), running_operators.rend(), only_makes_storage);
-  if (innermost != running_operators.rend()) return *innermost;
-  return running_operators.empty() ? std::string_view()
-                                   : running_operators.back();
+  std::string_view storage;
+  for (auto name = running_operators.rbegin(); name != running_operators.rend();
+       ++name) {
+    if (!is_operator(*name)) continue;
+    if (!only_makes_storage(*name)) return *name;
+    storage = *name;
+  }
+  return storage;
 }
 
 class Listeners {

@@ -83,6 +83,11 @@ void bind_device(py::module_& module) {
       py::call_guard<py::gil_scoped_release>());
   module.def("mode",
              [] { return phantom_device().exact() ? "exact" : "meta"; });
+  module.def("events", [] {
+    return phantom_device().options().progress == Progress::immediate
+               ? "immediate"
+               : "at_sync";
+  });
   module.def("default_generator", &default_generator);
   module.def(
       "device_memory", [] { return &phantom_device().memory(); },

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
-from lowtide.cli import env
+from lowtide.cli import env, plan
 
-COMMANDS = (env,)
+COMMANDS = (env, plan)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -19,6 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(metavar="<command>", required=True)
     for command in COMMANDS:
         command.add_parser(subparsers)
-    options = parser.parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(given)
+    options.is_script = "--" in given
     status: int = options.run(options)
     return status

@@ -56,6 +56,14 @@ class AllocatorModel:
         self._model = _phantom.CachingAllocator(settings, events)
         self._events = events
 
+    @classmethod
+    def of_device(cls) -> "AllocatorModel":
+        """That of the installed phantom device. Raises RuntimeError without one."""
+        model = cls.__new__(cls)
+        model._model = _phantom.device_memory()
+        model._events = _phantom.events()
+        return model
+
     def malloc(self, nbytes: int, stream: int = 0) -> int:
         """A handle, the block's simulated address, for ``nbytes`` used on ``stream``;
         0 for no bytes.

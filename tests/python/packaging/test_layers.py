@@ -43,10 +43,11 @@ PYTHON_LAYERS = {
     "memory": 3,
     "phantom": 3,
     "spmd": 3,
-    "cli": 4,
+    "planning": 4,  # runs programs: uses every engine, and the phantom
+    "cli": 5,
     "integrations": 4,
-    "__init__": 5,
-    "__main__": 5,
+    "__init__": 6,
+    "__main__": 6,
 }
 
 

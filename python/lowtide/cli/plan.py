@@ -1,0 +1,157 @@
+"""`python -m lowtide plan`: peak memory of a training program, without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lowtide.planning.report import Plan
+    from lowtide.planning.request import Request
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_DESCRIPTION = """\
+Runs a training program on the phantom device, where nothing is computed and every
+allocation is counted, and says what it takes on one GPU.
+
+  python -m lowtide plan [options] MODEL.py        a file with plan_model (docs/plan.md)
+  python -m lowtide plan [options] -- TRAIN.py ... a training script, as it stands
+"""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "plan",
+        help="peak memory of a training program, without a GPU",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("file", metavar="FILE", help="a model file, or -- and a script")
+    parser.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--world", type=int, default=1, metavar="N", help="ranks; default 1")
+    add("--rank", type=int, default=0, metavar="R", help="whose memory; default 0")
+    add("--steps", type=int, default=3, metavar="N", help="optimizer steps; default 3")
+    add("--device-memory", metavar="SIZE", help="of the GPU, such as 80GiB")
+    add("--allocator", metavar="CONF", help="expandable, or as PYTORCH_ALLOC_CONF")
+    add("--events", choices=("immediate", "at_sync"), default="immediate")
+    outputs = parser.add_argument_group("output")
+    add = outputs.add_argument
+    add("--json", metavar="FILE", help="everything, for programs")
+    add("--timeline", metavar="FILE", help="bytes over a step, .png, .svg or .html")
+    add("--snapshot", metavar="FILE", help="for https://pytorch.org/memory_viz")
+    add("--output", metavar="FILE", help="append what the program prints")
+    model = parser.add_argument_group("model files")
+    add = model.add_argument
+    add("--config", metavar="NAME", help="passed to plan_model")
+    add("--system", choices=("lowtide", "fsdp2", "ddp"), default="lowtide")
+    add("--sequence", type=int, default=8192, metavar="N", help="tokens; default 8192")
+    add("--batch", type=int, default=1, metavar="N", help="sequences; default 1")
+    add("--checkpoint", choices=("none", "selective", "full"), default="full")
+    add("--loss", choices=("plain", "chunked"), default="plain")
+    add("--microbatches", type=int, default=1, metavar="N", help="without sync")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    try:
+        request = request_of(options)
+        show, draw = _presentation(options)
+        plan = _plan(request)
+    except (ValueError, RuntimeError, ImportError) as error:
+        if traceback := getattr(error, "traceback", ""):
+            print(traceback, file=sys.stderr)
+        print(error, file=sys.stderr)
+        return 1
+    show(plan)
+    if draw is not None:
+        draw(plan, options.timeline)
+    if options.json:
+        plan.write(options.json)
+    return 0
+
+
+def request_of(options: argparse.Namespace) -> Request:
+    """Raises ValueError for what cannot be asked."""
+    from lowtide.planning.report import parse_bytes
+    from lowtide.planning.request import ModelFile, Request, Script
+
+    if not 0 <= options.rank < options.world:
+        raise ValueError(
+            f"lowtide: plan --rank: expected one of the {options.world} ranks, got "
+            f"{options.rank}. Pass --world too."
+        )
+    if options.steps < 1:
+        raise ValueError(
+            f"lowtide: plan --steps: expected at least 1, got {options.steps}. The "
+            "default of 3 reaches a steady state."
+        )
+    program: ModelFile | Script
+    if options.is_script:
+        program = Script(options.file, tuple(options.arguments))
+    elif options.arguments:
+        raise ValueError(
+            "lowtide: plan: expected one model file, got "
+            f"{' '.join([options.file, *options.arguments])}. A script and its "
+            f"arguments follow `--`."
+        )
+    else:
+        names = ("config", "system", "sequence", "batch", "checkpoint", "loss")
+        settings = {name: getattr(options, name) for name in names}
+        program = ModelFile(
+            options.file, microbatches=options.microbatches, **settings
+        )
+    memory = options.device_memory
+    return Request(
+        program,
+        world=options.world,
+        rank=options.rank,
+        steps=options.steps,
+        device_memory=None if memory is None else parse_bytes(memory),
+        allocator=_allocator(options),
+        snapshot=options.snapshot,
+        output=options.output,
+    )
+
+
+def _allocator(options: argparse.Namespace) -> dict[str, Any]:
+    from lowtide.phantom import alloc_conf
+
+    conf = options.allocator or ""
+    if conf == "expandable":
+        conf = "expandable_segments:True"
+    settings = alloc_conf.parse(conf) if conf else {}
+    return {**settings, "events": options.events}
+
+
+def _plan(request: Request) -> Plan:
+    from lowtide.planning import plan_request
+    from lowtide.planning.table import progress
+
+    with progress(request.steps) as advance:
+        return plan_request(request, advance)
+
+
+def _presentation(
+    options: argparse.Namespace,
+) -> tuple[Callable[[Plan], None], Callable[[Plan, str], None] | None]:
+    """Before anything runs, so that what is missing is said at once."""
+    from lowtide.planning import extras
+
+    extras.require("rich")
+    from lowtide.planning.table import show
+
+    if options.timeline is None:
+        return show, None
+    if not options.timeline.endswith((".png", ".svg", ".html")):
+        raise ValueError(
+            "lowtide: plan --timeline: expected a file ending in .png, .svg or .html, "
+            f"got {options.timeline!r}. Choose one of the three."
+        )
+    extras.require("matplotlib")
+    from lowtide.planning.picture import draw
+
+    return show, draw

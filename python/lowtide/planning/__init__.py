@@ -1,0 +1,10 @@
+"""Peak memory of a training program, for any world size, without a GPU.
+
+The program runs on the phantom device in a process of its own, where every allocation
+is recorded with what it is for; :func:`plan` returns the figures.
+"""
+
+from lowtide.planning.report import Moment, Plan, Saving, Tensors, Timeline
+from lowtide.planning.run import plan, plan_request
+
+__all__ = ["Moment", "Plan", "Saving", "Tensors", "Timeline", "plan", "plan_request"]

@@ -1,0 +1,266 @@
+"""From a recording to figures: the life of every allocation, and what it is for."""
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from lowtide.phantom.allocator import AllocatorModel
+from lowtide.phantom.histories import trace_of_model
+from lowtide.phantom.traces import Trace
+from lowtide.planning import categories
+from lowtide.planning.moments import moments_of
+from lowtide.planning.recording import Allocation, Label, Recorder
+from lowtide.planning.stacks import Line, program_line
+
+
+@dataclass
+class Life:
+    """An allocation, from the operation of the trace that makes it to the one that
+    frees it (the trace's length if none does)."""
+
+    recorded: Allocation
+    moment: str
+    block: int = 0  # bytes, as the allocator rounds
+    begin: int = 0
+    end: int = 0
+    category: str = ""
+    name: str = ""  # of the parameter, state or unit; "" if it has none
+    line: str = ""  # file:line function
+    code: str = ""  # the text of that line
+    made_by: str = ""  # the innermost function
+    module: str | None = None
+    of_loss: bool = False  # made by the loss or by its backward
+
+
+@dataclass
+class Analysis:
+    recorder: Recorder
+    trace: Trace
+    workspace: int
+    lives: list[Life] = field(default_factory=list)
+    allocated: list[int] = field(default_factory=list)  # after each operation
+    reserved: list[int] = field(default_factory=list)
+    statistics: dict[str, int] = field(default_factory=dict)
+    _lines: dict[int, list[Line]] = field(default_factory=dict)
+    _losses: dict[int, bool] = field(default_factory=dict)
+    _forwards: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, recorder: Recorder, allocator: AllocatorModel, workspace: int
+    ) -> "Analysis":
+        """``allocator`` has recorded its history since before its first allocation."""
+        analysis = cls(recorder, trace_of_model(allocator), workspace)
+        addresses = [e[1] for e in allocator.history() if e[0] == "alloc"]
+        recorded = _in_order(recorder.allocations, addresses)
+        moments = moments_of(recorded, recorder.step_ends, analysis._is_loss)
+        analysis.lives = [Life(*pair) for pair in zip(recorded, moments, strict=True)]
+        analysis._replay()
+        analysis._forwards = sorted(recorder.forward_sequences)
+        next_backward = len(analysis.allocated)
+        for life in reversed(analysis.lives):
+            if life.moment == "backward":
+                next_backward = life.begin
+            analysis._describe(life, outlives_forward=life.end > next_backward)
+        _keep_one_gradient_each(analysis.lives)
+        return analysis
+
+    # -- questions --------------------------------------------------------------------
+
+    def live_at(self, operation: int) -> list[Life]:
+        return [life for life in self.lives if life.begin <= operation < life.end]
+
+    def peak(self, within: range | None = None) -> int:
+        """The last operation after which most is allocated."""
+        places = within or range(len(self.allocated))
+        return max(places, key=lambda place: (self.allocated[place], place))
+
+    def steps(self) -> list[range]:
+        """Of operations. The first begins with the program."""
+        begin, result = 0, []
+        for end in self._places(self.recorder.step_ends):
+            result.append(range(begin, end))
+            begin = end
+        return result
+
+    def moment_at(self, operation: int) -> str:
+        """Of the newest allocation then."""
+        place = bisect.bisect_right(self.lives, operation, key=lambda life: life.begin)
+        return self.lives[max(place - 1, 0)].moment
+
+    def _places(self, counts: list[int]) -> list[int]:
+        """The operation that follows so many allocations."""
+        return [
+            self.lives[count].begin if count < len(self.lives) else len(self.allocated)
+            for count in counts
+        ]
+
+    # -- the life of every allocation ---------------------------------------------------
+
+    def _replay(self) -> None:
+        """Also gives each label to the allocation that was live at its address."""
+        model = AllocatorModel(**self.trace.settings)
+        handles: dict[int | None, int] = {}
+        named = _Names(self.recorder.labels)
+        for place, operation in enumerate(self.trace.operations):
+            identity = operation.id
+            if operation.op == "allocate":
+                assert identity is not None and operation.bytes is not None
+                handles[identity] = model.malloc(operation.bytes, operation.stream or 0)
+                life = self.lives[identity]
+                life.begin, life.end = place, len(self.trace.operations)
+                life.block = model.size_of(handles[identity])
+                named.begin(life, identity + 1)
+            elif operation.op == "free":
+                assert identity is not None
+                model.free(handles.pop(identity))
+                self.lives[identity].end = place
+                named.end(self.lives[identity])
+            elif operation.op == "record":
+                model.record_stream(handles[identity], operation.stream or 0)
+            elif operation.op == "synchronize":
+                model.synchronize(operation.stream)
+            else:
+                model.empty_cache()
+            self.allocated.append(model.allocated)
+            self.reserved.append(model.reserved)
+        self.statistics = model.stats()
+
+    # -- what it is for -----------------------------------------------------------------
+
+    def _describe(self, life: Life, *, outlives_forward: bool) -> None:
+        recorded = life.recorded
+        lines = self._lines_of(recorded.stack)
+        origin = self._forward_of(recorded) if recorded.in_backward else None
+        life.module = recorded.module
+        shown = program_line(lines)
+        life.made_by = lines[0].function if lines else ""
+        recomputes = recorded.in_backward and recorded.module is not None
+        life.of_loss = life.moment == "loss" or self._is_loss(recorded)
+        if recorded.in_backward and not recomputes and origin is not None:
+            life.module = origin.recorded.module
+            life.of_loss = origin.moment == "loss"
+            shown = program_line(self._lines_of(origin.recorded.stack)) or shown
+        shown = shown or (lines[0] if lines else None)
+        life.line, life.code = (str(shown), shown.text) if shown else ("", "")
+        if lease := recorded.lease:
+            life.category, life.name = categories.lease_category(lease[0]), lease[1]
+        if not life.category:
+            life.category = (
+                self._known_category(life, lines, recomputes)
+                or self._by_moment(life, recomputes, outlives_forward)
+            )
+
+    def _known_category(
+        self, life: Life, lines: list[Line], recomputes: bool
+    ) -> str | None:
+        recorded = life.recorded
+        stays = life.end == len(self.allocated)
+        if stays and categories.is_cublas_workspace(recorded, self.workspace):
+            return "cublas_workspace"
+        if known := categories.wrapper_category(lines):
+            life.name = recorded.owner
+            return known
+        in_forward = recomputes or not recorded.in_backward
+        if categories.is_cast(recorded) if in_forward else recorded.near_parameter:
+            parameter = categories.parameter_of_size(
+                recorded, life.module, self.recorder.modules
+            )
+            if parameter is not None:
+                life.name = parameter
+                return "gathered_parameters" if in_forward else "full_gradients"
+        return None
+
+    def _by_moment(
+        self, life: Life, recomputes: bool, outlives_forward: bool
+    ) -> str:
+        if life.moment == "setup":
+            return "other"
+        if life.moment == "optimizer":
+            return "temporaries"
+        if life.moment == "backward":
+            return "recomputed" if recomputes else "backward_values"
+        if life.moment == "forward" and life.recorded.module is None:
+            return "inputs"
+        return "activations" if outlives_forward else "temporaries"
+
+    def _forward_of(self, allocation: Allocation) -> Life | None:
+        """By the operator whose backward this is."""
+        place = bisect.bisect_right(self._forwards, allocation.sequence)
+        if allocation.sequence < 0 or not place:
+            return None
+        number = self.recorder.forward_sequences[self._forwards[place - 1]]
+        return self.lives[number]
+
+    def _lines_of(self, stack: int) -> list[Line]:
+        if stack not in self._lines:
+            self._lines[stack] = self.recorder.stacks.lines(stack)
+        return self._lines[stack]
+
+    def _is_loss(self, allocation: Allocation) -> bool:
+        stack = allocation.stack
+        if stack not in self._losses:
+            self._losses[stack] = categories.is_loss(self._lines_of(stack))
+        return self._losses[stack]
+
+
+def _in_order(
+    allocations: list[Allocation], addresses: list[int]
+) -> list[Allocation]:
+    """Threads that allocate at once may be heard in another order than they were
+    served in."""
+    if [a.address for a in allocations] == addresses:
+        return allocations
+    heard: dict[int, list[Allocation]] = {}
+    for allocation in reversed(allocations):
+        heard.setdefault(allocation.address, []).append(allocation)
+    return [heard[address].pop() for address in addresses]
+
+
+def _keep_one_gradient_each(lives: list[Life]) -> None:
+    """The gradient of an operator's input may be as large as the parameter's; the
+    parameter's lives longer."""
+    found: dict[tuple[str, int], Life] = {}
+    for life in lives:
+        if life.category != "full_gradients" or life.recorded.lease:
+            continue
+        key = life.name, life.recorded.sequence
+        other = found.get(key)
+        if other is None or other.end <= life.end:
+            found[key], other = life, other
+        else:
+            other = life
+        if other is not None:
+            other.category, other.name = "backward_values", ""
+
+
+class _Names:
+    """Applies labels while allocations come and go."""
+
+    def __init__(self, labels: list[Label]) -> None:
+        self._labels: Iterator[Label] = iter(labels)
+        self._next = next(self._labels, None)
+        self._addresses: list[int] = []  # live, ascending
+        self._live: dict[int, Life] = {}
+
+    def begin(self, life: Life, num_allocations: int) -> None:
+        address = life.recorded.address
+        bisect.insort(self._addresses, address)
+        self._live[address] = life
+        while self._next and self._next.num_allocations <= num_allocations:
+            self._apply(self._next)
+            self._next = next(self._labels, None)
+
+    def end(self, life: Life) -> None:
+        address = life.recorded.address
+        del self._addresses[bisect.bisect_left(self._addresses, address)]
+        del self._live[address]
+
+    def _apply(self, label: Label) -> None:
+        place = bisect.bisect_right(self._addresses, label.address) - 1
+        if place < 0:
+            return
+        address = self._addresses[place]
+        life = self._live[address]
+        if label.address < address + life.block:
+            life.category, life.name = label.category, label.name

@@ -1,0 +1,214 @@
+"""What a program allocates on the phantom device, and what is known about it."""
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from lowtide import _phantom
+from lowtide._state.memory import ledger
+from lowtide.memory import CATEGORIES as LEASES
+from lowtide.planning.modules import ModuleTable, clean
+from lowtide.planning.stacks import StackTable
+
+# Between the node that computes a parameter's gradient and the parameter.
+_PASS_THROUGH = (
+    *("TBackward", "TransposeBackward", "PermuteBackward", "ViewBackward"),
+    *("UnsafeViewBackward", "ReshapeAliasBackward", "ExpandBackward"),
+    *("ToCopyBackward", "AliasBackward"),
+)
+
+
+class Finished(BaseException):
+    """The steps that were asked for are done; nothing a program would catch."""
+
+
+@dataclass(slots=True)
+class Allocation:
+    address: int
+    bytes: int  # asked for
+    stream: int
+    operator: str  # "aten::mm", "" outside of operators
+    stack: int  # in the stack table
+    module: str | None  # innermost on the stack
+    in_backward: bool
+    in_optimizer: bool
+    sequence: int  # in backward: of the forward operator; forward: own; -1: none
+    owner: str  # what FSDP2 says it is for, a parameter or unit; "" if nothing
+    near_parameter: bool  # the backward of an operator on a parameter
+    lease: tuple[str, str] | None = None  # lowtide's category and unit
+
+
+@dataclass(frozen=True)
+class Label:
+    """What the memory at an address is, seen when ``num_allocations`` were made."""
+
+    num_allocations: int
+    address: int
+    category: str
+    name: str
+
+
+@dataclass
+class Recorder:
+    """Listens from :meth:`start` to :meth:`stop`; one at a time in a process."""
+
+    num_steps: int
+    progress: Callable[[int], None] = lambda step: None
+    stacks: StackTable = field(default_factory=StackTable)
+    modules: ModuleTable = field(default_factory=ModuleTable)
+    allocations: list[Allocation] = field(default_factory=list)
+    labels: list[Label] = field(default_factory=list)
+    step_ends: list[int] = field(default_factory=list)  # in allocations
+    sharded: bool = False
+    forward_sequences: dict[int, int] = field(default_factory=dict)  # -> allocation
+    _in_optimizer: bool = False
+    _steps: dict[int, int] = field(default_factory=dict)  # of each optimizer
+    _leases: "_LeaseWatch" = field(default_factory=lambda: _LeaseWatch())
+    _hooks: list[Any] = field(default_factory=list)
+
+    def start(self) -> None:
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        _phantom.set_allocation_listener(self._allocated)
+
+    def stop(self) -> None:
+        _phantom.set_allocation_listener(None)
+        for hook in self._hooks:
+            hook.remove()
+        self._watch_leases()
+
+    # -- the listener -----------------------------------------------------------------
+
+    def _allocated(self, address: int, bytes: int, stream: int, operator: str) -> None:
+        self._watch_leases()
+        stack, calls, owner = self.stacks.add(sys._getframe().f_back)
+        in_backward = torch._C._current_graph_task_id() != -1
+        node = torch._C._current_autograd_node() if in_backward else None
+        if node is not None:
+            sequence = node._sequence_nr()
+        elif in_backward:
+            sequence = -1
+        else:
+            # The node of a differentiable operator exists before its kernel runs.
+            sequence = torch.autograd._get_sequence_nr() - 1
+            self.forward_sequences.setdefault(sequence, len(self.allocations))
+        self.allocations.append(
+            Allocation(
+                address,
+                bytes,
+                stream,
+                operator,
+                stack,
+                self.modules.path(calls),
+                in_backward,
+                self._in_optimizer,
+                sequence,
+                clean(owner),
+                node is not None and _reaches_parameter(node, depth=3),
+            )
+        )
+
+    def _watch_leases(self) -> None:
+        lease = self._leases.newest()
+        if lease and self.allocations:
+            self.allocations[-1].lease = lease
+
+    # -- the optimizer ----------------------------------------------------------------
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._in_optimizer = True
+        names = {id(p): name for name, p in self.modules.named_parameters()}
+        for place, parameter in enumerate(_parameters(optimizer)):
+            name = names.get(id(parameter), f"parameter {place}")
+            self.sharded |= type(parameter.data) is not torch.Tensor
+            self._label("parameters", name, parameter)
+            if parameter.grad is not None:
+                self._label("gradients", name, parameter.grad)
+        for name, parameter in self.modules.named_parameters():
+            self._label("parameters", name, parameter)
+        for name, buffer in self.modules.named_buffers():
+            self._label("buffers", name, buffer)
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        names = {id(p): name for name, p in self.modules.named_parameters()}
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    name = names.get(id(parameter), "parameter")
+                    self._label("optimizer_state", f"{name} {key}", value)
+        self._in_optimizer = False
+        done = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
+        if done <= len(self.step_ends):  # another optimizer's part of the step
+            self.step_ends[-1] = len(self.allocations)
+        else:
+            self.step_ends.append(len(self.allocations))
+            self.progress(done)
+        # Programs with several optimizers step all of them equally often.
+        if min(self._steps.values()) >= self.num_steps:
+            raise Finished
+
+    def _label(self, category: str, name: str, tensor: torch.Tensor) -> None:
+        for address in _addresses(tensor):
+            self.labels.append(Label(len(self.allocations), address, category, name))
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _addresses(tensor: torch.Tensor) -> Iterator[int]:
+    """Of the phantom memory behind it, also inside of wrapper subclasses."""
+    local = getattr(tensor, "_local_tensor", None)
+    if local is not None:
+        yield from _addresses(local)
+    elif tensor.device.type == "phantom" and tensor.untyped_storage().nbytes():
+        yield tensor.untyped_storage().data_ptr()
+
+
+def _reaches_parameter(node: Any, depth: int) -> bool:
+    for following, _ in node.next_functions:
+        if following is None:
+            continue
+        name = following.name()
+        if name.endswith("AccumulateGrad") or name.endswith("GradientNode"):
+            return True
+        if depth and name.startswith(_PASS_THROUGH):
+            if _reaches_parameter(following, depth - 1):
+                return True
+    return False
+
+
+class _LeaseWatch:
+    """Which of lowtide's categories the newest allocation was leased under."""
+
+    def __init__(self) -> None:
+        self._ledger = ledger(torch.device("phantom", 0))
+        self._counts = dict.fromkeys(LEASES, 0)
+        self._live: dict[str, dict[str, int]] = {name: {} for name in LEASES}
+
+    def newest(self) -> tuple[str, str] | None:
+        """Since the last call at most one allocation was made."""
+        found = None
+        for category, before in self._counts.items():
+            count = self._ledger.num_leases(category)
+            if count == before:
+                continue
+            self._counts[category] = count
+            by_name = self._ledger.by_name(category)
+            live = {name: current for name, (current, _) in by_name.items()}
+            known = self._live[category]
+            grown = [name for name in live if live[name] > known.get(name, 0)]
+            self._live[category] = live
+            found = (category, grown[0] if grown else "")
+        return found

@@ -1,0 +1,47 @@
+"""What is asked of the process that runs a program on the phantom device."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """A file with ``plan_model``, and how its model is trained; docs/plan.md."""
+
+    path: str
+    config: str | None = None
+    system: Literal["lowtide", "fsdp2", "ddp"] = "lowtide"
+    sequence: int = 8192
+    batch: int = 1
+    checkpoint: Literal["none", "selective", "full"] = "full"
+    loss: Literal["plain", "chunked"] = "plain"
+    microbatches: int = 1
+
+
+@dataclass(frozen=True)
+class Script:
+    """A training script, run as ``python PATH ARGUMENTS``."""
+
+    path: str
+    arguments: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Functions:
+    """``step(factory())``, then ``step`` again with the same value."""
+
+    factory: Callable[[], Any]
+    step: Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    program: ModelFile | Script | Functions
+    world: int = 1
+    rank: int = 0
+    steps: int = 3
+    device_memory: int | None = None
+    allocator: dict[str, Any] = field(default_factory=dict)  # of phantom.install
+    snapshot: str | None = None  # file for PyTorch's memory visualiser
+    output: str | None = None  # file for what the program prints; None: nowhere

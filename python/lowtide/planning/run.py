@@ -1,0 +1,106 @@
+"""Starts the process that runs a program on the phantom device."""
+
+import multiprocessing
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+from lowtide.planning import worker
+from lowtide.planning.report import Plan
+from lowtide.planning.request import Functions, Request
+
+
+class PlanError(RuntimeError):
+    """The program could not be planned. ``traceback`` is where it failed, in the
+    process that ran it; empty if that process died."""
+
+    def __init__(self, message: str, traceback: str = "") -> None:
+        super().__init__(message)
+        self.traceback = traceback
+
+
+def plan(
+    model_factory: Callable[[], Any],
+    step_function: Callable[[Any], Any],
+    *,
+    world: int = 1,
+    rank: int = 0,
+    steps: int = 3,
+    device_memory: int | None = None,
+    **allocator: Any,
+) -> Plan:
+    """The memory that ``steps`` training steps take on ``rank`` of ``world`` GPUs.
+
+    ``model_factory()`` builds model and optimizer, ``step_function(built)`` does one
+    step and calls the optimizer's. Both write ``"cuda"`` for the device and find an
+    initialised process group; they must be functions of an importable module, for they
+    run in a new process, on the phantom device in meta mode: no value is computed.
+
+    Args:
+        device_memory: Bytes of the GPU, to know whether the program fits.
+        allocator: ``expandable=True`` and the other settings of
+            :func:`lowtide.phantom.install`.
+
+    Raises:
+        PlanError: When the program fails, or never steps an optimizer.
+        ValueError: For functions a new process cannot import.
+    """
+    for function in (model_factory, step_function):
+        _require_importable(function)
+    return plan_request(
+        Request(
+            Functions(model_factory, step_function),
+            world=world,
+            rank=rank,
+            steps=steps,
+            device_memory=device_memory,
+            allocator=allocator,
+        )
+    )
+
+
+def plan_request(
+    request: Request, progress: Callable[[int], None] = lambda step: None
+) -> Plan:
+    """``progress`` hears of each step that is done, and of ``steps + 1`` when the
+    recording is evaluated. Raises :class:`PlanError`."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=worker.main, args=(theirs, request), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        return _receive(ours, progress)
+    except EOFError:
+        process.join()
+        raise PlanError(
+            "lowtide: plan: expected the process that runs the program to answer, got "
+            f"its end with status {process.exitcode}. A negative status is a signal; "
+            "-9 is often the host's memory running out."
+        ) from None
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+
+
+def _receive(connection: Any, progress: Callable[[int], None]) -> Plan:
+    while True:
+        kind, *content = connection.recv()
+        if kind == "step":
+            progress(content[0])
+        elif kind == "plan":
+            return Plan.from_dict(content[0])
+        else:
+            raise PlanError(*content)
+
+
+def _require_importable(function: Callable[..., Any]) -> None:
+    try:
+        pickle.dumps(function)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        name = getattr(function, "__qualname__", repr(function))
+        raise ValueError(
+            "lowtide: plan: expected functions of a module, which a new process can "
+            f"import, got {name}. Define it at the top level of a file."
+        ) from None

@@ -1,0 +1,34 @@
+"""The recording for PyTorch's memory visualiser, with Python call stacks."""
+
+import pickle
+from pathlib import Path
+
+from lowtide.phantom.allocator import AllocatorModel
+from lowtide.phantom.snapshots import torch_snapshot
+from lowtide.planning.analysis import Analysis
+
+
+def write(analysis: Analysis, allocator: AllocatorModel, path: str | Path) -> None:
+    """What ``torch.cuda.memory._dump_snapshot`` writes."""
+    content = torch_snapshot(allocator)
+    lives = iter(analysis.lives)
+    stacks = analysis.recorder.stacks
+    frames: dict[int, list[dict[str, object]]] = {}
+    for entry in content["device_traces"][0]:
+        if entry["action"] != "alloc":
+            continue
+        life = next(lives)
+        number = life.recorded.stack
+        if number not in frames:
+            frames[number] = [
+                {"filename": line.file, "line": line.line, "name": line.function}
+                for line in stacks.lines(number)
+            ]
+        about = f"{life.category} {life.name or life.module or ''}".rstrip()
+        entry["frames"] = [
+            {"filename": about, "line": 0, "name": life.recorded.operator},
+            *frames[number],
+        ]
+        entry["user_metadata"] = about
+    with open(path, "wb") as file:
+        pickle.dump(content, file)

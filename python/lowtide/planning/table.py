@@ -1,0 +1,140 @@
+"""A plan on a terminal, and the progress of making it."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from rich import box
+from rich.console import Console, Group
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from lowtide.planning.categories import CATEGORIES
+from lowtide.planning.moments import MOMENTS
+from lowtide.planning.report import Plan, Saving, gib
+
+
+@contextlib.contextmanager
+def progress(num_steps: int) -> Iterator[Callable[[int], None]]:
+    """On stderr; gone when it is over."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("building the model")
+
+        def advance(step: int) -> None:
+            done = step > num_steps
+            text = "evaluating" if done else f"step {step} of {num_steps} done"
+            bar.update(task, description=text)
+
+        yield advance
+
+
+def show(plan: Plan, console: Console | None = None) -> None:
+    (console or Console()).print(render(plan))
+
+
+def render(plan: Plan) -> Group:
+    parts = [_verdict(plan), _categories(plan), _moments(plan), _largest(plan)]
+    if plan.savings:
+        parts.append(_savings(plan))
+    if plan.lowtide is not None:
+        parts.append(_lowtide(plan))
+    parts.append(Text("\n".join(_notes(plan)), style="dim"))
+    return Group(*parts)
+
+
+def _verdict(plan: Plan) -> Text:
+    text = Text()
+    text.append(f"{plan.program}", style="bold")
+    text.append(f"  rank {plan.rank} of {plan.world}, {plan.steps} steps\n")
+    text.append("peak reserved ")
+    text.append(gib(plan.peak_reserved), style="bold")
+    if plan.peak_reserved_bound > plan.peak_reserved:
+        text.append(f" (to {gib(plan.peak_reserved_bound)} on a device that lags)")
+    text.append(", allocated ")
+    text.append(gib(plan.peak_allocated), style="bold")
+    text.append(f" (in {plan.peak_moment}, step {plan.peak_step}); fragmentation ")
+    text.append(f"{gib(plan.fragmentation)}\n")
+    if plan.fits is not None and plan.device_memory is not None:
+        size = gib(plan.device_memory)
+        if not plan.fits:
+            text.append(f"does not fit into {size}", style="bold red")
+        elif plan.retries:
+            flushes = f"the cache is flushed {plan.retries} times"
+            text.append(f"fits into {size}, but {flushes}", style="bold yellow")
+        else:
+            text.append(f"fits into {size}", style="bold green")
+        text.append("\n")
+    return text
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    for column in columns:
+        number = column in ("bytes", "each", "share", "allocated", "reserved", "less")
+        table.add_column(column, justify="right" if number else "left")
+    return table
+
+
+def _categories(plan: Plan) -> Table:
+    table = _table("At the peak of allocated memory", "bytes", "share", "", "what")
+    for category, total in plan.by_category.items():
+        share = total / plan.peak_allocated
+        table.add_row(
+            gib(total),
+            f"{share:.0%}",
+            category.replace("_", " "),
+            Text(CATEGORIES[category], style="dim"),
+        )
+    return table
+
+
+def _moments(plan: Plan) -> Table:
+    table = _table("Peaks of the last step", "", "allocated", "reserved", "most of it")
+    for name in MOMENTS:
+        if name in plan.moments:
+            moment = plan.moments[name]
+            parts = sorted(moment.by_category.items(), key=lambda part: -part[1])[:4]
+            most = ", ".join(f"{c.replace('_', ' ')} {gib(b)}" for c, b in parts)
+            table.add_row(name, gib(moment.allocated), gib(moment.reserved), most)
+    return table
+
+
+def _largest(plan: Plan) -> Table:
+    table = _table(
+        "Largest tensors at the peak, alike ones in one row", "each", "", "what", "line"
+    )
+    for tensors in plan.largest:
+        times = f"x {tensors.count}" if tensors.count > 1 else ""
+        name = f"{tensors.category.replace('_', ' ')}\n{tensors.name or '-'}"
+        where = f"{tensors.line}\n{tensors.code[:60]}" if tensors.line else "-"
+        table.add_row(gib(tensors.bytes), times, name, where)
+    return table
+
+
+def _savings(plan: Plan) -> Table:
+    table = _table("What would lower the peak", "less", "of", "how", "known by")
+    for saving in plan.savings:
+        of = "reserved" if saving.reserved is not None else "allocated"
+        table.add_row(gib(_bytes(saving)), of, saving.advice, saving.basis)
+    return table
+
+
+def _bytes(saving: Saving) -> int:
+    return saving.allocated if saving.reserved is None else saving.reserved
+
+
+def _lowtide(plan: Plan) -> Table:
+    assert plan.lowtide is not None
+    table = _table("lowtide's ledger", "", "peak", "planned")
+    for name, row in plan.lowtide["categories"].items():
+        table.add_row(name, gib(row["peak"]), gib(row["planned"]))
+    return table
+
+
+def _notes(plan: Plan) -> Iterator[str]:
+    yield from (f"note: {note}" for note in plan.notes)
+    yield (
+        f"simulated in {plan.seconds:.1f} s with {gib(plan.host_memory)} of host "
+        "memory; CUDA's context and NCCL's buffers come on top"
+    )

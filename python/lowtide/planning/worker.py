@@ -1,0 +1,153 @@
+"""The process that runs a program on the phantom device, and records it."""
+
+import gc
+import os
+import runpy
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import lowtide.phantom
+from lowtide import _phantom
+from lowtide.phantom.allocator import AllocatorModel
+from lowtide.planning import cuda, snapshot
+from lowtide.planning.analysis import Analysis
+from lowtide.planning.build import build_plan
+from lowtide.planning.model_file import train_model_file
+from lowtide.planning.recording import Finished, Recorder
+from lowtide.planning.report import Plan
+from lowtide.planning.request import Functions, ModelFile, Request, Script
+
+_MAX_EVENTS = 50_000_000
+
+
+def main(connection: Connection, request: Request) -> None:
+    """Sends ``("step", number)`` for each step, then ``("plan", dict)`` or
+    ``("error", message, traceback)``."""
+    _redirect_output(request.output)
+    try:
+        plan = run(request, lambda number: connection.send(("step", number)))
+        connection.send(("plan", plan.to_dict()))
+    except BaseException as error:
+        connection.send(("error", message_of(error), traceback.format_exc()))
+    connection.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads and groups that a program left behind do not matter
+
+
+def run(request: Request, progress: Callable[[int], None]) -> Plan:
+    begin = time.perf_counter()
+    notes: list[str] = []
+    lowtide.phantom.install(mode="meta", **request.allocator)
+    allocator = AllocatorModel.of_device()
+    allocator.record_history(_MAX_EVENTS)
+    cuda.set_up(
+        world=request.world,
+        rank=request.rank,
+        memory=request.device_memory,
+        notes=notes,
+    )
+    recorder = Recorder(num_steps=request.steps, progress=progress)
+    recorder.start()
+    try:
+        _run_program(request.program, recorder)
+    except Finished:
+        pass
+    finally:
+        recorder.stop()
+    _check_steps(request, recorder, notes)
+    workspace = request.allocator.get("cublas_workspace")
+    if workspace is None:
+        workspace = _phantom.HOPPER_CUBLAS_WORKSPACE
+    progress(request.steps + 1)
+    gc.freeze()
+    analysis = Analysis.of(recorder, allocator, workspace)
+    if request.snapshot is not None:
+        snapshot.write(analysis, allocator, request.snapshot)
+    return build_plan(
+        analysis,
+        program=name_of(request.program),
+        world=request.world,
+        rank=request.rank,
+        device_memory=request.device_memory,
+        notes=notes,
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def name_of(program: ModelFile | Script | Functions) -> str:
+    if isinstance(program, ModelFile):
+        parts = [program.path, program.config, program.system]
+        return " ".join(part for part in parts if part)
+    if isinstance(program, Script):
+        return " ".join([program.path, *program.arguments])
+    return program.step.__qualname__
+
+
+def _run_program(program: ModelFile | Script | Functions, recorder: Recorder) -> None:
+    if isinstance(program, ModelFile):
+        train_model_file(program, recorder)
+    elif isinstance(program, Script):
+        sys.argv = [program.path, *program.arguments]
+        sys.path.insert(0, str(Path(program.path).resolve().parent))
+        try:
+            runpy.run_path(program.path, run_name="__main__")
+        except SystemExit as exit:
+            if exit.code not in (None, 0):
+                raise
+    else:
+        _start_group()
+        state = program.factory()
+        for _ in range(recorder.num_steps):
+            program.step(state)
+
+
+def _start_group() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl")
+
+
+def _check_steps(request: Request, recorder: Recorder, notes: list[str]) -> None:
+    done = len(recorder.step_ends)
+    if done == 0:
+        raise RuntimeError(
+            "lowtide: plan: expected a program that calls the step() of a "
+            f"torch.optim.Optimizer, got none when {name_of(request.program)} ended. "
+            "Check its arguments, or that it trains."
+        )
+    if done < request.steps:
+        notes.append(f"the program ended after {done} of {request.steps} steps")
+
+
+def message_of(error: BaseException) -> str:
+    """One line in the house's words; errors of lowtide keep theirs."""
+    text = str(error)
+    if text.startswith("lowtide: "):
+        return text
+    place = traceback.extract_tb(error.__traceback__)
+    own = os.path.dirname(os.path.abspath(lowtide.__file__))
+    torch_files = os.path.dirname(torch.__file__)
+    users = [f for f in place if not f.filename.startswith((own, torch_files, "<"))]
+    where = f" at {users[-1].filename}:{users[-1].lineno}" if users else ""
+    return (
+        "lowtide: plan: expected the program to train, got "
+        f"{type(error).__name__}{where}: {text}. Values on the device are 1 or False; "
+        "run the program on the CPU to see whether it fails there too."
+    )
+
+
+def _redirect_output(path: str | None) -> None:
+    target = os.open(path or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
+
+
