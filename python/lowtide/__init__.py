@@ -19,6 +19,7 @@ from lowtide import _C  # noqa: E402
 if TYPE_CHECKING:
     from lowtide.activations import checkpoint, tag
     from lowtide.api import FSDPModule, UnshardHandle, abort_step, fully_shard
+    from lowtide.estimate import estimate_offload
     from lowtide.memory import MemoryReport, memory_report
     from lowtide.policies import ActivationPolicy, MixedPrecisionPolicy
 
@@ -33,6 +34,7 @@ _PUBLIC = {
     "UnshardHandle": "lowtide.api",
     "abort_step": "lowtide.api",
     "fully_shard": "lowtide.api",
+    "estimate_offload": "lowtide.estimate",
     "MemoryReport": "lowtide.memory",
     "memory_report": "lowtide.memory",
     "ActivationPolicy": "lowtide.policies",
@@ -47,6 +49,7 @@ __all__ = [
     "UnshardHandle",
     "abort_step",
     "checkpoint",
+    "estimate_offload",
     "fully_shard",
     "memory_report",
     "tag",

@@ -37,6 +37,9 @@ def tag(x: Tensor, name: str) -> Tensor:
             state.name_in_compiled_code(name)
         else:
             _C.name_value(_BOOK, x, name)
+    elif state.observers:
+        for observer in state.observers:
+            observer(x, name)
     return x
 
 

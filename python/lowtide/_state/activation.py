@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -22,6 +22,10 @@ from lowtide.policies import INPUT, ActivationPolicy
 
 # Where a checkpointed module keeps its region.
 REGION = "_lowtide_region"
+
+
+# Told of every name given without grad mode.
+observers: list[Callable[[torch.Tensor, str], None]] = []
 
 
 @functools.cache

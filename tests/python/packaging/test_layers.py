@@ -37,6 +37,7 @@ PYTHON_LAYERS = {
     "activations": 3,
     "api": 3,
     "checkpoint": 3,
+    "estimate": 3,
     "memory": 3,
     "phantom": 3,
     "spmd": 3,
