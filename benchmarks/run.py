@@ -35,6 +35,7 @@ CASES = (
     "live_bytes",
     "allocations",
     "case1_flat_gradients",
+    "case2_residual_offload",
     "wire_bytes",
     "host_cost",
     "host_instructions",
@@ -94,7 +95,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.list:
         for case in cases:
             by_name = f" [{case.only_by_name}]" if case.only_by_name else ""
-            print(f"{case.name:<22}{case.describe}{by_name}")
+            print(f"{case.name:<24}{case.describe}{by_name}")
         return
     if not options.cases:
         cases = [case for case in cases if not case.only_by_name]

@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 PROGRAMS = Path(__file__).resolve().parent
-SUPPORT = PROGRAMS.parents[1] / "tests" / "python"
+REPOSITORY = PROGRAMS.parents[1]
+# The package of this checkout, whatever else is installed.
+PATHS = (REPOSITORY / "tests" / "python", REPOSITORY / "python")
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
     "PYTHONHASHSEED": "0",
-    "PYTHONPATH": str(SUPPORT),  # the program's own folder comes by itself
+    # The program's own folder comes by itself.
+    "PYTHONPATH": os.pathsep.join(map(str, PATHS)),
 }
 
 

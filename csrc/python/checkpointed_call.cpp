@@ -54,6 +54,29 @@ class With {
   py::object manager_;
 };
 
+// Code of a model that is compiled as a whole runs eagerly in its regions: a
+// recomputation would not find the compiler active, and save other tensors.
+// Modules that are compiled themselves stay so.
+class WithoutOuterCompiler {
+ public:
+  WithoutOuterCompiler()
+      : frames_(py::module_::import("torch._C._dynamo.eval_frame")),
+        callback_(frames_.attr("get_eval_frame_callback")()) {
+    if (!callback_.is_none()) frames_.attr("set_eval_frame")(py::none());
+  }
+  ~WithoutOuterCompiler() {
+    if (callback_.is_none()) return;
+    const py::error_scope pending;
+    frames_.attr("set_eval_frame")(callback_);
+  }
+  WithoutOuterCompiler(const WithoutOuterCompiler&) = delete;
+  WithoutOuterCompiler& operator=(const WithoutOuterCompiler&) = delete;
+
+ private:
+  py::module_ frames_;
+  py::object callback_;
+};
+
 py::object surroundings_of(const RegionCallbacks& callbacks) {
   if (at::impl::PythonTorchFunctionTLS::stack_len() == 0) return py::none();
   return callbacks.surroundings();
@@ -87,6 +110,7 @@ class CheckpointedCall::PythonReplay final : public activation::Replay {
         !first.is_none()) {
       first(state_->module);
     }
+    const WithoutOuterCompiler eager;
     const With surroundings(state_->surroundings);
     const With replayer(
         state_->skips.is_none()
@@ -130,6 +154,7 @@ py::object CheckpointedCall::run(py::handle module, const py::tuple& args,
   if (!at::GradMode::is_enabled()) {
     return call_module(callbacks_->call, module, args, kwargs);
   }
+  const WithoutOuterCompiler eager;
   std::vector<at::Tensor> tensors;
   auto made =
       std::make_unique<PythonReplay>(callbacks_, module, args, kwargs, tensors);

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lowtide import losses
     from lowtide.activations import checkpoint, tag
     from lowtide.api import FSDPModule, UnshardHandle, abort_step, fully_shard
+    from lowtide.estimate import estimate_offload
     from lowtide.memory import MemoryReport, memory_report
     from lowtide.planning import plan
     from lowtide.policies import ActivationPolicy, MixedPrecisionPolicy
@@ -35,6 +36,7 @@ _PUBLIC = {
     "UnshardHandle": "lowtide.api",
     "abort_step": "lowtide.api",
     "fully_shard": "lowtide.api",
+    "estimate_offload": "lowtide.estimate",
     "MemoryReport": "lowtide.memory",
     "memory_report": "lowtide.memory",
     "ActivationPolicy": "lowtide.policies",
@@ -51,6 +53,7 @@ __all__ = [
     "UnshardHandle",
     "abort_step",
     "checkpoint",
+    "estimate_offload",
     "fully_shard",
     "losses",
     "memory_report",

@@ -33,7 +33,13 @@ def tag(x: Tensor, name: str) -> Tensor:
                 f"lowtide: tag: expected a name of yours, got {INPUT!r}, which means "
                 "a checkpointed module's arguments. Choose another."
             )
-        _C.name_value(_BOOK, x, name)
+        if torch.compiler.is_compiling():
+            state.name_in_compiled_code(name)
+        else:
+            _C.name_value(_BOOK, x, name)
+    elif state.observers:
+        for observer in state.observers:
+            observer(x, name)
     return x
 
 
@@ -100,6 +106,12 @@ def _tag_output(name: str, module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break(
+            msg="lowtide.checkpoint: expected code outside a checkpointed module to be "
+            "compiled without fullgraph, got fullgraph=True. Compile the modules "
+            "inside: block.compile(fullgraph=True)."
+        )
     return self.__dict__[state.REGION].region.run(self, args, kwargs)
 
 

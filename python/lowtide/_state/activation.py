@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -22,6 +22,10 @@ from lowtide.policies import INPUT, ActivationPolicy
 
 # Where a checkpointed module keeps its region.
 REGION = "_lowtide_region"
+
+
+# Told of every name given without grad mode.
+observers: list[Callable[[torch.Tensor, str], None]] = []
 
 
 @functools.cache
@@ -132,6 +136,18 @@ def _descendants(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name.replace("_orig_mod.", ""), descendant
 
 
+_names_in_compiled_code: set[str] = set()
+
+
+def name_in_compiled_code(name: str) -> None:
+    """Called while Dynamo traces; leaves nothing in the graph."""
+    _names_in_compiled_code.add(name)
+
+
+# What torch._dynamo.assume_constant_result does, without importing it.
+name_in_compiled_code._dynamo_marked_constant = True
+
+
 def transfers_in_use(states: Iterable[RegionState]) -> _C.Transfers | None:
     for state in states:
         if (used := state.region.transfers) is not None:
@@ -192,6 +208,13 @@ def _policy_problems(
         of_name = [each[name] for each in figures if name in each]
         who = f"ActivationPolicy.{treatment}"
         if not any(each["matched"] for each in of_name):
+            if name in _names_in_compiled_code:
+                yield (
+                    f"lowtide: {who}: expected {name!r} to name a value in eager code "
+                    f"of {kind}, got it inside compiled code, which the region around "
+                    f"it can not see into. List {INPUT!r}, or compile the submodules."
+                )
+                continue
             yield (
                 f"lowtide: {who}: expected {name!r} to name a value in {kind}, got "
                 f"none in {len(modules)} forward(s). {_advice(name, modules)}"

@@ -40,6 +40,7 @@ PYTHON_LAYERS = {
     "api": 3,
     "checkpoint": 3,
     "losses": 3,
+    "estimate": 3,
     "memory": 3,
     "phantom": 3,
     "spmd": 3,

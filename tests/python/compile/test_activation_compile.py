@@ -1,0 +1,101 @@
+"""Blocks compiled with fullgraph inside a region keep their bits, in one graph; names
+inside compiled code are refused by name instead of being lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+import lowtide
+from lowtide import ActivationPolicy, checkpoint
+from support.blocks import Mlp, assert_same_bits, rows, stack, step
+
+LAYERS = 3
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(order: str, **policy) -> nn.Sequential:
+    def wrap(block: nn.Module) -> nn.Module:
+        if order == "compile first":
+            block.compile(backend="aot_eager", fullgraph=True)
+        checkpoint(block, ActivationPolicy(**policy))
+        if order == "checkpoint first":
+            block.compile(backend="aot_eager", fullgraph=True)
+        return block
+
+    return stack(LAYERS, wrap=wrap)
+
+
+@pytest.mark.parametrize("order", ["compile first", "checkpoint first"])
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_boundary_offload_around_compiled_blocks(order: str, prefetch: int) -> None:
+    plain = stack(LAYERS)
+    for block in plain:
+        block.compile(backend="aot_eager", fullgraph=True)
+    ours = compiled(order, offload=["input"], prefetch=prefetch)
+    for seed in range(3):
+        with torch._dynamo.config.patch(error_on_recompile=seed >= 1):
+            assert_same_bits(step(ours, rows(seed)), step(plain, rows(seed)))
+    assert lowtide.memory_report(ours).activations.names["input"].moved == 3 * LAYERS
+    assert counters["graph_break"] == {}
+
+
+def test_a_name_inside_compiled_code_is_refused_by_name():
+    ours = compiled("compile first", offload=["hidden"])
+    with pytest.raises(ValueError, match="lowtide: ") as error:
+        step(ours)
+    assert str(error.value) == (
+        "lowtide: ActivationPolicy.offload: expected 'hidden' to name a value in eager "
+        "code of Mlp, got it inside compiled code, which the region around it can not "
+        "see into. List 'input', or compile the submodules."
+    )
+
+
+def test_a_name_on_an_argument_inside_compiled_code_is_refused_by_name():
+    ours = compiled("compile first", offload=["residual"])
+    with pytest.raises(ValueError, match="'residual'.*inside compiled code"):
+        step(ours)
+
+
+def test_compiled_submodules_and_names_around_them():
+    def wrap(block: Mlp) -> nn.Module:
+        block.up.compile(backend="aot_eager", fullgraph=True)
+        return checkpoint(block, ActivationPolicy(offload=["residual"]))
+
+    plain = stack(LAYERS)
+    for block in plain:
+        block.up.compile(backend="aot_eager", fullgraph=True)
+    ours = stack(LAYERS, wrap=wrap)
+    for seed in range(2):
+        assert_same_bits(step(ours, rows(seed)), step(plain, rows(seed)))
+    assert lowtide.memory_report(ours).activations.names["residual"].moved == 2 * LAYERS
+
+
+def test_a_compiled_model_runs_its_regions_eagerly():
+    ours = stack(LAYERS, wrap=checkpoint)
+    ours.compile(backend="aot_eager")
+    for _ in range(2):
+        assert_same_bits(step(ours), step(stack(LAYERS)))
+
+
+def test_fullgraph_around_a_region_is_refused_by_name():
+    ours = stack(LAYERS, wrap=checkpoint)
+    ours.compile(backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported) as error:
+        step(ours)
+    assert (
+        "lowtide.checkpoint: expected code outside a checkpointed module to be "
+        "compiled without fullgraph, got fullgraph=True. Compile the modules inside: "
+        "block.compile(fullgraph=True)."
+    ) in str(error.value)
