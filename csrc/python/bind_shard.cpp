@@ -156,6 +156,8 @@ void bind_shard(py::module_& module) {
       .def("detach", &Unit::detach)
       .def("stream_rows", &Unit::stream_rows,
            py::return_value_policy::reference_internal)
+      .def("gradient_rows", &Unit::gradient_rows,
+           py::return_value_policy::reference_internal)
       .def_property_readonly("streams_rows", &Unit::streams_rows)
       .def("gather", &Unit::gather, NoGil())
       .def("unshard", &Unit::unshard, NoGil())

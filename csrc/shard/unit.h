@@ -117,7 +117,10 @@ class Unit final : public BackwardReceiver,
   // The unit's only parameter is read in blocks of rows, and nobody gathers it
   // ahead as a whole.  Before a forward; the same on every rank.
   RowStream& stream_rows();
-  bool streams_rows() const { return rows_ != nullptr; }
+  bool streams_rows() const { return streams_rows_; }
+  // The unit's only parameter is gathered as ever, but its gradient comes in
+  // blocks of rows.  Before a forward; the same on every rank.
+  RowStream& gradient_rows();
   // A forward over the rows was recorded; its backward will deliver their
   // gradient block by block.
   void recorded_rows();
@@ -178,6 +181,7 @@ class Unit final : public BackwardReceiver,
 
   std::unique_ptr<comm::Pending> pending_gather_;
   std::unique_ptr<RowStream> rows_;
+  bool streams_rows_ = false;
   bool shown_ = false;
   bool prefetched_ = false;
 

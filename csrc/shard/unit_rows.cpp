@@ -8,7 +8,7 @@
 
 namespace lowtide::shard {
 
-RowStream& Unit::stream_rows() {
+RowStream& Unit::gradient_rows() {
   if (rows_) {
     return *rows_;
   }
@@ -31,8 +31,14 @@ RowStream& Unit::stream_rows() {
   return *rows_;
 }
 
+RowStream& Unit::stream_rows() {
+  auto& rows = gradient_rows();
+  streams_rows_ = true;
+  return rows;
+}
+
 std::int64_t Unit::planned_gathered_bytes() const {
-  if (!rows_) {
+  if (!streams_rows_) {
     return buffers_.gathered_bytes();
   }
   std::int64_t numel = 0;
@@ -45,7 +51,7 @@ std::int64_t Unit::planned_gathered_bytes() const {
 }
 
 std::int64_t Unit::planned_input_bytes() const {
-  if (!rows_ || buffers_.input_bytes() == 0) {
+  if (!streams_rows_ || buffers_.input_bytes() == 0) {
     return buffers_.input_bytes();
   }
   return planned_gathered_bytes() / groups_.gather->size();

@@ -6,7 +6,7 @@ from typing import Any, NoReturn, overload
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import OffloadPolicy, UnshardHandle
@@ -357,13 +357,20 @@ def _become_fsdp_module(module: nn.Module) -> None:
     original = type(module)
     fsdp_class = _fsdp_classes.get(original)
     if fsdp_class is None:
-        fsdp_class = type(
-            f"FSDP{original.__name__}",
-            (FSDPModule, original),
-            {"__deepcopy__": _refuse_deepcopy},
-        )
+        members: dict[str, Any] = {"__deepcopy__": _refuse_deepcopy}
+        if original is nn.Embedding:
+            members["forward"] = _embedding_forward
+        fsdp_class = type(f"FSDP{original.__name__}", (FSDPModule, original), members)
         _fsdp_classes[original] = fsdp_class
     module.__class__ = fsdp_class
+
+
+def _embedding_forward(module: nn.Embedding, indices: Tensor) -> Tensor:
+    state = unit_state(module)
+    assert state is not None
+    if state.embedding_rows is None or torch.compiler.is_compiling():
+        return nn.Embedding.forward(module, indices)
+    return state.embedding_rows.forward(module, indices)
 
 
 def _refuse_deepcopy(module: nn.Module, memo: object) -> NoReturn:

@@ -6,7 +6,7 @@ from torch import nn
 from lowtide import _C
 from lowtide._state.agreement import require_agreement
 from lowtide._state.memory import device_memory
-from lowtide._state.unit import UnitState, unit_state
+from lowtide._state.unit import UnitState, original_class, unit_state
 
 
 def build_root(state: UnitState) -> None:
@@ -38,6 +38,8 @@ def build_root(state: UnitState) -> None:
     units = [other.materialized() for other in states]
     for other, unit in zip(states, units, strict=True):
         unit.rename(other.name, [p.name for p in other.parameters])
+    for other in states:
+        other.choose_rows()
     require_agreement(states)
     root = _C.Root(type(root_module).__name__, device_memory(state.device))
     root.adopt(units)
@@ -79,5 +81,5 @@ def _is_torch_leaf(state: UnitState) -> bool:
     if len(state.modules) != 1:
         return False
     module = state.modules[0]
-    original = type(module).__mro__[type(module)._orig_cls_mro_index]
+    original = original_class(module)
     return original.__module__.startswith("torch.nn.") and not any(module.children())

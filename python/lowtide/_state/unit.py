@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from lowtide import _C
+from lowtide._state.embedding import EmbeddingRows, wants_rows
 from lowtide._state.groups import gather_and_reduce
 from lowtide._state.memory import device_memory
 from lowtide._state.modules import ManagedParameter, remember_original
@@ -69,6 +70,7 @@ class UnitState:
         self.gather_group, self.reduce_group = gather_and_reduce(mesh, device)
         self.unit: _C.Unit | None = None
         self.root: _C.Root | None = None  # of the tree this unit is in
+        self.embedding_rows: EmbeddingRows | None = None  # of a large nn.Embedding
         # Settings survive the C++ unit; applied by `_apply_settings`.
         self.settings: dict[str, Any] = {
             "reshard_after_forward": reshard_after_forward is not False,
@@ -184,6 +186,7 @@ class UnitState:
             reduce_group=self.reduce_group,
             memory=device_memory(self.device),
         )
+        self.embedding_rows = None
         self.hooks.set_unit(self.unit)
         self._apply_settings()
 
@@ -225,6 +228,13 @@ class UnitState:
         for name, value in self.settings.items():
             setattr(self.unit, name, value)
 
+    def choose_rows(self) -> None:
+        """Lets a large embedding's gradient come in blocks of rows."""
+        module = self.modules[0]
+        alone = len(self.modules) == len(self.parameters) == 1
+        if alone and wants_rows(module, original_class(module)):
+            self.embedding_rows = EmbeddingRows(self.materialized())
+
     # -- hooks ------------------------------------------------------------------
 
     def materialized(self) -> _C.Unit:
@@ -251,6 +261,13 @@ class UnitState:
 def local_of(parameter: nn.Parameter) -> torch.Tensor:
     assert isinstance(parameter, DTensor)
     return parameter._local_tensor
+
+
+def original_class(module: nn.Module) -> type:
+    """Of a module that ``fully_shard`` has made an ``FSDPModule``."""
+    mro = type(module).__mro__
+    original: type = mro[type(module)._orig_cls_mro_index]  # type: ignore[attr-defined]
+    return original
 
 
 def unit_state(module: nn.Module) -> UnitState | None:

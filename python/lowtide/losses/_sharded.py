@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _C
+from lowtide._state.rows import RowChunk, strided_chunks
 from lowtide._state.unit import UnitState, unit_state
-from lowtide.losses._rows import RowChunk, accumulate_dtype, strided_chunks
+from lowtide.losses._rows import accumulate_dtype
 
 
 def stream_rows(head: nn.Linear) -> None:

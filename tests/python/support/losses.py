@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowtide._state.rows import RowChunk, strided_chunks
 from lowtide.losses._objective import Objective
-from lowtide.losses._rows import RowChunk, accumulate_dtype, strided_chunks
+from lowtide.losses._rows import accumulate_dtype
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lowtide._state.rows import RowChunk, strided_chunks
 from lowtide.losses import linear_cross_entropy
 from lowtide.losses._autograd import loss_of_rows
-from lowtide.losses._rows import RowChunk, contiguous_chunks, strided_chunks
+from lowtide.losses._rows import contiguous_chunks
 from support.losses import Case, StridedRows, gradients
 
 CPU = torch.device("cpu")
