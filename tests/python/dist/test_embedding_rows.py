@@ -1,0 +1,118 @@
+"""A large embedding's gradient leaves block by block: the bits are those of autograd's
+dense one, and the table's gradient never exists."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import lowtide
+from lowtide._state import embedding
+from lowtide._state.unit import unit_state
+from support.bits import difference, same_bits
+
+ROWS, DIM = 301, 24  # 301 divides by none of 2, 3, 4
+
+
+class Net(nn.Module):
+    def __init__(self, padding_idx: int | None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(ROWS, DIM, padding_idx=padding_idx)
+        self.out = nn.Linear(DIM, 3)
+
+    def forward(self, ids: torch.Tensor, calls: str) -> torch.Tensor:
+        if calls == "checkpointed":
+            x = checkpoint(self.embed, ids, use_reentrant=False)
+        else:
+            x = self.embed(ids)
+        if calls == "twice":
+            x = x * self.embed(ids.flip(0) // 2)
+        return self.out(x).square().mean()
+
+
+def ids(step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1 + dist.get_rank() + 100 * step)
+    # Some rows several times, most of them never.
+    return torch.randint(ROWS // 4, (3, 20), generator=generator) * 4 % ROWS
+
+
+def trained(
+    large: bool, calls: str, dtype: torch.dtype | None, padding_idx: int | None
+) -> dict[str, Any]:
+    with mock.patch.object(embedding, "LARGE_TABLE", 0 if large else 1 << 60):
+        torch.manual_seed(0)
+        net: Any = Net(padding_idx)
+        policy = lowtide.MixedPrecisionPolicy(dtype, torch.float32)
+        for unit in (net.embed, net.out, net):
+            lowtide.fully_shard(unit, mp_policy=policy)
+        net(ids(9), calls).backward()
+        net.zero_grad()
+        state = unit_state(net.embed)
+        assert state is not None and state.root is not None
+        state.root.gradient_budget = 1  # blocks of a few rows
+        grads = []
+        for sync in ((True,), (False, True), (True, True)):
+            for step, reduce in enumerate(sync):
+                net.set_requires_gradient_sync(reduce)
+                net(ids(step), calls).backward()
+            grads.append(net.embed.weight.grad.full_tensor())
+            net.zero_grad()
+        with torch.no_grad():
+            loss = net(ids(3), calls)
+        return {
+            "grads": grads,
+            "loss": loss,
+            "in rows": state.embedding_rows is not None,
+            "blocks": state.materialized().plan()["gradient_chunks"],
+        }
+
+
+@pytest.mark.parametrize("padding_idx", [None, 8])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("calls", ["once", "twice", "checkpointed"])
+def test_bits_are_those_of_the_dense_gradient(
+    pool_of, world_size, calls, dtype, padding_idx
+):
+    pool = pool_of(world_size)
+    dense = pool.run(trained, False, calls, dtype, padding_idx)
+    for seen, expected in zip(
+        pool.run(trained, True, calls, dtype, padding_idx), dense, strict=True
+    ):
+        assert seen["in rows"] and not expected["in rows"]
+        assert seen["blocks"] > 10
+        assert same_bits(seen["loss"], expected["loss"])
+        for actual, wanted in zip(seen["grads"], expected["grads"], strict=True):
+            assert same_bits(actual, wanted), difference(actual, wanted)
+
+
+def largest_allocations(large: bool) -> list[int]:
+    """Bytes of a step's allocations of the table's size and more."""
+    with mock.patch.object(embedding, "LARGE_TABLE", 0 if large else 1 << 60):
+        net: Any = Net(None)
+        for unit in (net.embed, net.out, net):
+            lowtide.fully_shard(unit)
+        net(ids(0), "once").backward()
+        net.zero_grad()
+        state = unit_state(net.embed)
+        assert state is not None and state.root is not None
+        state.root.gradient_budget = 1
+        net(ids(1), "once").backward()  # plans again
+        net.zero_grad()
+        with torch.profiler.profile(profile_memory=True) as profile:
+            loss = net(ids(1), "once")
+            loss.backward()
+        events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+        sizes = [e.nbytes() for e in events if e.name() == "[memory]"]
+        return [size for size in sizes if size >= ROWS * DIM * 4]
+
+
+def test_no_allocation_is_as_large_as_the_table_but_the_gathered_one(pool_of):
+    (rows,) = pool_of(1).run(largest_allocations, True)
+    (dense,) = pool_of(1).run(largest_allocations, False)
+    assert len(rows) == len(dense) - 1
