@@ -220,6 +220,7 @@ class RegionCallbacks:
         surroundings: Callable[[], Any],
         recorder: Callable[[Frame], Any],
         replayer: Callable[[Frame, Any], Any],
+        is_state: Callable[[torch.nn.Module, torch.Tensor], bool],
         first_backward: Callable[[torch.nn.Module], None],
     ) -> None: ...
 

@@ -189,6 +189,23 @@ def test_parameters_and_their_views_never_move():
     assert figures["input"]["skipped"] == {"a parameter (a leaf), or a view of one": 1}
 
 
+def test_buffers_and_frozen_parameters_never_move():
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(2, DIM))
+            self.frozen = nn.Parameter(torch.ones(DIM), requires_grad=False)
+            self.inner = nn.Linear(DIM, DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            tag(self.scale[1], "state"), tag(self.frozen, "state")
+            return self.inner(x * self.scale[1] * self.frozen)
+
+    module = checkpoint(Odd(), ActivationPolicy(offload=["state"]))
+    with pytest.raises(ValueError, match="got 0 bytes: 2 x a parameter or buffer"):
+        module(rows().requires_grad_() * 1.0).sum().backward()
+
+
 def test_an_argument_without_gradient_is_not_moved_as_input():
     class Masked(nn.Module):
         def __init__(self) -> None:
