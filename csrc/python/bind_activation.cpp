@@ -152,6 +152,7 @@ void bind_activation(py::module_& module) {
       .def("watch_interior", &Frame::watch_interior, py::arg("watcher"))
       .def("store", &Frame::store, py::arg("name"), py::arg("outputs"))
       .def("stored", &Frame::stored, py::arg("number"))
+      .def("share", &Frame::share, py::arg("name"), py::arg("number"))
       .def("refuse", &Frame::refuse, py::arg("name"), py::arg("reason"));
 
   py::class_<RegionCallbacks>(module, "RegionCallbacks")

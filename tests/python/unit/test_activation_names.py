@@ -168,6 +168,35 @@ def test_bytes_under_two_names_are_copied_once():
     assert sum(n["shared"] for n in names) == LAYERS
 
 
+def test_an_interior_value_under_two_names_is_stored_once():
+    model = wrapped(offload=["hidden", "up"])
+    assert_same_bits(step(model), step(stack(LAYERS)))
+    names = [policies(model, name) for name in ("hidden", "up")]
+    assert sum(n["moved_bytes"] for n in names) == LAYERS * HIDDEN_BYTES
+    assert sum(n["shared"] for n in names) == LAYERS
+
+
+@pytest.mark.parametrize(
+    ("names", "policy"),
+    [
+        ("'residual' and 'input'", {"save": ["residual"], "offload": ["input"]}),
+        ("'up' and 'hidden'", {"save": ["hidden"], "offload": ["up"]}),
+    ],
+    ids=str,
+)
+def test_two_treatments_for_the_same_bytes_raise(names: str, policy: dict) -> None:
+    with pytest.raises(RuntimeError) as error:
+        step(wrapped(**policy))
+    first, second = sorted(names.split(" and "))
+    text = str(error.value)
+    assert text.startswith("lowtide: checkpoint(Mlp): expected one treatment for a")
+    assert first in text and second in text
+    assert text.endswith(
+        "for the same bytes, in different lists. Put both into one list of the "
+        "ActivationPolicy, or remove one."
+    )
+
+
 def test_parameters_and_their_views_never_move():
     class Odd(nn.Module):
         def __init__(self) -> None:
