@@ -91,7 +91,7 @@ def rows(
         result.append(row(name, quantity, equal, "", "measured"))
     for name, each in seen.items():
         beside = round(each["seconds"] / seen[CHECKPOINT]["seconds"], 2)
-        quantity = "time of a step beside torch's checkpoint"
+        quantity = "CPU time of a step beside torch's checkpoint"
         result.append(row(name, quantity, beside, "", "measured"))
     return result + published() + cost_rows(cost)
 

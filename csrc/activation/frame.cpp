@@ -1,15 +1,11 @@
 #include "activation/frame.h"
 
 #include <ATen/SavedTensorHooks.h>
-#include <ATen/core/grad_mode.h>
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <utility>
 
 #include "base/check.h"
-#include "base/trace.h"
 
 namespace lowtide::activation {
 namespace {
@@ -72,8 +68,6 @@ Frame::Frame(std::shared_ptr<Region> region,
   for (const auto& input : inputs) hold_input(input);
 }
 
-// --- forward ----------------------------------------------------------------
-
 void Frame::hold_input(const at::Tensor& input) {
   HeldValue& held = inputs_.emplace_back(input);
   const auto& listed = region_->policy().names;
@@ -99,6 +93,7 @@ void Frame::treat(HeldValue& held, const at::Tensor& tensor,
                   const std::string& name, const device::Event* ready) {
   matched_ = true;
   if (nested_recomputation_ || !held.add_name(name)) return;
+  require_same_treatment(held.names().front(), name);
   auto& figures = region_->figures();
   figures.change(name, [](NameFigures& f) { ++f.matched; });
   const Treatment treatment = region_->policy().names.at(name);
@@ -176,6 +171,22 @@ void Frame::name_value(const at::Tensor& tensor, const std::string& name) {
   } else {
     unwatched_.emplace_back(name, saved_.size());
   }
+}
+
+void Frame::share(const std::string& name, std::int64_t number) {
+  require_same_treatment(stored_.at(number).name, name);
+  region_->figures().change(name, [](NameFigures& f) { ++f.shared; });
+}
+
+void Frame::require_same_treatment(const std::string& first,
+                                   const std::string& second) const {
+  const auto& names = region_->policy().names;
+  if (names.at(first) == names.at(second)) return;
+  throw Error(base::error_text(
+      region_->who(), "one treatment for a value",
+      base::concat("'", first, "' and '", second,
+                   "' for the same bytes, in different lists"),
+      "Put both into one list of the ActivationPolicy, or remove one."));
 }
 
 void Frame::refuse(const std::string& name, const std::string& reason) {
@@ -267,175 +278,6 @@ void Frame::check_unmodified() const {
       }
     }
   }
-}
-
-// --- backward ---------------------------------------------------------------
-
-Recomputation::Recomputation(const Frame& frame, std::vector<bool> needed)
-    : frame_(frame), needed_(std::move(needed)), values_(needed_.size()) {
-  for (std::size_t i = 0; i < needed_.size(); ++i) {
-    if (needed_[i]) end_ = i + 1;
-  }
-}
-
-bool Recomputation::pack(const at::Tensor& bare) {
-  const std::size_t place = next_++;
-  if (place < end_ && needed_[place]) {
-    frame_.check_same(place, bare);
-    values_[place] = {bare, SeenVersion(bare)};
-  }
-  return next_ >= end_;
-}
-
-void Frame::check_same(std::size_t place, const at::Tensor& tensor) const {
-  const std::lock_guard lock(mutex_);
-  const Saved& saved = saved_[place];
-  if (tensor.scalar_type() != saved.dtype ||
-      tensor.sizes() != at::IntArrayRef(saved.sizes)) {
-    differs(
-        base::concat("saved tensor ", place, " to be ",
-                     c10::toString(saved.dtype), at::IntArrayRef(saved.sizes)),
-        base::concat(c10::toString(tensor.scalar_type()), tensor.sizes()));
-  }
-}
-
-void Frame::differs(const std::string& expected, const std::string& got) const {
-  throw Error(base::error_text(
-      region_->who(),
-      base::concat("the second forward to do what the first did, ", expected),
-      got,
-      "Make the forward a function of its arguments: no counters, caches or "
-      "other state that changes between forward and backward."));
-}
-
-at::Tensor Frame::unpack(std::size_t place) {
-  const int graph_task = torch::autograd::get_current_graph_task_id();
-  if (graph_task != -1 && at::GradMode::is_enabled()) {
-    throw Error(base::error_text(
-        region_->who(), "create_graph=False through a checkpointed region",
-        "create_graph=True",
-        "Take higher derivatives of a model without lowtide.checkpoint."));
-  }
-  {
-    const std::lock_guard lock(mutex_);
-    const SeenVersion& version = saved_[place].version;
-    if (version.changed()) {
-      throw Error(
-          base::error_text(region_->who(),
-                           base::concat("the tensor saved as number ", place,
-                                        " at version ", version.seen()),
-                           base::concat("version ", version.now(),
-                                        ": something wrote to it in place"),
-                           "Write out of place: backward needs the value."));
-    }
-    const auto found = recomputations_.find(graph_task);
-    if (found != recomputations_.end() &&
-        found->second->values_[place].tensor.defined()) {
-      return take(*found->second, place);
-    }
-  }
-  const auto recomputation = recompute();
-  if (graph_task == -1) return take(*recomputation, place);
-  forget_at_end_of(graph_task);
-  const std::lock_guard lock(mutex_);
-  recomputations_[graph_task] = recomputation;
-  return take(*recomputation, place);
-}
-
-at::Tensor Frame::take(Recomputation& recomputation, std::size_t place) {
-  auto& value = recomputation.values_[place];
-  LOWTIDE_INVARIANT(value.tensor.defined(), "a needed value is computed");
-  if (value.version->changed()) {
-    throw Error(base::error_text(
-        recomputation.frame_.region_->who(),
-        base::concat("the tensor saved as number ", place, " to stay as it is"),
-        base::concat("a write in place (version ", value.version->seen(),
-                     " to ", value.version->now(), ")"),
-        "Write out of place: backward needs the value."));
-  }
-  return std::exchange(value.tensor, at::Tensor());
-}
-
-std::shared_ptr<Recomputation> Frame::recompute() {
-  const base::TraceRange trace("lowtide::recompute", region_->who());
-  check_unmodified();
-  std::vector<bool> needed;
-  {
-    const std::lock_guard lock(mutex_);
-    needed.reserve(saved_.size());
-    for (const Saved& saved : saved_) needed.push_back(saved.alive);
-  }
-  auto recomputation =
-      std::make_shared<Recomputation>(*this, std::move(needed));
-  struct Use {
-    explicit Use(const Frame& frame) : frame(frame) {
-      if (frame.batch_) frame.region_->transfers()->begin_use(*frame.batch_);
-    }
-    ~Use() {
-      if (frame.batch_) frame.region_->transfers()->end_use(*frame.batch_);
-    }
-    const Frame& frame;
-  };
-  const Use use(*this);
-  std::vector<at::Tensor> inputs;
-  inputs.reserve(inputs_.size());
-  for (const HeldValue& held : inputs_) inputs.push_back(held.get());
-  {
-    const ForwardState::Scope state(state_);
-    const at::AutoGradMode grad_mode(true);
-    const Scope scope(*this, /*recomputing=*/true);
-    replay_->run(inputs, *recomputation);
-  }
-  if (recomputation->next_ < recomputation->end_) {
-    differs(base::concat("at least ", recomputation->end_, " saved tensors"),
-            base::concat(recomputation->next_));
-  }
-  return recomputation;
-}
-
-std::vector<at::Tensor> Frame::stored(std::int64_t number) const {
-  std::vector<at::Tensor> tensors;
-  for (const HeldValue& held : stored_.at(number).values) {
-    tensors.push_back(without_history(held.get()));
-  }
-  return tensors;
-}
-
-void Frame::drop(std::size_t place) {
-  std::vector<at::Tensor> dropped;  // destroyed after the lock is
-  const std::lock_guard lock(mutex_);
-  saved_[place].alive = false;
-  for (auto& [task, recomputation] : recomputations_) {
-    if (place < recomputation->values_.size()) {
-      dropped.push_back(
-          std::exchange(recomputation->values_[place].tensor, {}));
-    }
-  }
-}
-
-// [Note: One recomputation per backward]: the callback dies with the graph
-// task, also when backward raised and nobody called it.
-void Frame::forget_at_end_of(int graph_task) {
-  struct Forget {
-    ~Forget() {
-      const auto alive = frame.lock();
-      if (!alive) return;
-      if (alive->batch_) alive->region_->transfers()->end_backward();
-      std::shared_ptr<Recomputation> dropped;
-      const std::lock_guard lock(alive->mutex_);
-      const auto found = alive->recomputations_.find(graph_task);
-      if (found == alive->recomputations_.end()) return;
-      dropped = std::move(found->second);
-      alive->recomputations_.erase(found);
-    }
-    std::weak_ptr<Frame> frame;
-    int graph_task;
-  };
-  auto forget = std::make_shared<Forget>();
-  forget->frame = weak_from_this();
-  forget->graph_task = graph_task;
-  torch::autograd::Engine::get_default_engine().queue_callback(
-      [forget = std::move(forget)] {});
 }
 
 }  // namespace lowtide::activation

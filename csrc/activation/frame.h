@@ -93,6 +93,9 @@ class Frame : public std::enable_shared_from_this<Frame> {
   std::int64_t store(const std::string& name,
                      const std::vector<at::Tensor>& outputs);
   void refuse(const std::string& name, const std::string& reason);
+  // `name` is another one for what `store` was given under `number`.  Throws
+  // lowtide::Error if the policy treats the two differently.
+  void share(const std::string& name, std::int64_t number);
 
   // After a forward that returned.  Throws lowtide::Error if an input or a
   // stored value was written to.
@@ -149,6 +152,8 @@ class Frame : public std::enable_shared_from_this<Frame> {
              const device::Event* ready);
   void move(HeldValue& held, const at::Tensor& tensor, const std::string& name,
             const device::Event* ready);
+  void require_same_treatment(const std::string& first,
+                              const std::string& second) const;
   void store_waiting();
   void check_unmodified() const;
 

@@ -48,6 +48,7 @@ class HeldValue {
 
   // False if the value already has the name.
   bool add_name(const std::string& name);
+  const std::vector<std::string>& names() const { return names_; }
 
   const SeenVersion& version() const { return version_; }
   const std::shared_ptr<Stash>& stashed() const { return stash_; }

@@ -53,6 +53,9 @@ std::optional<std::string> Region::obstacle(const at::Tensor& tensor,
                                             const std::string& name) const {
   if (!plain_and_dense(tensor)) return "not a plain dense tensor with bytes";
   if (is_parameter(tensor)) return "a parameter (a leaf), or a view of one";
+  if (!tensor.requires_grad() && is_state && is_state(tensor)) {
+    return "a parameter or buffer, or a view of one";
+  }
   if (name == kInputName && !tensor.requires_grad()) {
     return "does not require grad: other regions share it";
   }

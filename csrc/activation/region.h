@@ -53,6 +53,10 @@ class Region {
   std::optional<std::string> obstacle(const at::Tensor& tensor,
                                       const std::string& name) const;
 
+  // Whether a tensor that does not require grad shows bytes of the module's
+  // parameters or buffers.
+  std::function<bool(const at::Tensor&)> is_state;
+
   // Values produced inside the forward are looked for: until one complete
   // forward has shown that all listed names are inputs, and again when one is
   // not.

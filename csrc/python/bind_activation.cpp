@@ -152,18 +152,21 @@ void bind_activation(py::module_& module) {
       .def("watch_interior", &Frame::watch_interior, py::arg("watcher"))
       .def("store", &Frame::store, py::arg("name"), py::arg("outputs"))
       .def("stored", &Frame::stored, py::arg("number"))
+      .def("share", &Frame::share, py::arg("name"), py::arg("number"))
       .def("refuse", &Frame::refuse, py::arg("name"), py::arg("reason"));
 
   py::class_<RegionCallbacks>(module, "RegionCallbacks")
       .def(py::init([](py::object call, py::object surroundings,
                        py::object recorder, py::object replayer,
-                       py::object first_backward) {
-             return RegionCallbacks{std::move(call), std::move(surroundings),
-                                    std::move(recorder), std::move(replayer),
-                                    std::move(first_backward)};
+                       py::object is_state, py::object first_backward) {
+             return RegionCallbacks{
+                 std::move(call),     std::move(surroundings),
+                 std::move(recorder), std::move(replayer),
+                 std::move(is_state), std::move(first_backward)};
            }),
            py::kw_only(), py::arg("call"), py::arg("surroundings"),
-           py::arg("recorder"), py::arg("replayer"), py::arg("first_backward"));
+           py::arg("recorder"), py::arg("replayer"), py::arg("is_state"),
+           py::arg("first_backward"));
 
   py::class_<CheckpointedCall>(module, "Region")
       .def(py::init([](std::string who,

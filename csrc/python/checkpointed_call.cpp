@@ -155,6 +155,12 @@ py::object CheckpointedCall::run(py::handle module, const py::tuple& args,
     return call_module(callbacks_->call, module, args, kwargs);
   }
   const WithoutOuterCompiler eager;
+  if (!region_->policy().names.empty()) {
+    region_->is_state = [module = py::weakref(module),
+                         callbacks = callbacks_](const at::Tensor& tensor) {
+      return callbacks->is_state(module(), tensor).cast<bool>();
+    };
+  }
   std::vector<at::Tensor> tensors;
   auto made =
       std::make_unique<PythonReplay>(callbacks_, module, args, kwargs, tensors);

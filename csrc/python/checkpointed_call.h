@@ -23,6 +23,8 @@ struct RegionCallbacks {
   // interior values are named; it has `skips`, which (frame, skips) replays.
   pybind11::object recorder;
   pybind11::object replayer;
+  // (module, tensor) -> whether it shows bytes of a parameter or buffer.
+  pybind11::object is_state;
   // (module), once, in the first backward that computes it again.
   pybind11::object first_backward;
 };

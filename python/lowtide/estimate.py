@@ -1,6 +1,8 @@
 """``estimate_offload``: whether a policy will pay, before anything runs."""
 
 import dataclasses
+import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -213,68 +215,77 @@ class _Forward:
         )
 
 
+class _Observer:
+    """Hooks that follow one forward of a model."""
+
+    def __init__(self, model: nn.Module, states: dict[str, RegionState]) -> None:
+        self.found: dict[str, RegionEstimate] = {}
+        self.counter = FlopCounterMode(display=False)
+        self._states = states
+        self._running: list[_Forward] = []
+        self._names: dict[int, str] = {}  # by storage
+        self._owned = {
+            tensor.untyped_storage()._cdata
+            for tensor in itertools.chain(model.parameters(), model.buffers())
+        }
+        modules = dict(model.named_modules())
+        self._handles = []
+        for name in states:
+            enter = functools.partial(self._enter, name)
+            leave = functools.partial(self._leave, name)
+            module = modules[name]
+            self._handles += [
+                module.register_forward_pre_hook(enter, with_kwargs=True),
+                module.register_forward_hook(leave),
+            ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def on_tag(self, tensor: Tensor, name: str) -> None:
+        self._names[tensor.untyped_storage()._cdata] = name
+        if self._running:
+            self._running[-1].name(tensor, name)
+
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        forward = _Forward(self._states[name], self.counter.get_total_flops())
+        for leaf in torch.utils._pytree.tree_leaves((args, kwargs)):
+            if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+                continue
+            key = leaf.untyped_storage()._cdata
+            if key in self._owned:
+                continue
+            forward.arguments[key] = leaf.untyped_storage().nbytes()
+            forward.name(leaf, INPUT)
+            if key in self._names:
+                forward.name(leaf, self._names[key])
+        self._running.append(forward)
+
+    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        estimate = self._running.pop().estimate(self.counter.get_total_flops())
+        if not self._running:  # a nested region is part of the one around it
+            self.found[name] = estimate
+
+
 def _observe(
     model: nn.Module, states: dict[str, RegionState], args: Any, kwargs: Any
 ) -> dict[str, RegionEstimate]:
-    found: dict[str, RegionEstimate] = {}
-    running: list[_Forward] = []
-    names_of: dict[int, str] = {}  # names given outside of regions, by storage
-    owned = {
-        tensor.untyped_storage()._cdata
-        for tensor in (*model.parameters(), *model.buffers())
-    }
-
-    def on_tag(tensor: Tensor, name: str) -> None:
-        names_of[tensor.untyped_storage()._cdata] = name
-        if running:
-            running[-1].name(tensor, name)
-
-    def enter(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            forward = _Forward(states[name], counter.get_total_flops())
-            for leaf in torch.utils._pytree.tree_leaves((args, kwargs)):
-                if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-                    continue
-                key = leaf.untyped_storage()._cdata
-                if key in owned:
-                    continue
-                forward.arguments[key] = leaf.untyped_storage().nbytes()
-                forward.name(leaf, INPUT)
-                if key in names_of:
-                    forward.name(leaf, names_of[key])
-            running.append(forward)
-
-        return hook
-
-    def leave(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            estimate = running.pop().estimate(counter.get_total_flops())
-            if not running:  # a nested region is part of the one around it
-                found[name] = estimate
-
-        return hook
-
-    modules = dict(model.named_modules())
-    handles = []
-    for name in states:
-        pre = modules[name].register_forward_pre_hook(enter(name), with_kwargs=True)
-        handles += [pre, modules[name].register_forward_hook(leave(name))]
-    counter = FlopCounterMode(display=False)
+    observer = _Observer(model, states)
     try:
         with (
             torch.no_grad(),
             FakeTensorMode(allow_non_fake_inputs=True) as fake,
-            counter,
-            _observing(on_tag),
+            observer.counter,
+            _observing(observer.on_tag),
         ):
             fake_args, fake_kwargs = torch.utils._pytree.tree_map_only(
                 Tensor, fake.from_tensor, (args, kwargs)
             )
             model(*fake_args, **fake_kwargs)
     finally:
-        for handle in handles:
-            handle.remove()
-    return found
+        observer.remove()
+    return observer.found
 
 
 @contextmanager

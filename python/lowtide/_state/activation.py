@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
@@ -71,6 +72,7 @@ class RegionState:
                 surroundings=_device_context,
                 recorder=Recorder,
                 replayer=Replayer,
+                is_state=_is_state,
                 first_backward=_check_after_backward,
             ),
         )
@@ -97,6 +99,14 @@ def attach(module: nn.Module, policy: ActivationPolicy) -> RegionState:
     state = RegionState(module, policy)
     module.__dict__[REGION] = state
     return state
+
+
+def _is_state(module: nn.Module, tensor: torch.Tensor) -> bool:
+    storage = tensor.untyped_storage()._cdata
+    return any(
+        getattr(own, "_local_tensor", own).untyped_storage()._cdata == storage
+        for own in itertools.chain(module.parameters(), module.buffers())
+    )
 
 
 def _device_context() -> contextlib.AbstractContextManager[Any] | None:

@@ -127,8 +127,9 @@ class Recorder(_Mode):
             reason = produced.refusal or f"written to after {produced.call[0]} made it"
             self._frame.refuse(name, reason)
             return
-        if produced.call in self.skips:
-            return  # stored under another name
+        if (known := self.skips.get(produced.call)) is not None:
+            self._frame.share(name, known.number)
+            return
         outputs, others = [], {}
         for place, value in enumerate(produced.values):
             if isinstance(value, tuple):

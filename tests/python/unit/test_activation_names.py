@@ -168,6 +168,35 @@ def test_bytes_under_two_names_are_copied_once():
     assert sum(n["shared"] for n in names) == LAYERS
 
 
+def test_an_interior_value_under_two_names_is_stored_once():
+    model = wrapped(offload=["hidden", "up"])
+    assert_same_bits(step(model), step(stack(LAYERS)))
+    names = [policies(model, name) for name in ("hidden", "up")]
+    assert sum(n["moved_bytes"] for n in names) == LAYERS * HIDDEN_BYTES
+    assert sum(n["shared"] for n in names) == LAYERS
+
+
+@pytest.mark.parametrize(
+    ("names", "policy"),
+    [
+        ("'residual' and 'input'", {"save": ["residual"], "offload": ["input"]}),
+        ("'up' and 'hidden'", {"save": ["hidden"], "offload": ["up"]}),
+    ],
+    ids=str,
+)
+def test_two_treatments_for_the_same_bytes_raise(names: str, policy: dict) -> None:
+    with pytest.raises(RuntimeError) as error:
+        step(wrapped(**policy))
+    first, second = sorted(names.split(" and "))
+    text = str(error.value)
+    assert text.startswith("lowtide: checkpoint(Mlp): expected one treatment for a")
+    assert first in text and second in text
+    assert text.endswith(
+        "for the same bytes, in different lists. Put both into one list of the "
+        "ActivationPolicy, or remove one."
+    )
+
+
 def test_parameters_and_their_views_never_move():
     class Odd(nn.Module):
         def __init__(self) -> None:
@@ -187,6 +216,23 @@ def test_parameters_and_their_views_never_move():
     figures = region_state(module).region.figures()
     assert figures["weight"]["moved"] == 0 and figures["input"]["moved"] == 1
     assert figures["input"]["skipped"] == {"a parameter (a leaf), or a view of one": 1}
+
+
+def test_buffers_and_frozen_parameters_never_move():
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(2, DIM))
+            self.frozen = nn.Parameter(torch.ones(DIM), requires_grad=False)
+            self.inner = nn.Linear(DIM, DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            tag(self.scale[1], "state"), tag(self.frozen, "state")
+            return self.inner(x * self.scale[1] * self.frozen)
+
+    module = checkpoint(Odd(), ActivationPolicy(offload=["state"]))
+    with pytest.raises(ValueError, match="got 0 bytes: 2 x a parameter or buffer"):
+        module(rows().requires_grad_() * 1.0).sum().backward()
 
 
 def test_an_argument_without_gradient_is_not_moved_as_input():
