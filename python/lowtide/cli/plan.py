@@ -101,9 +101,7 @@ def request_of(options: argparse.Namespace) -> Request:
     else:
         names = ("config", "system", "sequence", "batch", "checkpoint", "loss")
         settings = {name: getattr(options, name) for name in names}
-        program = ModelFile(
-            options.file, microbatches=options.microbatches, **settings
-        )
+        program = ModelFile(options.file, microbatches=options.microbatches, **settings)
     memory = options.device_memory
     return Request(
         program,

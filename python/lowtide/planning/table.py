@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -34,7 +34,12 @@ def show(plan: Plan, console: Console | None = None) -> None:
 
 
 def render(plan: Plan) -> Group:
-    parts = [_verdict(plan), _categories(plan), _moments(plan), _largest(plan)]
+    parts: list[RenderableType] = [
+        _verdict(plan),
+        _categories(plan),
+        _moments(plan),
+        _largest(plan),
+    ]
     if plan.savings:
         parts.append(_savings(plan))
     if plan.lowtide is not None:
