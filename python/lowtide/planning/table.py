@@ -121,7 +121,10 @@ def _savings(plan: Plan) -> Table:
     table = _table("What would lower the peak", "less", "of", "how", "known by")
     for saving in plan.savings:
         of = "reserved" if saving.reserved is not None else "allocated"
-        table.add_row(gib(_bytes(saving)), of, saving.advice, saving.basis)
+        known = saving.basis
+        if saving.by_run is not None:
+            known += f"; a run: {gib(saving.by_run)}"
+        table.add_row(gib(_bytes(saving)), of, saving.advice, known)
     return table
 
 

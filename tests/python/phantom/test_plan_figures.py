@@ -73,6 +73,13 @@ def test_timeline_ends_where_the_step_ends(net):
     assert timeline.moments[-1] == "optimizer"
 
 
+def test_gradients_of_weights_and_of_values_of_one_size():
+    plan = lowtide.plan(
+        planned.build_squares, planned.step_squares, world=2, cublas_workspace=0
+    )
+    assert max(plan.timeline.allocated["full_gradients"]) == 3 * 256 * 256 * 4
+
+
 def test_sharding_divides_what_is_held():
     plan = lowtide.plan(
         planned.build_sharded, planned.step, world=4, rank=3, cublas_workspace=0

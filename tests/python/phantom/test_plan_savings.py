@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lowtide.planning import Plan, Saving
+from lowtide.planning import Plan, Saving, verify
 from support import planned
 
 EXAMPLES = planned.ROOT / "examples"
@@ -76,6 +76,15 @@ def test_a_unit_for_the_embedding():
     advised = saving(together, "own_unit")
     assert advised.advice == "make embed a unit of its own, apart from the root"
     assert advised.allocated == 4096 * 1024 * 2  # bf16
+
+
+def test_verified_by_a_second_run(unchecked):
+    request = planned.llama_request(**LARGE, checkpoint="none", system="fsdp2")
+    (checkpoint,) = [
+        s for s in verify(unchecked, request).savings if s.what == "checkpoint"
+    ]
+    checkpointed = plan(checkpoint="full", system="fsdp2").peak_allocated
+    assert checkpoint.by_run == unchecked.peak_allocated - checkpointed
 
 
 def test_largest_savings_come_first(unchecked):

@@ -21,6 +21,10 @@ NO_WORKSPACE = {"cublas_workspace": 0}
 
 
 def plan_llama(**settings: Any) -> Plan:
+    return plan_request(llama_request(**settings))
+
+
+def llama_request(**settings: Any) -> Request:
     request = {
         name: settings.pop(name)
         for name in ("world", "rank", "steps", "device_memory", "snapshot")
@@ -29,7 +33,7 @@ def plan_llama(**settings: Any) -> Plan:
     allocator = NO_WORKSPACE | settings.pop("allocator", {})
     path = settings.pop("path", LLAMA)
     program = ModelFile(path, **{"config": "bytes", "sequence": 256} | settings)
-    return plan_request(Request(program, allocator=allocator, **request))
+    return Request(program, allocator=allocator, **request)
 
 
 def plan_script(name: str, *arguments: str, **settings: Any) -> Plan:
@@ -49,6 +53,17 @@ class Net(nn.Module):
         return self.second(self.first(x).relu())
 
 
+class Squares(nn.Module):
+    """Weights as large as the values between them, for 256 rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in "123"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
 State = tuple[nn.Module, torch.optim.Optimizer]
 
 
@@ -62,6 +77,19 @@ def build_sharded() -> State:
         model = Net()
     fully_shard(model)
     return model, torch.optim.Adam(model.parameters())
+
+
+def build_squares() -> State:
+    model = Squares().to("cuda")
+    fully_shard(model)
+    return model, torch.optim.Adam(model.parameters())
+
+
+def step_squares(state: State) -> None:
+    model, optimizer = state
+    model(torch.randn(256, 256, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def step(state: State) -> None:
