@@ -52,6 +52,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add("--batch", type=int, default=1, metavar="N", help="sequences; default 1")
     add("--checkpoint", choices=("none", "selective", "full"), default="full")
     add("--loss", choices=("plain", "chunked"), default="plain")
+    add("--verify", action="store_true", help="plan again with what would save most")
     add("--microbatches", type=int, default=1, metavar="N", help="without sync")
     parser.set_defaults(run=run)
 
@@ -60,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         request = request_of(options)
         show, draw = _presentation(options)
-        plan = _plan(request)
+        plan = _plan(request, verified=options.verify)
     except (ValueError, RuntimeError, ImportError) as error:
         if traceback := getattr(error, "traceback", ""):
             print(traceback, file=sys.stderr)
@@ -101,9 +102,7 @@ def request_of(options: argparse.Namespace) -> Request:
     else:
         names = ("config", "system", "sequence", "batch", "checkpoint", "loss")
         settings = {name: getattr(options, name) for name in names}
-        program = ModelFile(
-            options.file, microbatches=options.microbatches, **settings
-        )
+        program = ModelFile(options.file, microbatches=options.microbatches, **settings)
     memory = options.device_memory
     return Request(
         program,
@@ -127,12 +126,13 @@ def _allocator(options: argparse.Namespace) -> dict[str, Any]:
     return {**settings, "events": options.events}
 
 
-def _plan(request: Request) -> Plan:
-    from lowtide.planning import plan_request
+def _plan(request: Request, *, verified: bool) -> Plan:
+    from lowtide.planning import plan_request, verify
     from lowtide.planning.table import progress
 
     with progress(request.steps) as advance:
-        return plan_request(request, advance)
+        plan = plan_request(request, advance)
+        return verify(plan, request, advance) if verified else plan
 
 
 def _presentation(

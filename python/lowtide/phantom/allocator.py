@@ -61,7 +61,8 @@ class AllocatorModel:
         """That of the installed phantom device. Raises RuntimeError without one."""
         model = cls.__new__(cls)
         model._model = _phantom.device_memory()
-        model._events = _phantom.events()
+        events = _phantom.events()
+        model._events = "immediate" if events == "immediate" else "at_sync"
         return model
 
     def malloc(self, nbytes: int, stream: int = 0) -> int:

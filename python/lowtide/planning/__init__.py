@@ -5,6 +5,16 @@ is recorded with what it is for; :func:`plan` returns the figures.
 """
 
 from lowtide.planning.report import Moment, Plan, Saving, Tensors, Timeline
-from lowtide.planning.run import plan, plan_request
+from lowtide.planning.run import PlanError, plan, plan_request, verify
 
-__all__ = ["Moment", "Plan", "Saving", "Tensors", "Timeline", "plan", "plan_request"]
+__all__ = [
+    "Moment",
+    "Plan",
+    "PlanError",
+    "Saving",
+    "Tensors",
+    "Timeline",
+    "plan",
+    "plan_request",
+    "verify",
+]

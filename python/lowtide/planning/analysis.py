@@ -77,10 +77,19 @@ class Analysis:
 
     def steps(self) -> list[range]:
         """Of operations. The first begins with the program."""
-        begin, result = 0, []
-        for end in self._places(self.recorder.step_ends):
-            result.append(range(begin, end))
-            begin = end
+        ends = zip(self.recorder.step_ends, self.recorder.step_frees, strict=True)
+        counts = {"allocate": 0, "free": 0}
+        result: list[range] = []
+        begin = 0
+        end = next(ends, None)
+        for place, operation in enumerate(self.trace.operations):
+            while end is not None and (counts["allocate"], counts["free"]) == end:
+                result.append(range(begin, place))
+                begin, end = place, next(ends, None)
+            if operation.op in counts:
+                counts[operation.op] += 1
+        if end is not None:
+            result.append(range(begin, len(self.trace.operations)))
         return result
 
     def moment_at(self, operation: int) -> str:
@@ -88,14 +97,7 @@ class Analysis:
         place = bisect.bisect_right(self.lives, operation, key=lambda life: life.begin)
         return self.lives[max(place - 1, 0)].moment
 
-    def _places(self, counts: list[int]) -> list[int]:
-        """The operation that follows so many allocations."""
-        return [
-            self.lives[count].begin if count < len(self.lives) else len(self.allocated)
-            for count in counts
-        ]
-
-    # -- the life of every allocation ---------------------------------------------------
+    # -- the life of every allocation -------------------------------------------------
 
     def _replay(self) -> None:
         """Also gives each label to the allocation that was live at its address."""
@@ -126,7 +128,7 @@ class Analysis:
             self.reserved.append(model.reserved)
         self.statistics = model.stats()
 
-    # -- what it is for -----------------------------------------------------------------
+    # -- what it is for ---------------------------------------------------------------
 
     def _describe(self, life: Life, *, outlives_forward: bool) -> None:
         recorded = life.recorded
@@ -146,10 +148,9 @@ class Analysis:
         if lease := recorded.lease:
             life.category, life.name = categories.lease_category(lease[0]), lease[1]
         if not life.category:
-            life.category = (
-                self._known_category(life, lines, recomputes)
-                or self._by_moment(life, recomputes, outlives_forward)
-            )
+            life.category = self._known_category(
+                life, lines, recomputes
+            ) or self._by_moment(life, recomputes, outlives_forward)
 
     def _known_category(
         self, life: Life, lines: list[Line], recomputes: bool
@@ -171,9 +172,7 @@ class Analysis:
                 return "gathered_parameters" if in_forward else "full_gradients"
         return None
 
-    def _by_moment(
-        self, life: Life, recomputes: bool, outlives_forward: bool
-    ) -> str:
+    def _by_moment(self, life: Life, recomputes: bool, outlives_forward: bool) -> str:
         if life.moment == "setup":
             return "other"
         if life.moment == "optimizer":
@@ -204,9 +203,7 @@ class Analysis:
         return self._losses[stack]
 
 
-def _in_order(
-    allocations: list[Allocation], addresses: list[int]
-) -> list[Allocation]:
+def _in_order(allocations: list[Allocation], addresses: list[int]) -> list[Allocation]:
     """Threads that allocate at once may be heard in another order than they were
     served in."""
     if [a.address for a in allocations] == addresses:

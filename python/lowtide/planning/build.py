@@ -107,7 +107,7 @@ def _moment_of_each(analysis: Analysis, step: range) -> list[str]:
     return result
 
 
-# -- the largest tensors -----------------------------------------------------------------
+# -- the largest tensors -------------------------------------------------------------
 
 
 def _largest(live: Iterable[Life]) -> list[Tensors]:
@@ -140,7 +140,7 @@ def _common(names: set[str]) -> str:
     return re.sub(r"\d+", "*", next(iter(names)))
 
 
-# -- over time ---------------------------------------------------------------------------
+# -- over time -----------------------------------------------------------------------
 
 
 def _timeline(analysis: Analysis, step: range) -> Timeline:

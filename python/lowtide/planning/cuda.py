@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 from torch.overrides import TorchFunctionMode
 
 from lowtide.phantom import device_module, init_world
@@ -33,7 +34,7 @@ def set_up(*, world: int, rank: int, memory: int | None, notes: list[str]) -> No
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT="29500",
     )
-    torch.device = _DeviceType("device", (), {})  # type: ignore[misc,assignment]
+    _put(torch, "device", _DeviceType("device", (), {}))
     _CudaIsPhantom().__enter__()
     _replace_cuda_module(memory)
     _replace_amp()
@@ -42,7 +43,11 @@ def set_up(*, world: int, rank: int, memory: int | None, notes: list[str]) -> No
     _replace_compile(notes)
 
 
-# -- devices -----------------------------------------------------------------------------
+def _put(owner: Any, name: str, value: Any) -> None:
+    setattr(owner, name, value)
+
+
+# -- devices -------------------------------------------------------------------------
 
 
 def phantom_of(value: Any) -> Any:
@@ -81,7 +86,7 @@ class _CudaIsPhantom(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.cuda:
             return args[0].to("phantom", **_only(kwargs, "non_blocking"))
-        if func is torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+        if func is torch.Tensor.is_cuda.__get__:
             return args[0].device.type == "phantom"
         args = tuple(phantom_of(a) for a in args)
         if kwargs:
@@ -93,7 +98,7 @@ def _only(kwargs: dict[str, Any] | None, *names: str) -> dict[str, Any]:
     return {name: v for name, v in (kwargs or {}).items() if name in names}
 
 
-# -- torch.cuda --------------------------------------------------------------------------
+# -- torch.cuda ----------------------------------------------------------------------
 
 
 def _replace_cuda_module(memory: int | None) -> None:
@@ -138,7 +143,7 @@ def _replace_cuda_module(memory: int | None) -> None:
         setattr(torch.cuda.memory, name, getattr(torch.cuda, name))
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, lambda *args: 0)
-    torch.nn.Module.cuda = lambda self, device=None: self.to("phantom")  # type: ignore[method-assign,assignment]
+    _put(torch.nn.Module, "cuda", lambda self, device=None: self.to("phantom"))
 
 
 _ONE_DEVICE = {
@@ -166,7 +171,7 @@ class _AnyDevice(device_module.device):
         super().__init__(None)
 
 
-# -- autocast ----------------------------------------------------------------------------
+# -- autocast ------------------------------------------------------------------------
 
 
 def _replace_amp() -> None:
@@ -179,7 +184,7 @@ def _replace_amp() -> None:
         sum(found.item() for found in state["found_inf_per_device"].values())
         return optimizer.step(*args, **kwargs)  # no value says that it overflowed
 
-    torch.amp.grad_scaler.GradScaler._maybe_opt_step = step  # type: ignore[method-assign]
+    _put(torch.amp.grad_scaler.GradScaler, "_maybe_opt_step", step)
 
 
 def _map_first_argument(owner: Any, name: str, keyword: str) -> None:
@@ -209,7 +214,7 @@ def _map_function(owner: Any, name: str) -> None:
     setattr(owner, name, mapped)
 
 
-# -- torch.distributed --------------------------------------------------------------------
+# -- torch.distributed ---------------------------------------------------------------
 
 
 def _replace_distributed(world: int, rank: int) -> None:
@@ -220,7 +225,7 @@ def _replace_distributed(world: int, rank: int) -> None:
         try:
             init_world(world, rank)
         finally:
-            dist.init_process_group = init_process_group  # type: ignore[assignment]
+            dist.init_process_group = init_process_group
 
     new_group = dist.new_group
 
@@ -229,8 +234,8 @@ def _replace_distributed(world: int, rank: int) -> None:
         return new_group(*args[:2], **kwargs)
 
     for module in (dist, dist.distributed_c10d):
-        module.init_process_group = init_process_group  # type: ignore[assignment]
-        module.new_group = group_of_one_backend  # type: ignore[assignment]
+        module.init_process_group = init_process_group
+        module.new_group = group_of_one_backend
         module.is_nccl_available = lambda: True
     from torch.distributed import device_mesh
 
@@ -244,13 +249,11 @@ def _replace_ddp(notes: list[str]) -> None:
     results of an all-reduce, which the fake group's futures do not have."""
     from torch.nn.parallel import distributed
 
-    note = "DDP keeps its first buckets; it would cut them into smaller ones, as large in all"
+    note = "DDP keeps its first bucket instead of cutting it into smaller ones"
     ddp = distributed.DistributedDataParallel
     construct, register = ddp.__init__, ddp.register_comm_hook
 
-    def reduced(
-        state: Any, bucket: dist.GradBucket
-    ) -> torch.futures.Future[torch.Tensor]:
+    def reduced(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
@@ -268,10 +271,10 @@ def _replace_ddp(notes: list[str]) -> None:
             notes.append(note)
         return False
 
-    ddp.__init__ = construct_with_hook  # type: ignore[method-assign]
-    ddp.register_comm_hook = ignore_hook  # type: ignore[method-assign]
+    _put(ddp, "__init__", construct_with_hook)
+    _put(ddp, "register_comm_hook", ignore_hook)
     distributed._verify_param_shape_across_processes = lambda *args, **kwargs: None
-    dist.Reducer._rebuild_buckets = keep_buckets
+    _put(dist.Reducer, "_rebuild_buckets", keep_buckets)
 
 
 def _replace_compile(notes: list[str]) -> None:
@@ -282,5 +285,5 @@ def _replace_compile(notes: list[str]) -> None:
             notes.append(note)
         return (lambda inner: inner) if model is None else model
 
-    torch.compile = compile  # type: ignore[assignment]
-    torch.nn.Module.compile = lambda self, *args, **kwargs: compile()  # type: ignore[method-assign]
+    _put(torch, "compile", compile)
+    _put(torch.nn.Module, "compile", lambda self, *args, **kwargs: compile())

@@ -7,7 +7,7 @@ def require(package: str) -> None:
     """Raises ImportError that says how to get it."""
     if importlib.util.find_spec(package) is None:
         raise ImportError(
-            f"lowtide: plan: expected the package {package}, got none. Run `pip install "
-            "'lowtide[plan]'`, or call lowtide.plan from Python, which needs neither "
-            "rich nor matplotlib."
+            f"lowtide: plan: expected the package {package}, got none. Run "
+            "`pip install 'lowtide[plan]'`, or call lowtide.plan from Python, which "
+            "needs neither rich nor matplotlib."
         )

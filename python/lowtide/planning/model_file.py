@@ -54,13 +54,18 @@ def train_model_file(program: ModelFile, recorder: Recorder) -> None:
         optimizer.zero_grad()
 
 
-def load(path: str) -> ModuleType:
-    sys.path.insert(0, str(Path(path).resolve().parent))
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    if spec is None or spec.loader is None or not Path(path).exists():
+def require_file(path: str) -> None:
+    if not Path(path).is_file():
         raise FileNotFoundError(
             f"lowtide: plan: expected a Python file, got {path!r}. Check the path."
         )
+
+
+def load(path: str) -> ModuleType:
+    require_file(path)
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -128,7 +133,7 @@ def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
             yield from repeated_blocks(child)
 
 
-# -- checkpointing ------------------------------------------------------------------------
+# -- checkpointing -------------------------------------------------------------------
 
 
 def _checkpoint(block: nn.Module, *, selective: bool) -> None:
@@ -143,7 +148,7 @@ def _checkpoint(block: nn.Module, *, selective: bool) -> None:
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
 
-    block.forward = checkpointed  # type: ignore[method-assign]
+    block.forward = checkpointed
 
 
 _KEPT = {
@@ -170,7 +175,7 @@ def _keep_every_other_matmul() -> Callable[..., CheckpointPolicy]:
     return policy
 
 
-# -- parallelism --------------------------------------------------------------------------
+# -- parallelism ---------------------------------------------------------------------
 
 
 def _parallel(model: nn.Module, blocks: list[nn.Module], program: ModelFile) -> Any:

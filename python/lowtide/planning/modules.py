@@ -9,7 +9,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 # What wrappers put into paths.
-_WRAPPERS = re.compile(r"(?:^|\.)(?:_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)(?=\.|$)")
+_WRAPPERS = re.compile(
+    r"(?:^|\.)(?:_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)(?=\.|$)"
+)
 
 
 @dataclass
@@ -29,16 +31,16 @@ class ModuleTable:
         if path is None:
             self.add(calls[-1])
             # A module that its root does not list: an unregistered child.
-            path = next(
-                (self._paths[id(m)] for m in calls if id(m) in self._paths), ""
-            )
+            path = next((self._paths[id(m)] for m in calls if id(m) in self._paths), "")
         return path
 
     def add(self, root: nn.Module) -> None:
         if any(root is known for known in self.roots):
             return
         self.roots.append(root)
-        inner = "module." if isinstance(root, nn.parallel.DistributedDataParallel) else ""
+        inner = (
+            "module." if isinstance(root, nn.parallel.DistributedDataParallel) else ""
+        )
         for name, module in root.named_modules():
             path = clean(name.removeprefix("module") if inner else name).lstrip(".")
             self._paths[id(module)] = path

@@ -67,6 +67,7 @@ class Recorder:
     allocations: list[Allocation] = field(default_factory=list)
     labels: list[Label] = field(default_factory=list)
     step_ends: list[int] = field(default_factory=list)  # in allocations
+    step_frees: list[int] = field(default_factory=list)  # at the same ends
     sharded: bool = False
     forward_sequences: dict[int, int] = field(default_factory=dict)  # -> allocation
     _in_optimizer: bool = False
@@ -149,10 +150,13 @@ class Recorder:
         self._in_optimizer = False
         done = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
         if done <= len(self.step_ends):  # another optimizer's part of the step
-            self.step_ends[-1] = len(self.allocations)
+            self.step_ends.pop()
+            self.step_frees.pop()
         else:
-            self.step_ends.append(len(self.allocations))
             self.progress(done)
+        statistics = _phantom.device_memory().statistics()
+        self.step_frees.append(statistics["allocation"]["all"]["freed"])
+        self.step_ends.append(len(self.allocations))
         # Programs with several optimizers step all of them equally often.
         if min(self._steps.values()) >= self.num_steps:
             raise Finished

@@ -43,6 +43,7 @@ class Saving:
     allocated: int  # less at the peak
     reserved: int | None  # less at the peak, where the allocator was asked again
     basis: str  # "arithmetic" over the recorded run, or "replayed" on the allocator
+    by_run: int | None = None  # less allocated in a second run with the change
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Starts the process that runs a program on the phantom device."""
 
+import dataclasses
 import multiprocessing
 import pickle
 from collections.abc import Callable
@@ -7,7 +8,7 @@ from typing import Any
 
 from lowtide.planning import worker
 from lowtide.planning.report import Plan
-from lowtide.planning.request import Functions, Request
+from lowtide.planning.request import Functions, ModelFile, Request
 
 
 class PlanError(RuntimeError):
@@ -82,6 +83,33 @@ def plan_request(
         process.kill()
         process.join()
         ours.close()
+
+
+# What a saving advises -> the settings of a model file that do so.
+_CHANGES: dict[str, dict[str, Any]] = {
+    "checkpoint": {"checkpoint": "full"},
+    "chunk_loss": {"loss": "chunked"},
+    "shard": {"system": "fsdp2"},
+}
+
+
+def verify(
+    plan: Plan, request: Request, progress: Callable[[int], None] = lambda step: None
+) -> Plan:
+    """``plan`` with what its savings save in runs of their own, for those that are a
+    setting of a model file. Raises :class:`PlanError`."""
+    program = request.program
+    if not isinstance(program, ModelFile):
+        return plan
+    savings = []
+    for saving in plan.savings:
+        if saving.what in _CHANGES:
+            changed = dataclasses.replace(program, **_CHANGES[saving.what])
+            again = dataclasses.replace(request, program=changed, snapshot=None)
+            less = plan.peak_allocated - plan_request(again, progress).peak_allocated
+            saving = dataclasses.replace(saving, by_run=less)
+        savings.append(saving)
+    return dataclasses.replace(plan, savings=savings)
 
 
 def _receive(connection: Any, progress: Callable[[int], None]) -> Plan:

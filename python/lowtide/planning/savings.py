@@ -34,9 +34,7 @@ def savings_of(analysis: Analysis, world: int) -> list[Saving]:
     return [*found, *_other_allocator(analysis)]
 
 
-def _saving(
-    analysis: Analysis, what: str, advice: str, gone: Fractions
-) -> Saving:
+def _saving(analysis: Analysis, what: str, advice: str, gone: Fractions) -> Saving:
     less = [0.0] * (len(analysis.allocated) + 1)
     for life, fraction in gone:
         less[life.begin] += fraction * life.block
@@ -62,7 +60,7 @@ def _other_allocator(analysis: Analysis) -> Iterable[Saving]:
         yield Saving("expandable_segments", advice, 0, saved, "replayed")
 
 
-# -- proposals -------------------------------------------------------------------------
+# -- proposals -----------------------------------------------------------------------
 
 Proposal = tuple[str, Fractions] | None
 
@@ -111,15 +109,14 @@ _FEW_TENSORS = 3  # that a checkpointed block keeps
 
 def _chunk_loss(analysis: Analysis, live: list[Life], world: int) -> Proposal:
     """Logits and what the loss makes of them, one chunk of tokens at a time."""
-    in_loss = [life for life in analysis.lives if _of_loss(life)]
-    largest = max((life.block for life in in_loss), default=0)
+    largest = max((x.block for x in analysis.lives if _of_loss(x)), default=0)
     # The logits themselves, made by the head: as many elements, of 2 or 4 bytes.
     lives = [
         life
         for life in analysis.lives
         if life.category in _VALUES
-        and life.block >= largest // 2 - 512
-        and (_of_loss(life) or life.block in (largest, largest // 2))
+        and largest // 2 <= life.block <= largest
+        and (_of_loss(life) or _block_of(life.module) is None)
     ]
     advice = f"compute the loss in {_LOSS_CHUNKS} chunks of tokens, checkpointed"
     return (advice, [(life, 1 - 1 / _LOSS_CHUNKS) for life in lives]) if lives else None
@@ -136,16 +133,11 @@ def _own_unit(analysis: Analysis, live: list[Life], world: int) -> Proposal:
         if len(large) < 2 or _block_of(unit) is not None:
             continue
         numel, name = large[0]
-        alike = sum(1 for other, _ in parameters if other == numel)
         gone = [
-            (life, numel / total if life.recorded.lease else 1 / alike)
+            (life, numel / total if life.recorded.lease else 1.0)
             for life in analysis.lives
             if life.category == "gathered_parameters"
-            and (
-                life.name == unit
-                if life.recorded.lease
-                else life.recorded.bytes in (2 * numel, 4 * numel)
-            )
+            and life.name == (unit if life.recorded.lease else name)
         ]
         module = name.rpartition(".")[0]
         if module != unit:
@@ -219,7 +211,7 @@ _PROPOSALS: dict[str, Callable[[Analysis, list[Life], int], Proposal]] = {
 }
 
 
-# -- blocks ----------------------------------------------------------------------------
+# -- blocks --------------------------------------------------------------------------
 
 
 def _activations_at_the_worst(analysis: Analysis) -> list[Life]:

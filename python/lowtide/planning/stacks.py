@@ -29,8 +29,16 @@ def _owners() -> dict[CodeType, str]:
     about. Internals of torch: where they are missing, so is the name."""
     result = {}
     for owner, methods, attribute in (
-        (FSDPParam, ("init_all_gather_outputs", "alloc_all_gather_outputs"), "_param_fqn"),
-        (FSDPParamGroup, ("unshard", "wait_for_unshard", "post_backward"), "_module_fqn"),
+        (
+            FSDPParam,
+            ("init_all_gather_outputs", "alloc_all_gather_outputs"),
+            "_param_fqn",
+        ),
+        (
+            FSDPParamGroup,
+            ("unshard", "wait_for_unshard", "post_backward"),
+            "_module_fqn",
+        ),
     ):
         for name in methods:
             method = inspect.unwrap(getattr(owner, name, _owners))

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -34,7 +34,12 @@ def show(plan: Plan, console: Console | None = None) -> None:
 
 
 def render(plan: Plan) -> Group:
-    parts = [_verdict(plan), _categories(plan), _moments(plan), _largest(plan)]
+    parts: list[RenderableType] = [
+        _verdict(plan),
+        _categories(plan),
+        _moments(plan),
+        _largest(plan),
+    ]
     if plan.savings:
         parts.append(_savings(plan))
     if plan.lowtide is not None:
@@ -116,7 +121,10 @@ def _savings(plan: Plan) -> Table:
     table = _table("What would lower the peak", "less", "of", "how", "known by")
     for saving in plan.savings:
         of = "reserved" if saving.reserved is not None else "allocated"
-        table.add_row(gib(_bytes(saving)), of, saving.advice, saving.basis)
+        known = saving.basis
+        if saving.by_run is not None:
+            known += f"; a run: {gib(saving.by_run)}"
+        table.add_row(gib(_bytes(saving)), of, saving.advice, known)
     return table
 
 

@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ from lowtide.phantom.allocator import AllocatorModel
 from lowtide.planning import cuda, snapshot
 from lowtide.planning.analysis import Analysis
 from lowtide.planning.build import build_plan
-from lowtide.planning.model_file import train_model_file
+from lowtide.planning.model_file import require_file, train_model_file
 from lowtide.planning.recording import Finished, Recorder
 from lowtide.planning.report import Plan
 from lowtide.planning.request import Functions, ModelFile, Request, Script
@@ -95,6 +94,7 @@ def _run_program(program: ModelFile | Script | Functions, recorder: Recorder) ->
     if isinstance(program, ModelFile):
         train_model_file(program, recorder)
     elif isinstance(program, Script):
+        require_file(program.path)
         sys.argv = [program.path, *program.arguments]
         sys.path.insert(0, str(Path(program.path).resolve().parent))
         try:
@@ -149,5 +149,3 @@ def _redirect_output(path: str | None) -> None:
     os.dup2(target, 1)
     os.dup2(target, 2)
     os.close(target)
-
-

@@ -1,0 +1,173 @@
+"""What `lowtide plan` says when it cannot answer."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+import lowtide
+from lowtide.cli import main
+from lowtide.planning.request import Request, Script
+from lowtide.planning.run import PlanError, plan_request
+from support import planned
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The last line on stderr of `python -m lowtide plan ...`."""
+    assert main(["plan", *arguments]) == 1
+    return capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def script(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    return str(path)
+
+
+def test_rank_outside_of_the_world(capsys):
+    assert complaint(capsys, planned.LLAMA, "--world", "2", "--rank", "2") == (
+        "lowtide: plan --rank: expected one of the 2 ranks, got 2. Pass --world too."
+    )
+
+
+def test_no_steps(capsys):
+    assert complaint(capsys, planned.LLAMA, "--steps", "0") == (
+        "lowtide: plan --steps: expected at least 1, got 0. The default of 3 reaches a "
+        "steady state."
+    )
+
+
+def test_device_memory_without_a_number(capsys):
+    assert complaint(capsys, planned.LLAMA, "--device-memory", "H100") == (
+        "lowtide: plan: expected a size such as 80GiB or 512MiB, got 'H100'. Write a "
+        "number and a unit."
+    )
+
+
+def test_script_arguments_without_dashes(capsys):
+    assert complaint(capsys, "train.py", "3") == (
+        "lowtide: plan: expected one model file, got train.py 3. A script and its "
+        "arguments follow `--`."
+    )
+
+
+def test_timeline_of_an_unknown_kind(capsys):
+    assert complaint(capsys, planned.LLAMA, "--timeline", "x.gif") == (
+        "lowtide: plan --timeline: expected a file ending in .png, .svg or .html, got "
+        "'x.gif'. Choose one of the three."
+    )
+
+
+@pytest.mark.parametrize("package", ["rich", "matplotlib"])
+def test_missing_extra(capsys, monkeypatch, package):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda p: None if p == package else find_spec(p)
+    )
+    assert complaint(capsys, planned.LLAMA, "--timeline", "x.png") == (
+        f"lowtide: plan: expected the package {package}, got none. Run `pip install "
+        "'lowtide[plan]'`, or call lowtide.plan from Python, which needs neither rich "
+        "nor matplotlib."
+    )
+
+
+def test_missing_file(capsys):
+    assert complaint(capsys, "nowhere.py") == (
+        "lowtide: plan: expected a Python file, got 'nowhere.py'. Check the path."
+    )
+
+
+def test_missing_script(capsys):
+    assert complaint(capsys, "--", "nowhere.py") == (
+        "lowtide: plan: expected a Python file, got 'nowhere.py'. Check the path."
+    )
+
+
+def test_file_without_plan_model(capsys, tmp_path):
+    path = script(tmp_path, "x = 1\n")
+    assert complaint(capsys, path) == (
+        f"lowtide: plan: expected a function plan_model(config, sequence) in {path}, "
+        "got none. Add it (docs/plan.md), or run a training script with `python -m "
+        f"lowtide plan -- {path}`."
+    )
+
+
+def test_chunked_loss_without_a_head(capsys, tmp_path):
+    path = script(
+        tmp_path,
+        "import torch\n"
+        "def plan_model(config, sequence):\n"
+        "    return torch.nn.Sequential(torch.nn.Embedding(8, 8))\n",
+    )
+    assert complaint(capsys, path, "--loss", "chunked") == (
+        "lowtide: plan --loss chunked: expected PLAN_HEAD, the name of the output "
+        f"projection, in {path}, got none. Add it (docs/plan.md)."
+    )
+
+
+def test_program_that_never_steps():
+    with pytest.raises(PlanError) as raised:
+        lowtide.plan(planned.build, planned.step_without_optimizer)
+    assert str(raised.value) == (
+        "lowtide: plan: expected a program that calls the step() of a "
+        "torch.optim.Optimizer, got none when step_without_optimizer ended. Check its "
+        "arguments, or that it trains."
+    )
+
+
+def test_program_that_raises(capsys, tmp_path):
+    path = script(tmp_path, "import torch\nassert torch.cuda.is_available()\n1 / 0\n")
+    assert complaint(capsys, "--", path) == (
+        f"lowtide: plan: expected the program to train, got ZeroDivisionError at "
+        f"{path}:3: division by zero. Values on the device are 1 or False; run the "
+        "program on the CPU to see whether it fails there too."
+    )
+
+
+def test_traceback_of_the_program_comes_along():
+    with pytest.raises(PlanError) as raised:
+        lowtide.plan(planned.build, planned.step_that_fails)
+    assert "RuntimeError" in str(raised.value)
+    assert "in step_that_fails" in raised.value.traceback
+
+
+def test_errors_of_the_device_keep_their_words(tmp_path):
+    text = "import torch\ntorch.nonzero(torch.ones(3, device='cuda'))\n"
+    with pytest.raises(PlanError, match=r"^lowtide: phantom: operator aten::nonzero"):
+        plan_request(Request(Script(script(tmp_path, text))))
+
+
+def test_process_that_dies():
+    with pytest.raises(PlanError) as raised:
+        lowtide.plan(planned.build, planned.never_returns)
+    assert str(raised.value) == (
+        "lowtide: plan: expected the process that runs the program to answer, got its "
+        "end with status 7. A negative status is a signal; -9 is often the host's "
+        "memory running out."
+    )
+
+
+def test_functions_nobody_can_import():
+    with pytest.raises(ValueError, match="expected functions of a module") as raised:
+        lowtide.plan(planned.build, lambda state: None)
+    assert str(raised.value) == (
+        "lowtide: plan: expected functions of a module, which a new process can "
+        "import, got test_functions_nobody_can_import.<locals>.<lambda>. Define it at "
+        "the top level of a file."
+    )
+
+
+def test_fewer_steps_than_asked_for(tmp_path):
+    text = (
+        "import torch\n"
+        "w = torch.nn.Linear(8, 8, device='cuda')\n"
+        "opt = torch.optim.SGD(w.parameters(), lr=1)\n"
+        "for _ in range(2):\n"
+        "    w(torch.ones(1, 8, device='cuda')).sum().backward()\n"
+        "    opt.step()\n"
+    )
+    plan = plan_request(Request(Script(script(tmp_path, text))))
+    assert plan.notes == ["the program ended after 2 of 3 steps"]
+    assert plan.steps == 2
