@@ -1,5 +1,5 @@
-"""What CUDA's kernels allocate, operator by operator, in bytes: what a call leaves
-behind, and what it held at most."""
+"""What the kernels that CUDA fuses leave behind and hold at most, in bytes, and the
+workspaces of cuBLAS. test_operators_against_torch compares every operator."""
 
 from __future__ import annotations
 
@@ -83,19 +83,6 @@ def test_grouped_flash_attention_expands_the_gradients_of_keys(phantom: PhantomO
     assert backward == (results, results + held)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
-def test_efficient_attention_takes_masks_and_fp32(phantom: PhantomOf, dtype):
-    masked = dtype == BF16
-    forward, backward = phantom("meta", **PLAIN).run(
-        attention, dtype=dtype, masked=masked
-    )
-    size = HEADS * dtype.itemsize // 2
-    kept = size + ROWS + 2 * SMALLEST
-    assert forward == (kept, kept)
-    accumulator = 2 * size if dtype == BF16 else 0
-    assert backward == (3 * size, 4 * size + ROWS + accumulator)
-
-
 def test_composed_attention_keeps_the_probabilities(phantom: PhantomOf):
     forward, _ = phantom("meta", **PLAIN).run(attention, composed=True)
     assert forward[0] > B * H * S * S * 2
@@ -142,16 +129,6 @@ def dropped() -> Measured:
 
 def test_dropout_keeps_a_mask_of_bytes(phantom: PhantomOf):
     assert phantom("meta", **PLAIN).run(dropped) == (3 * MIB, 3 * MIB)
-
-
-def activated() -> list[Measured]:
-    x = torch.empty(MIB, dtype=BF16, device="phantom", requires_grad=True)
-    y = F.silu(x)
-    return [measured(lambda: torch.autograd.grad(y, x, y.detach()))]
-
-
-def test_silu_backward_is_one_kernel(phantom: PhantomOf):
-    assert phantom("meta", **PLAIN).run(activated) == [(2 * MIB, 2 * MIB)]
 
 
 # -- matrix products ------------------------------------------------------------------
@@ -204,161 +181,3 @@ def first_workspace() -> int:
     a = torch.empty(64, 64, device="phantom")
     out = torch.empty_like(a)
     return measured(lambda: torch.mm(a, a, out=out))[0]
-
-
-def strided_operands() -> list[Measured]:
-    a = torch.empty(1024, 1024, dtype=BF16, device="phantom")
-    expanded = torch.empty(1, 1, dtype=BF16, device="phantom").expand(1024, 1024)
-    batched = expanded.expand(4, 1024, 1024)
-    b = torch.empty(4, 1024, 1024, dtype=BF16, device="phantom")
-    return [
-        measured(lambda: a @ a.t()),
-        measured(lambda: a[:, :512] @ a[:512]),
-        measured(lambda: expanded @ a),
-        measured(lambda: batched @ b),
-    ]
-
-
-def test_what_cublas_cannot_take_is_copied(phantom: PhantomOf):
-    assert phantom("meta", **PLAIN).run(strided_operands) == [
-        *((2 * MIB, 2 * MIB), (2 * MIB, 2 * MIB)),
-        *((2 * MIB, 4 * MIB), (8 * MIB, 16 * MIB)),
-    ]
-
-
-# -- embedding, indexing, loss --------------------------------------------------------
-
-
-def embedded(count: int) -> Measured:
-    weight = torch.empty(16384, 512, dtype=BF16, device="phantom", requires_grad=True)
-    rows = torch.zeros(count, dtype=torch.int64, device="phantom")
-    y = F.embedding(rows, weight)
-    return measured(lambda: torch.autograd.grad(y, weight, y.detach()))
-
-
-def test_embedding_backward_sorts_many_rows(phantom: PhantomOf):
-    table = 16384 * 512 * 2
-    assert phantom("meta", **PLAIN).run(embedded, 3072) == (table, table)
-    count = 4096
-    partial = count // 10 + count
-    sums = partial * 512 * 4
-    # sorted, origin, segments, sums of segments and their offsets; partial offsets
-    indices = 5 * count * 8 + -(-partial * 8 // SMALLEST) * SMALLEST
-    kept, peak = phantom("meta", **PLAIN).run(embedded, count)
-    assert (kept, peak) == (table, table + indices + sums)
-
-
-def accumulated() -> list[Measured]:
-    x = torch.empty(100, 4, device="phantom")
-    rows = torch.zeros(65536, dtype=torch.int64, device="phantom")
-    values = torch.empty(65536, 4, device="phantom")
-    return [
-        measured(lambda: x.index_put_((rows,), values)),
-        measured(lambda: x.index_put_((rows,), values, accumulate=True)),
-    ]
-
-
-def test_accumulating_index_put_sorts(phantom: PhantomOf):
-    replaced, summed = phantom("meta", **PLAIN).run(accumulated)
-    assert replaced == (0, 0)
-    assert summed == (0, 4 * 65536 * 8)
-
-
-def losses() -> tuple[Measured, Measured]:
-    logits = torch.empty(1024, 8192, dtype=BF16, device="phantom", requires_grad=True)
-    targets = torch.zeros(1024, dtype=torch.int64, device="phantom")
-    out: list[torch.Tensor] = []
-
-    def forward() -> None:
-        out.append(F.cross_entropy(logits.float(), targets))
-
-    return measured(forward), measured(out[0].backward if out else lambda: None)
-
-
-def test_cross_entropy_keeps_the_log_probabilities(phantom: PhantomOf):
-    forward, _ = phantom("meta", **PLAIN).run(losses)
-    fp32 = 1024 * 8192 * 4
-    assert forward == (fp32 + 2 * SMALLEST, 2 * fp32 + 2 * SMALLEST)
-
-
-# -- optimizers and copies ------------------------------------------------------------
-
-
-def optimised(**kind: bool) -> Measured:
-    p = torch.nn.Parameter(torch.empty(MIB, device="phantom"))
-    p.grad = torch.empty_like(p)
-    optimizer = torch.optim.AdamW([p], **kind)
-    optimizer.step()
-    return measured(optimizer.step)
-
-
-def test_adamw(phantom: PhantomOf):
-    process = phantom("meta", **PLAIN)
-    assert process.run(optimised, fused=True) == (0, 0)
-    assert process.run(optimised) == (0, 4 * MIB)  # foreach
-    assert process.run(optimised, foreach=False) == (0, 8 * MIB)
-
-
-def clipped() -> Measured:
-    parameters = [torch.nn.Parameter(torch.empty(MIB, device="phantom"))] * 3
-    for p in parameters:
-        p.grad = torch.empty_like(p)
-    return measured(lambda: torch._foreach_norm([p.grad for p in parameters]))
-
-
-def test_the_norm_of_many_tensors_has_partial_results(phantom: PhantomOf):
-    kept, peak = phantom("meta", **PLAIN).run(clipped)
-    assert (kept, peak) == (3 * SMALLEST, 4 * SMALLEST)
-
-
-def transfers() -> dict[str, Measured]:
-    device = torch.empty(MIB, dtype=BF16, device="phantom")
-    square = torch.empty(1024, 1024, dtype=BF16, device="phantom")
-    host = torch.empty(MIB, dtype=BF16)
-    wide = torch.empty(MIB)
-    return {
-        "same": measured(lambda: host.copy_(device)),
-        "converted on the host": measured(lambda: wide.copy_(device)),
-        "converted on the device": measured(
-            lambda: wide.copy_(device, non_blocking=True)
-        ),
-        "transposed": measured(lambda: host.view(1024, 1024).copy_(square.t())),
-        "to the device": measured(lambda: device.copy_(host)),
-        "converted there": measured(lambda: device.copy_(wide, non_blocking=True)),
-        "converted before": measured(lambda: device.copy_(wide)),
-        "to a transposed one": measured(lambda: square.t().copy_(host.view(1024, -1))),
-    }
-
-
-def test_transfers_are_staged_where_cuda_stages_them(phantom: PhantomOf):
-    assert phantom("meta", **PLAIN).run(transfers) == {
-        "same": (0, 0),
-        "converted on the host": (0, 0),
-        "converted on the device": (0, 4 * MIB),
-        "transposed": (0, 2 * MIB),
-        "to the device": (0, 0),
-        "converted there": (0, 4 * MIB),
-        "converted before": (0, 0),
-        "to a transposed one": (0, 2 * MIB),
-    }
-
-
-def sharded_copies() -> dict[str, Measured]:
-    pieces = [torch.empty(n, 256, device="phantom") for n in (1000, 24, 3)]
-    out = torch.empty(8, (125 + 3 + 1) * 256, device="phantom")
-    flat = torch.empty(2, 1024, device="phantom")
-    parts = [torch.empty(2, n, device="phantom") for n in (1000, 24)]
-    return {
-        "chunk_cat": measured(
-            lambda: torch._chunk_cat(pieces, dim=0, num_chunks=8, out=out)
-        ),
-        "split_with_sizes_copy": measured(
-            lambda: torch.split_with_sizes_copy(flat, [1000, 24], dim=1, out=parts)
-        ),
-        "foreach_copy": measured(lambda: torch._foreach_copy_(parts, parts)),
-    }
-
-
-def test_sharded_copies_have_no_temporaries(phantom: PhantomOf):
-    found = phantom("meta", **PLAIN).run(sharded_copies)
-    assert found == dict.fromkeys(found, (0, 0))

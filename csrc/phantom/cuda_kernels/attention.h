@@ -2,11 +2,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Allocator.h>
 
 #include <cstdint>
 #include <optional>
-
-#include "phantom/device/scratch.h"
+#include <vector>
 
 namespace lowtide::phantom {
 
@@ -24,21 +24,30 @@ Attention choose_attention(const at::Tensor& query, const at::Tensor& key,
                            const std::optional<at::Tensor>& mask,
                            bool is_causal);
 
-// What autograd keeps besides the inputs.  Tensors are [batch, heads, sequence,
-// head dim].
+// Tensors are [batch, heads, sequence, head dim].
+
+// What autograd keeps besides the inputs, allocated with what the forward
+// holds while it runs.
 struct AttentionOutputs {
   at::Tensor output;
   at::Tensor logsumexp;
-  at::Tensor seed, offset;  // of the random numbers of dropout
+  at::Tensor seed, offset;  // of the random numbers; flash only
 };
 AttentionOutputs allocate_outputs(Attention kind, const at::Tensor& query,
-                                  const at::Tensor& value, bool keep_logsumexp);
+                                  const at::Tensor& key,
+                                  const at::Tensor& value, double dropout,
+                                  bool keep_logsumexp);
 // Which kernel these outputs are of.
 Attention kind_of(const at::Tensor& offset);
 
-// Accumulators of the backward, held while it runs.
-void backward_scratch(Attention kind, const at::Tensor& query,
-                      const at::Tensor& key, const at::Tensor& value,
-                      Scratch& scratch);
+// What the backward holds while it runs.  `copies` come before the gradients,
+// `accumulators` after them.
+struct BackwardTemporaries {
+  std::vector<c10::DataPtr> copies, accumulators;
+};
+void copy_operands(Attention kind, const at::Tensor& gradient,
+                   const at::Tensor& output, BackwardTemporaries& held);
+void accumulate(Attention kind, const at::Tensor& query, const at::Tensor& key,
+                const at::Tensor& value, BackwardTemporaries& held);
 
 }  // namespace lowtide::phantom
