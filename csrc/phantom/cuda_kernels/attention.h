@@ -17,8 +17,9 @@ enum class Attention : std::uint8_t {
 };
 
 // What torch chooses for these arguments, with the switches of
-// torch.nn.attention.sdpa_kernel as they are.  cuDNN's kernels, which torch
-// does not prefer, are never chosen.
+// torch.nn.attention.sdpa_kernel as they are and TORCH_CUDNN_SDPA_DEPRIORITIZED
+// set: cuDNN, which torch may prefer on an H100, is never chosen, because only
+// cuDNN knows its workspace.
 Attention choose_attention(const at::Tensor& query, const at::Tensor& key,
                            const at::Tensor& value,
                            const std::optional<at::Tensor>& mask,
