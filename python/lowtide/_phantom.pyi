@@ -47,6 +47,7 @@ class CachingAllocator:
 # -- the device ---------------------------------------------------------------------
 
 HOPPER_CUBLAS_WORKSPACE: int
+CUBLASLT_WORKSPACE: int
 
 def install(
     *,
@@ -54,6 +55,7 @@ def install(
     settings: AllocatorSettings,
     events: str,
     cublas_workspace: int,
+    cublaslt_workspace: int,
     allowed_operators: Sequence[str],
 ) -> None: ...
 def mode() -> str:

@@ -5,14 +5,17 @@
 #include <ATen/native/transformers/attention.h>
 #include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/pad.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
+#include <ATen/ops/scaled_dot_product_attention_native.h>
 
 #include <array>
+#include <cmath>
 #include <optional>
 #include <tuple>
 #include <vector>
 
-#include "phantom/device/attention_shapes.h"
+#include "phantom/cuda_kernels/attention.h"
 #include "phantom/device/generator.h"
 #include "phantom/device/host_autograd.h"
 #include "phantom/device/host_call.h"
@@ -77,8 +80,9 @@ Forward forward(const Tensor& query, const Tensor& key, const Tensor& value,
                                           tracked(value), tracked(mask)};
   const bool keep = at::GradMode::is_enabled() &&
                     (require_grad[0] || require_grad[1] || require_grad[2]);
-  auto made = allocate_outputs(
-      choose_attention(query, key, value, bias, is_causal), query, value, keep);
+  auto made =
+      allocate_outputs(choose_attention(query, key, value, bias, is_causal),
+                       query, key, value, dropout, keep);
   if (phantom_device().exact()) {
     auto& generator = phantom_generator(default_generator());
     if (dropout > 0) {
@@ -102,18 +106,19 @@ using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 Backward backward(const Tensor& gradient, const Tensor& query,
                   const Tensor& key, const Tensor& value, const Tensor& mask,
-                  std::array<bool, 4> wanted, const Tensor&, const Tensor&,
-                  const Tensor&, const Tensor&, SymInt, SymInt, double dropout,
-                  bool is_causal, const Tensor& seed, const Tensor& offset,
-                  std::optional<double> scale) {
-  Scratch scratch;
-  backward_scratch(kind_of(offset), query, key, value, scratch);
+                  std::array<bool, 4> wanted, const Tensor& output,
+                  const Tensor&, const Tensor&, const Tensor&, SymInt, SymInt,
+                  double dropout, bool is_causal, const Tensor& seed,
+                  const Tensor& offset, std::optional<double> scale) {
+  BackwardTemporaries held;
+  copy_operands(kind_of(offset), gradient, output, held);
   const Tensors inputs = {query, key, value, mask};
   Tensors gradients(inputs.size());
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     wanted[i] = wanted[i] && inputs[i].defined();
     if (wanted[i]) gradients[i] = at::empty_like(inputs[i]);
   }
+  accumulate(kind_of(offset), query, key, value, held);
   if (phantom_device().exact()) {
     at::Generator replay = at::make_generator<PhantomGenerator>();
     HostCall call;
@@ -132,7 +137,35 @@ Backward backward(const Tensor& gradient, const Tensor& query,
   return {gradients[0], gradients[1], gradients[2], gradients[3]};
 }
 
+// FlashAttention takes head dims that are multiples of 8: torch pads others,
+// and autograd keeps the padded inputs.
+Tensor padded(const Tensor& query, const Tensor& key, const Tensor& value,
+              const std::optional<Tensor>& mask, double dropout, bool is_causal,
+              std::optional<double> scale, bool enable_gqa) {
+  constexpr std::int64_t kMultiple = 8;
+  const std::int64_t head_dim = query.size(-1);
+  const std::int64_t missing = (kMultiple - head_dim % kMultiple) % kMultiple;
+  const bool flash =
+      choose_attention(query, key, value, mask, is_causal) == Attention::flash;
+  if (missing == 0 || !flash) {
+    return at::native::scaled_dot_product_attention(
+        query, key, value, mask, dropout, is_causal, scale, enable_gqa);
+  }
+  const auto pad = [&](const Tensor& tensor) {
+    return at::pad(tensor, {0, missing});
+  };
+  return at::native::scaled_dot_product_attention(
+             pad(query), pad(key), pad(value), mask, dropout, is_causal,
+             scale.value_or(1 / std::sqrt(static_cast<double>(head_dim))),
+             enable_gqa)
+      .slice(-1, 0, head_dim);
+}
+
 }  // namespace
+
+void register_attention_padding(torch::Library& aten) {
+  aten.impl("scaled_dot_product_attention", &padded);
+}
 
 void register_attention_kernels(torch::Library& aten) {
   at::native::_fused_sdp_choice_stub.set_privateuse1_dispatch_ptr(&choose);

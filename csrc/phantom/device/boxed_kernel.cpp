@@ -4,13 +4,14 @@
 
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "base/check.h"
 #include "phantom/device/host_call.h"
 #include "phantom/device/operator_list.h"
 #include "phantom/device/phantom_device.h"
 #include "phantom/device/random_scope.h"
-#include "phantom/device/scratch.h"
 
 namespace lowtide::phantom {
 namespace {
@@ -98,11 +99,53 @@ void run_on_host(const c10::OperatorHandle& op, Stack* stack, bool exact) {
   try {
     op.redispatchBoxed(c10::DispatchKeySet(key), stack);
   } catch (const c10::NotImplementedError& error) {
+    if (!exact && op.schema().returns().empty()) {
+      // Nothing comes out, so there is no shape to find out.
+      torch::jit::drop(*stack, op.schema().arguments().size());
+      return;
+    }
     throw Error(base::error_text(
         base::concat("phantom: operator ", toString(op.operator_name())),
         base::concat("a kernel for ", c10::toString(key)), "none",
         exact ? "Register one, or run this part on the CPU."
               : "Register one, or use install(mode='exact')."));
+  }
+}
+
+// The arguments that an in-place or out= operator returns, by result.  A host
+// kernel may return another tensor than it was given.
+std::vector<IValue> returned_arguments(const c10::FunctionSchema& schema,
+                                       const Stack& stack) {
+  const auto arguments = torch::jit::last(stack, schema.arguments().size());
+  std::vector<IValue> returned(schema.returns().size());
+  for (std::size_t r = 0; r < returned.size(); ++r) {
+    const auto* alias = schema.returns()[r].alias_info();
+    if (alias == nullptr || !alias->isWrite()) continue;
+    for (std::size_t a = 0; a < arguments.size(); ++a) {
+      const auto* other = schema.arguments()[a].alias_info();
+      if (other != nullptr && *other == *alias) returned[r] = arguments[a];
+    }
+  }
+  return returned;
+}
+
+// Takes the arguments off the stack and puts the results there.
+void compute(const c10::OperatorHandle& op, Stack* stack, bool exact) {
+  HostCall call;
+  const RandomScope random(op, *stack);
+  const auto returned = returned_arguments(op.schema(), *stack);
+  const auto num_arguments = count(op.schema().arguments().size());
+  for (auto value = stack->end() - num_arguments; value < stack->end();
+       ++value) {
+    *value = host_argument(std::move(*value), call, exact);
+  }
+  run_on_host(op, stack, exact);
+  call.update_arguments();
+  const auto first_result = stack->end() - count(returned.size());
+  for (std::size_t r = 0; r < returned.size(); ++r) {
+    IValue& value = first_result[count(r)];
+    value = returned[r].isNone() ? phantom_result(std::move(value), call)
+                                 : returned[r];
   }
 }
 
@@ -112,25 +155,18 @@ void boxed_kernel(const c10::OperatorHandle& op, Stack* stack) {
   const bool exact = phantom_device().exact();
   const auto rule = exact ? find_rule(op) : required_rule(op);
   require_one_device(op, *stack);
-
-  const std::size_t num_arguments = op.schema().arguments().size();
-  Scratch scratch;
-  if (rule && rule->scratch != nullptr) {
-    rule->scratch(torch::jit::last(*stack, num_arguments), scratch);
+  if (!rule || rule->allocations == nullptr) {
+    compute(op, stack, exact);
+    return;
   }
-  HostCall call;
-  const RandomScope random(op, *stack);
-  for (auto value = stack->end() - count(num_arguments); value < stack->end();
-       ++value) {
-    *value = host_argument(std::move(*value), call, exact);
-  }
-  run_on_host(op, stack, exact);
-  call.update_arguments();
-  const std::size_t num_results = op.schema().returns().size();
-  for (auto value = stack->end() - count(num_results); value < stack->end();
-       ++value) {
-    *value = phantom_result(std::move(*value), call);
-  }
+  const auto arguments =
+      torch::jit::last(*stack, op.schema().arguments().size());
+  bool computed = false;
+  rule->allocations(CudaCall(op, arguments.vec(), [&] {
+    compute(op, stack, exact);
+    computed = true;
+  }));
+  LOWTIDE_INVARIANT(computed, "a rule runs the operator");
 }
 
 }  // namespace lowtide::phantom

@@ -3,11 +3,12 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstring>
+#include <optional>
 
+#include "phantom/cuda_kernels/cuda_call.h"
 #include "phantom/device/host_call.h"
 #include "phantom/device/kernels.h"
 #include "phantom/device/phantom_device.h"
-#include "phantom/device/scratch.h"
 
 namespace lowtide::phantom {
 namespace {
@@ -22,30 +23,28 @@ void synchronize_current_stream() {
   phantom_device().memory().synchronize(current_stream());
 }
 
-std::size_t bytes_as(const Tensor& shape, const Tensor& dtype) {
-  return static_cast<std::size_t>(shape.numel()) * dtype.itemsize();
-}
-
 // What CUDA's copy holds on the device when host and device tensors differ in
 // dtype or layout: a blocking copy converts on the host, a non-blocking one on
-// the device, and either side is made contiguous first.
-void transfer_scratch(const Tensor& to, const Tensor& from, bool non_blocking,
-                      Scratch& scratch) {
-  const bool same_dtype = to.scalar_type() == from.scalar_type();
-  const bool same_layout =
-      to.sizes() == from.sizes() && to.is_contiguous() && from.is_contiguous();
-  if (same_dtype && same_layout) return;
-  if (is_phantom(from)) {
-    if (non_blocking && !same_dtype) {
-      scratch.take(bytes_as(to, to));
-    } else if (!from.is_contiguous() || to.sizes() != from.sizes()) {
-      scratch.take(bytes_as(to, from));
+// the device, and either side is made contiguous.
+struct Staging {
+  c10::DataPtr converted, contiguous;
+
+  Staging(const Tensor& to, const Tensor& from, bool non_blocking) {
+    const bool same_dtype = to.scalar_type() == from.scalar_type();
+    const bool from_is_dense =
+        from.is_contiguous() && to.sizes() == from.sizes();
+    const auto copy_as = [&](const Tensor& other) {
+      return temporary(bytes_of(to.numel(), other.scalar_type()));
+    };
+    if (is_phantom(from)) {
+      const bool converts = non_blocking && !same_dtype;
+      if (converts) converted = copy_as(to);
+      if (!from_is_dense) contiguous = copy_as(converts ? to : from);
+    } else if (!to.is_contiguous() || (non_blocking && !same_dtype)) {
+      contiguous = copy_as(non_blocking ? from : to);
     }
-  } else if (non_blocking ? !(to.is_contiguous() && same_dtype)
-                          : !to.is_contiguous()) {
-    scratch.take(bytes_as(to, non_blocking ? from : to));
   }
-}
+};
 
 // [Note: Values in meta mode]
 // Nothing is computed, so what a program reads back is made up: 1 for numbers,
@@ -63,8 +62,8 @@ void make_up_values(const Tensor& host) {
 
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   const bool transfer = is_phantom(self) != is_phantom(source);
-  Scratch scratch;
-  if (transfer) transfer_scratch(self, source, non_blocking, scratch);
+  std::optional<Staging> staging;
+  if (transfer) staging.emplace(self, source, non_blocking);
   if (transfer && !phantom_device().exact()) {
     at::expand_inplace(self, source, "copy_");  // throws as copy_ does
     if (!is_phantom(self)) make_up_values(self);

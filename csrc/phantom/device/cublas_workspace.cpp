@@ -8,6 +8,7 @@
 #include <regex>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "base/check.h"
@@ -32,15 +33,19 @@ class Workspaces {
     free_handles_.insert(handle);
   }
 
-  void hold(int handle, StreamId stream, std::size_t bytes) {
+  enum class Library { cublas, cublaslt };
+
+  void hold(Library library, int handle, StreamId stream, std::size_t bytes) {
+    if (bytes == 0) return;
+    const Key key(library, handle, stream);
     {
       const std::lock_guard lock(mutex_);
-      if (held_.count({handle, stream}) > 0) return;
+      if (held_.count(key) > 0) return;
     }
     // Unlocked: out of memory is reported while nothing is held here.
     c10::DataPtr workspace = device_allocator().allocate(bytes);
     const std::lock_guard lock(mutex_);
-    held_.emplace(std::make_pair(handle, stream), std::move(workspace));
+    held_.emplace(key, std::move(workspace));
   }
 
   void clear() {
@@ -50,7 +55,7 @@ class Workspaces {
   }
 
  private:
-  using Key = std::pair<int, StreamId>;
+  using Key = std::tuple<Library, int, StreamId>;
 
   std::mutex mutex_;
   int num_handles_ = 0;
@@ -72,13 +77,21 @@ struct ThreadHandle {
   const int handle;
 };
 
+void hold(Workspaces::Library library, std::size_t bytes) {
+  thread_local const ThreadHandle mine;
+  workspaces().hold(library, mine.handle, current_stream(), bytes);
+}
+
 }  // namespace
 
 void hold_cublas_workspace() {
-  const std::size_t bytes = phantom_device().options().cublas_workspace;
-  if (bytes == 0) return;
-  thread_local const ThreadHandle mine;
-  workspaces().hold(mine.handle, current_stream(), bytes);
+  hold(Workspaces::Library::cublas,
+       phantom_device().options().cublas_workspace);
+}
+
+void hold_cublaslt_workspace() {
+  hold(Workspaces::Library::cublaslt,
+       phantom_device().options().cublaslt_workspace);
 }
 
 void clear_cublas_workspaces() { workspaces().clear(); }

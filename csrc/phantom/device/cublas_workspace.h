@@ -9,9 +9,10 @@
 
 namespace lowtide::phantom {
 
-// Called by every matrix product; takes the workspace of this thread and its
-// current stream if there is none yet.
+// Called by every matrix product; each takes the workspace of this thread and
+// its current stream if there is none yet.
 void hold_cublas_workspace();
+void hold_cublaslt_workspace();
 
 // As torch._C._cuda_clearCublasWorkspaces().
 void clear_cublas_workspaces();
@@ -23,5 +24,7 @@ std::size_t cublas_workspace_bytes(std::string_view config);
 
 // torch's default on Hopper and Blackwell; 8.125 MiB elsewhere.
 inline constexpr std::size_t kHopperWorkspace = std::size_t{32} << 20;
+// CUBLASLT_WORKSPACE_SIZE, which is in KiB, unless set.
+inline constexpr std::size_t kCublasLtWorkspace = std::size_t{1} << 20;
 
 }  // namespace lowtide::phantom

@@ -2,7 +2,6 @@
 // the CPU's values: there it multiplies by noise of 0 and 1 / (1 - p), rounded
 // to the input's dtype.
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/ones_like.h>
 
 #include <optional>
@@ -22,13 +21,15 @@ std::tuple<Tensor, Tensor> dropout(const Tensor& input, double p,
                                    std::optional<bool> train) {
   HostCall call;
   const Tensor x = call.host(input);
-  if (p == 0 || !train.value_or(true)) {
-    return {call.phantom(x.clone()), call.phantom(at::ones_like(x, at::kBool))};
+  Tensor noise = at::ones_like(x);
+  const bool drops = p != 0 && train.value_or(true);
+  if (drops) {
+    const RandomScope random(default_generator());
+    noise.bernoulli_(1 - p);
   }
-  const RandomScope random(default_generator());
-  const Tensor noise = at::empty_like(x).bernoulli_(1 - p);
-  const Tensor mask = noise.to(at::kBool);
-  return {call.phantom(x * noise.div_(1 - p)), call.phantom(mask)};
+  const Tensor mask = call.phantom(noise.to(at::kBool));
+  if (drops) noise.div_(1 - p);
+  return {call.phantom(x * noise), mask};
 }
 
 Tensor dropout_backward(const Tensor& gradient, const Tensor& mask,

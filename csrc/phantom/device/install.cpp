@@ -41,10 +41,16 @@ class Registrations {
     register_norm_kernels(aten);
     register_dropout_kernels(aten);
     register_wide_gemm_kernels(aten);
+    register_log_sigmoid(aten);
     register_pinned_kernels(aten);
+    Library& autograd = library("aten", DispatchKey::AutogradPrivateUse1);
     if (phantom_device().exact()) {
-      register_rms_norm_autograd(
-          library("aten", DispatchKey::AutogradPrivateUse1));
+      register_rms_norm_autograd(autograd);
+    } else {
+      for (Library* each : {&aten, &autograd}) {
+        register_attention_padding(*each);
+        register_wide_softmax(*each);
+      }
     }
     Library& fallback = library("_", DispatchKey::AutocastPrivateUse1);
     register_autocast(fallback,

@@ -13,6 +13,12 @@ void register_attention_kernels(torch::Library& aten);  // fused attention
 void register_norm_kernels(torch::Library& aten);       // layer_norm, rms_norm
 void register_dropout_kernels(torch::Library& aten);
 void register_wide_gemm_kernels(torch::Library& aten);  // mm into fp32
+void register_log_sigmoid(torch::Library& aten);
+
+// Composites with a branch for CUDA, in meta mode: for both autograd's kernels
+// and PrivateUse1's.
+void register_attention_padding(torch::Library& aten);
+void register_wide_softmax(torch::Library& aten);
 
 // The host's kernel for operators that torch would otherwise compose here and
 // does not compose on CUDA.

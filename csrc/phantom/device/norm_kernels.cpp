@@ -1,14 +1,17 @@
 // layer_norm and rms_norm as CUDA keeps them: one kernel each way, statistics
 // in fp32.  The forward of rms_norm is the host's (pinned_kernels.cpp).
-#include <ATen/AccumulateType.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/native_layer_norm.h>
 #include <ATen/ops/native_layer_norm_backward.h>
 
+#include <algorithm>
 #include <array>
 #include <optional>
 #include <tuple>
+#include <utility>
 
+#include "phantom/cuda_kernels/cuda_call.h"
 #include "phantom/device/host_call.h"
 #include "phantom/device/kernels.h"
 #include "phantom/device/rms_norm.h"
@@ -18,10 +21,6 @@ namespace {
 
 using at::IntArrayRef;
 using at::Tensor;
-
-at::ScalarType statistics_dtype(const Tensor& input) {
-  return at::toAccumulateType(input.scalar_type(), /*is_cuda=*/true);
-}
 
 std::optional<Tensor> host(HostCall& call, const std::optional<Tensor>& value) {
   return value ? std::optional(call.host(*value)) : std::nullopt;
@@ -38,40 +37,92 @@ at::ScalarType host_statistics_dtype(const Tensor& input,
 std::tuple<Tensor, Tensor, Tensor> layer_norm(
     const Tensor& input, IntArrayRef shape, const std::optional<Tensor>& weight,
     const std::optional<Tensor>& bias, double eps) {
+  const auto copy = temporary(bytes_to_be_contiguous(input));
   HostCall call;
   auto [output, mean, rstd] = at::native_layer_norm(
       call.host(input), shape, host(call, weight), host(call, bias), eps);
-  const auto dtype = statistics_dtype(input);
+  const auto dtype = accumulator_of(input.scalar_type());
   return {call.phantom(output), call.phantom(mean.to(dtype)),
           call.phantom(rstd.to(dtype))};
 }
+
+// With many rows of few columns, the gradient of a weight or bias is first
+// summed over blocks of 32 rows, then over the blocks.
+struct ColumnSums {
+  std::int64_t blocks = 0;
+
+  ColumnSums(const Tensor& input, IntArrayRef shape) {
+    constexpr std::int64_t kManyRows = 65536, kWidth = 32, kRows = 32,
+                           kMostBlocks = 32768;
+    const std::int64_t columns = c10::multiply_integers(shape);
+    const std::int64_t rows = columns == 0 ? 0 : input.numel() / columns;
+    if (rows <= kManyRows || columns / kWidth >= kMultiprocessors / 2) return;
+    const auto ceil_div = [](std::int64_t a, std::int64_t b) {
+      return (a + b - 1) / b;
+    };
+    blocks = std::min(kMostBlocks / ceil_div(columns, kWidth),
+                      ceil_div(rows, kRows));
+  }
+
+  Tensor first_pass(const Tensor& gradient) const {
+    if (blocks == 0 || !gradient.defined()) return {};
+    return at::empty({blocks, gradient.numel()}, gradient.options());
+  }
+  // The sum takes the place of `gradient`, whose values it has.
+  static void second_pass(const Tensor& sums, Tensor& gradient) {
+    if (!sums.defined()) return;
+    Tensor total = sums.sum(0).view(gradient.sizes());
+    HostCall().host(total).copy_(HostCall().host(gradient));
+    gradient = std::move(total);
+  }
+};
 
 std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
     const Tensor& gradient, const Tensor& input, IntArrayRef shape,
     const Tensor& mean, const Tensor& rstd, const std::optional<Tensor>& weight,
     const std::optional<Tensor>& bias, std::array<bool, 3> mask) {
-  HostCall call;
-  const auto dtype = host_statistics_dtype(input, weight);
-  auto [d_input, d_weight, d_bias] = at::native_layer_norm_backward(
-      call.host(gradient), call.host(input), shape, call.host(mean).to(dtype),
-      call.host(rstd).to(dtype), host(call, weight), host(call, bias), mask);
-  return {call.phantom(d_input), call.phantom(d_weight), call.phantom(d_bias)};
+  const auto input_copy = temporary(bytes_to_be_contiguous(input));
+  Tensor d_input, d_weight, d_bias;
+  {
+    HostCall call;
+    const auto dtype = host_statistics_dtype(input, weight);
+    auto [x, w, b] = at::native_layer_norm_backward(
+        call.host(gradient), call.host(input), shape, call.host(mean).to(dtype),
+        call.host(rstd).to(dtype), host(call, weight), host(call, bias), mask);
+    d_input = call.phantom(x);
+    d_weight = call.phantom(w);
+    d_bias = call.phantom(b);
+  }
+  const auto gradient_copy = temporary(bytes_to_be_contiguous(gradient));
+  const ColumnSums columns(input, shape);
+  const Tensor weight_sums = columns.first_pass(d_weight);
+  const Tensor bias_sums = columns.first_pass(d_bias);
+  ColumnSums::second_pass(weight_sums, d_weight);
+  ColumnSums::second_pass(bias_sums, d_bias);
+  return {d_input, d_weight, d_bias};
 }
 
 std::tuple<Tensor, Tensor> rms_norm_backward(
     const Tensor& gradient, const Tensor& input, IntArrayRef shape,
     const Tensor& rstd, const std::optional<Tensor>& weight,
     std::array<bool, 2> mask) {
-  HostCall call;
-  const auto parts =
-      rms_norm_gradients(call.host(gradient), call.host(input), shape,
-                         call.host(rstd), host(call, weight), mask[0], mask[1]);
-  Tensor d_input;
-  if (mask[0]) {
-    d_input =
-        (parts.through_result + parts.through_square).to(input.scalar_type());
+  const auto input_copy = temporary(bytes_to_be_contiguous(input));
+  Tensor d_input, d_weight;
+  {
+    HostCall call;
+    const auto parts = rms_norm_gradients(call.host(gradient), call.host(input),
+                                          shape, call.host(rstd),
+                                          host(call, weight), mask[0], mask[1]);
+    if (mask[0]) {
+      d_input = call.phantom((parts.through_result + parts.through_square)
+                                 .to(input.scalar_type()));
+    }
+    d_weight = call.phantom(parts.weight);
   }
-  return {call.phantom(d_input), call.phantom(parts.weight)};
+  const auto gradient_copy = temporary(bytes_to_be_contiguous(gradient));
+  const Tensor sums = ColumnSums(input, shape).first_pass(d_weight);
+  ColumnSums::second_pass(sums, d_weight);
+  return {d_input, d_weight};
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "phantom/cuda_kernels/rules.h"
 #include "phantom/device/operator_names.h"
 #include "phantom/device/phantom_device.h"
 
@@ -18,23 +19,53 @@ namespace {
 
 using Table = std::unordered_map<std::string_view, OperatorRule>;
 
-constexpr std::pair<std::string_view, ScratchRule> kWithScratch[] = {
-    {"_addmm_activation", &gemm_add_scratch},
-    {"_int_mm", &gemm_scratch},
-    {"_scaled_mm", &gemm_scratch},
-    {"_foreach_norm", &foreach_norm_scratch},
-    {"_index_put_impl", &index_put_scratch},
-    {"addbmm", &gemm_add_scratch},
-    {"addmm", &gemm_add_scratch},
-    {"addmv", &gemm_add_scratch},
-    {"baddbmm", &gemm_add_scratch},
-    {"bmm", &gemm_scratch},
-    {"dot", &gemm_scratch},
-    {"embedding_dense_backward", &embedding_backward_scratch},
-    {"index_put", &index_put_scratch},
-    {"mm", &gemm_scratch},
-    {"mv", &gemm_scratch},
-    {"vdot", &gemm_scratch},
+constexpr std::pair<std::string_view, AllocationRule> kWithTemporaries[] = {
+    {"_addmm_activation", &addmm},
+    {"_chunk_cat", &chunk_cat},
+    {"_foreach_max", &foreach_max},
+    {"_foreach_norm", &foreach_norm},
+    {"_fused_rms_norm", &contiguous_input},
+    {"_index_put_impl", &index_put},
+    {"_int_mm", &gemm},
+    {"_scaled_mm", &gemm},
+    {"_softmax_backward_data", &softmax_backward},
+    {"addbmm", &gemm_add},
+    {"addmm", &addmm},
+    {"addmv", &gemm_add},
+    {"all", &truth},
+    {"amax", &extremum},
+    {"amin", &extremum},
+    {"any", &truth},
+    {"argmax", &arg_extremum},
+    {"argmin", &arg_extremum},
+    {"baddbmm", &gemm_add},
+    {"bernoulli", &bernoulli},
+    {"bmm", &gemm},
+    {"count_nonzero", &count_nonzero},
+    {"cumsum", &cumulative_sum},
+    {"dot", &gemm},
+    {"embedding_dense_backward", &embedding_backward},
+    {"huber_loss", &huber_loss},
+    {"index_put", &index_put},
+    {"linalg__powsum", &sum_like},
+    {"linalg_vector_norm", &sum_like},
+    {"max", &extremum},
+    {"mean", &sum_like},
+    {"min", &extremum},
+    {"mm", &gemm},
+    {"mse_loss", &reduced_loss},
+    {"mv", &gemm},
+    {"nansum", &sum_like},
+    {"native_group_norm_backward", &group_norm_backward},
+    {"nll_loss_backward", &contiguous_gradient},
+    {"norm", &sum_like},
+    {"prod", &sum_like},
+    {"smooth_l1_loss", &reduced_loss},
+    {"split_with_sizes_copy", &split_with_sizes_copy},
+    {"std", &variance},
+    {"sum", &sum_like},
+    {"var", &variance},
+    {"vdot", &gemm},
 };
 
 std::vector<std::string_view> words(std::string_view text) {
@@ -53,8 +84,8 @@ const Table& table() {
     for (const auto name : words(kOutputs)) entries[name] = {Memory::outputs};
     for (const auto name : words(kParts)) entries[name] = {Memory::parts};
     for (const auto name : words(kKernels)) entries[name] = {Memory::kernel};
-    for (const auto& [name, scratch] : kWithScratch) {
-      entries[name] = {Memory::outputs, scratch};
+    for (const auto& [name, allocations] : kWithTemporaries) {
+      entries[name] = {Memory::outputs, allocations};
     }
     return entries;
   }();

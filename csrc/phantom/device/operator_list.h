@@ -10,7 +10,7 @@
 #include <optional>
 #include <string_view>
 
-#include "phantom/device/scratch.h"
+#include "phantom/cuda_kernels/cuda_call.h"
 
 namespace lowtide::phantom {
 
@@ -25,7 +25,7 @@ std::string_view name_of(Memory memory);  // "view", ...
 
 struct OperatorRule {
   Memory memory = Memory::outputs;
-  ScratchRule scratch = nullptr;
+  AllocationRule allocations = nullptr;  // the outputs alone
 };
 
 // Nothing for an operator that is not on the list.  Overloads, in-place and

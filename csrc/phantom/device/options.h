@@ -29,6 +29,8 @@ struct Options {
   Progress progress = Progress::immediate;
   // Bytes of each cuBLAS workspace, one per handle (thread) and stream.
   std::size_t cublas_workspace = 0;
+  // The same for cuBLASLt, which multiplies where a bias is added.
+  std::size_t cublaslt_workspace = 0;
   // Operators, by name without overload ("aten::foo"), whose memory was not
   // reviewed and that may run in meta mode all the same.
   std::vector<std::string> allowed_operators;

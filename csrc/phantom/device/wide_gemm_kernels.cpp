@@ -4,9 +4,9 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>
 
+#include "phantom/device/cublas_workspace.h"
 #include "phantom/device/host_call.h"
 #include "phantom/device/kernels.h"
-#include "phantom/device/scratch.h"
 
 namespace lowtide::phantom {
 namespace {
@@ -18,9 +18,7 @@ using at::Tensor;
 template <typename Make>
 Tensor product(HostCall& call, const Tensor& a, const Tensor& b,
                ScalarType dtype, Make make) {
-  Scratch scratch;
-  const c10::IValue operands[] = {a, b};
-  gemm_scratch(operands, scratch);
+  hold_cublas_workspace();
   return make(call.host(a).to(dtype), call.host(b).to(dtype));
 }
 

@@ -66,6 +66,7 @@ void bind_device(py::module_& module) {
            }),
            py::arg("gloo"));
   module.attr("HOPPER_CUBLAS_WORKSPACE") = kHopperWorkspace;
+  module.attr("CUBLASLT_WORKSPACE") = kCublasLtWorkspace;
   module.def("cublas_workspace_bytes", &cublas_workspace_bytes,
              py::arg("config"));
   module.def("clear_cublas_workspaces", &clear_cublas_workspaces,
@@ -74,13 +75,15 @@ void bind_device(py::module_& module) {
       "install",
       [](const std::string& mode, const AllocatorSettings& settings,
          const std::string& events, std::size_t cublas_workspace,
+         std::size_t cublaslt_workspace,
          std::vector<std::string> allowed_operators) {
         install({mode_named(mode), settings, progress_named(events),
-                 cublas_workspace, std::move(allowed_operators)});
+                 cublas_workspace, cublaslt_workspace,
+                 std::move(allowed_operators)});
       },
       py::kw_only(), py::arg("mode"), py::arg("settings"), py::arg("events"),
-      py::arg("cublas_workspace"), py::arg("allowed_operators"),
-      py::call_guard<py::gil_scoped_release>());
+      py::arg("cublas_workspace"), py::arg("cublaslt_workspace"),
+      py::arg("allowed_operators"), py::call_guard<py::gil_scoped_release>());
   module.def("mode",
              [] { return phantom_device().exact() ? "exact" : "meta"; });
   module.def("events", [] {

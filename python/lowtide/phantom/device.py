@@ -39,8 +39,9 @@ def install(
         expandable, max_split, roundup_power2_divisions, memory_fraction,
             garbage_collection_threshold, events: As for
             :class:`lowtide.phantom.AllocatorModel`.
-        cublas_workspace: Bytes of each cuBLAS workspace, 0 for none. None: what
-            ``CUBLAS_WORKSPACE_CONFIG`` says, else 32 MiB as on Hopper and Blackwell.
+        cublas_workspace: Bytes of each cuBLAS workspace, 0 for none, of cuBLASLt
+            neither. None: what ``CUBLAS_WORKSPACE_CONFIG`` says, else 32 MiB as on
+            Hopper and Blackwell; for cuBLASLt ``CUBLASLT_WORKSPACE_SIZE``, else 1 MiB.
         allow: Operators, ``"aten::foo"``, that meta mode runs although their memory on
             CUDA was not reviewed; their outputs are counted.
 
@@ -48,13 +49,6 @@ def install(
         RuntimeError: When a device is installed already, or a backward has run.
         ValueError: For settings that torch refuses.
     """
-    if cublas_workspace is None:
-        config = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-        cublas_workspace = (
-            _phantom.HOPPER_CUBLAS_WORKSPACE
-            if config is None
-            else _phantom.cublas_workspace_bytes(config)
-        )
     checked = AllocatorModel(
         expandable=expandable,
         capacity=capacity,
@@ -67,7 +61,7 @@ def install(
         mode=mode,
         settings=checked._model.settings(),
         events=events,
-        cublas_workspace=cublas_workspace,
+        **_workspaces(cublas_workspace),
         allowed_operators=list(allow),
     )
     if mode == "meta":
@@ -75,6 +69,22 @@ def install(
     torch.utils.rename_privateuse1_backend("phantom")
     torch._register_device_module("phantom", device_module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+
+
+def _workspaces(cublas: int | None) -> dict[str, int]:
+    """As torch's CUDA would read the environment."""
+    if cublas == 0:
+        return {"cublas_workspace": 0, "cublaslt_workspace": 0}
+    config = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    if cublas is None and config is not None:
+        cublas = _phantom.cublas_workspace_bytes(config)
+    lt_kib = os.environ.get("CUBLASLT_WORKSPACE_SIZE")
+    return {
+        "cublas_workspace": cublas or _phantom.HOPPER_CUBLAS_WORKSPACE,
+        "cublaslt_workspace": (
+            _phantom.CUBLASLT_WORKSPACE if lt_kib is None else int(lt_kib) << 10
+        ),
+    }
 
 
 def _print_without_values() -> None:

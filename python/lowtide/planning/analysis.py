@@ -36,7 +36,6 @@ class Life:
 class Analysis:
     recorder: Recorder
     trace: Trace
-    workspace: int
     lives: list[Life] = field(default_factory=list)
     allocated: list[int] = field(default_factory=list)  # after each operation
     reserved: list[int] = field(default_factory=list)
@@ -46,11 +45,9 @@ class Analysis:
     _forwards: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(
-        cls, recorder: Recorder, allocator: AllocatorModel, workspace: int
-    ) -> "Analysis":
+    def of(cls, recorder: Recorder, allocator: AllocatorModel) -> "Analysis":
         """``allocator`` has recorded its history since before its first allocation."""
-        analysis = cls(recorder, trace_of_model(allocator), workspace)
+        analysis = cls(recorder, trace_of_model(allocator))
         addresses = [e[1] for e in allocator.history() if e[0] == "alloc"]
         recorded = _in_order(recorder.allocations, addresses)
         moments = moments_of(recorded, recorder.step_ends, analysis._is_loss)
@@ -104,6 +101,7 @@ class Analysis:
         model = AllocatorModel(**self.trace.settings)
         handles: dict[int | None, int] = {}
         named = _Names(self.recorder.labels)
+        num_frees = 0
         for place, operation in enumerate(self.trace.operations):
             identity = operation.id
             if operation.op == "allocate":
@@ -117,6 +115,9 @@ class Analysis:
                 assert identity is not None
                 model.free(handles.pop(identity))
                 self.lives[identity].end = place
+                if num_frees in self.recorder.workspace_frees:
+                    self.lives[identity].category = "cublas_workspace"
+                num_frees += 1
                 named.end(self.lives[identity])
             elif operation.op == "record":
                 model.record_stream(handles[identity], operation.stream or 0)
@@ -156,9 +157,6 @@ class Analysis:
         self, life: Life, lines: list[Line], recomputes: bool
     ) -> str | None:
         recorded = life.recorded
-        stays = life.end == len(self.allocated)
-        if stays and categories.is_cublas_workspace(recorded, self.workspace):
-            return "cublas_workspace"
         if known := categories.wrapper_category(lines):
             life.name = recorded.owner
             return known

@@ -46,7 +46,6 @@ _FUNCTIONS = {
     ("nn/parallel/distributed.py", "_pre_forward"): "communication",
     ("distributed_c10d.py", ""): "communication",
 }
-_GEMMS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear"}
 _CASTS = {"aten::_to_copy", "aten::to", "aten::copy_"}
 
 
@@ -74,10 +73,6 @@ def is_loss(lines: Sequence[Line]) -> bool:
 def lease_category(lowtides: str) -> str:
     """For a category of lowtide's ledger."""
     return _LEASES[lowtides]
-
-
-def is_cublas_workspace(allocation: Allocation, workspace: int) -> bool:
-    return allocation.bytes == workspace and allocation.operator in _GEMMS
 
 
 def parameter_of_size(

@@ -69,6 +69,7 @@ class Recorder:
     step_ends: list[int] = field(default_factory=list)  # in allocations
     step_frees: list[int] = field(default_factory=list)  # at the same ends
     sharded: bool = False
+    workspace_frees: range = range(0)  # which frees are those of cuBLAS's workspaces
     forward_sequences: dict[int, int] = field(default_factory=dict)  # -> allocation
     _in_optimizer: bool = False
     _steps: dict[int, int] = field(default_factory=dict)  # of each optimizer
@@ -87,6 +88,9 @@ class Recorder:
         for hook in self._hooks:
             hook.remove()
         self._watch_leases()
+        begin = _num_frees()
+        _phantom.clear_cublas_workspaces()
+        self.workspace_frees = range(begin, _num_frees())
 
     # -- the listener -----------------------------------------------------------------
 
@@ -154,8 +158,7 @@ class Recorder:
             self.step_frees.pop()
         else:
             self.progress(done)
-        statistics = _phantom.device_memory().statistics()
-        self.step_frees.append(statistics["allocation"]["all"]["freed"])
+        self.step_frees.append(_num_frees())
         self.step_ends.append(len(self.allocations))
         # Programs with several optimizers step all of them equally often.
         if min(self._steps.values()) >= self.num_steps:
@@ -164,6 +167,12 @@ class Recorder:
     def _label(self, category: str, name: str, tensor: torch.Tensor) -> None:
         for address in _addresses(tensor):
             self.labels.append(Label(len(self.allocations), address, category, name))
+
+
+def _num_frees() -> int:
+    statistics = _phantom.device_memory().statistics()
+    freed: int = statistics["allocation"]["all"]["freed"]
+    return freed
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 
 import lowtide.phantom
-from lowtide import _phantom
 from lowtide.phantom.allocator import AllocatorModel
 from lowtide.planning import cuda, snapshot
 from lowtide.planning.analysis import Analysis
@@ -62,12 +61,9 @@ def run(request: Request, progress: Callable[[int], None]) -> Plan:
     finally:
         recorder.stop()
     _check_steps(request, recorder, notes)
-    workspace = request.allocator.get("cublas_workspace")
-    if workspace is None:
-        workspace = _phantom.HOPPER_CUBLAS_WORKSPACE
     progress(request.steps + 1)
     gc.freeze()
-    analysis = Analysis.of(recorder, allocator, workspace)
+    analysis = Analysis.of(recorder, allocator)
     if request.snapshot is not None:
         snapshot.write(analysis, allocator, request.snapshot)
     return build_plan(

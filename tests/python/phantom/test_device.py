@@ -334,6 +334,24 @@ def install_after_a_backward() -> str:
     return str(raised.value)
 
 
+def world_without_a_device() -> str:
+    import lowtide.phantom
+
+    with pytest.raises(RuntimeError) as raised:
+        lowtide.phantom.init_world(2)
+    return str(raised.value)
+
+
+def test_a_world_needs_a_device():
+    from support.ranks import RankPool
+
+    with RankPool(1, group=False) as pool:
+        assert pool.run(world_without_a_device) == [
+            "lowtide: phantom: expected an installed device, got none. Call "
+            "lowtide.phantom.install() first."
+        ]
+
+
 def test_a_late_install_says_so():
     from support.ranks import RankPool
 

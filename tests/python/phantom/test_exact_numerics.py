@@ -71,6 +71,10 @@ CASES: dict[str, Case] = {
         lambda x, w: F.rms_norm(x, (64,), w),
         (X.float(), WEIGHT.float()),
     ),
+    "rms_norm of 43 columns": (
+        lambda x, w: F.rms_norm(x, (43,), w),
+        (X.float()[..., :43].contiguous(), WEIGHT.float()[:43].clone()),
+    ),
     "rms_norm mixed": (lambda x, w: F.rms_norm(x, (64,), w), (X, WEIGHT.float())),
     "rms_norm of two dims": (
         lambda x, w: F.rms_norm(x, (20, 64), w),

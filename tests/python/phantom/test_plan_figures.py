@@ -73,6 +73,13 @@ def test_timeline_ends_where_the_step_ends(net):
     assert timeline.moments[-1] == "optimizer"
 
 
+def test_cublas_workspaces_are_told_from_tensors_of_their_size():
+    """Weights and workspaces of 2 MiB: one for each of the two threads."""
+    plan = lowtide.plan(planned.build, planned.step, cublas_workspace=BYTES)
+    assert plan.moments["backward"].by_category["cublas_workspace"] == 2 * BYTES
+    assert total_of(plan, "parameters") == 2 * BYTES
+
+
 def test_gradients_of_weights_and_of_values_of_one_size():
     plan = lowtide.plan(
         planned.build_squares, planned.step_squares, world=2, cublas_workspace=0

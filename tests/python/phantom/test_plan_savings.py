@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import lowtide
 from lowtide.planning import Plan, Saving, verify
 from support import planned
 
@@ -64,6 +65,29 @@ def test_gradients_as_views_of_ddps_buckets():
 def test_sharding_what_every_rank_holds_whole():
     advised = saving(plan(system="ddp"), "shard")
     assert advised.advice == "fully_shard the model over the 2 ranks"
+
+
+def test_a_fused_optimizer():
+    plain = lowtide.plan(planned.build, planned.step, cublas_workspace=0)
+    fused = lowtide.plan(planned.build_fused, planned.step, cublas_workspace=0)
+    assert plain.peak_moment == "optimizer"
+    advised = saving(plain, "fused_optimizer")
+    assert advised.advice == "the optimizer's fused=True"
+    # fused keeps a step count of each weight on the device, 512 bytes.
+    less = plain.peak_allocated - fused.peak_allocated
+    assert advised.allocated == less + 2 * 512
+
+
+def test_offloading_the_residual(unchecked):
+    checkpointed = plan(checkpoint="full", loss="chunked", batch=16)
+    advised = saving(checkpointed, "offload")
+    assert advised.advice == (
+        "offload the inputs of model.layers.* (the residual) to the host"
+    )
+    # All but two of the four.
+    residual = 16 * 512 * 192 * 2
+    assert 0 < advised.allocated <= 2 * residual
+    assert "offload" not in {s.what for s in unchecked.savings}
 
 
 def test_gradients_that_wait_for_the_last_microbatch():

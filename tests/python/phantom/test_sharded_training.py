@@ -153,6 +153,7 @@ def step_of_8b(system_name: str, world: int) -> dict[str, float]:
     steps, and what the process itself needed."""
     import lowtide.phantom
 
+    torch.accelerator.empty_cache()  # of a run before this one
     lowtide.phantom.init_world(world)
     system = get_system(system_name)
     with torch.device("meta"):
@@ -208,5 +209,5 @@ def test_a_step_of_8b_in_any_world(phantom, system, world, allocated):
     states = 3 * 4 * PARAMETERS / world / GIB  # with Adam's, in fp32
     assert measured["between"] == pytest.approx(states + ROPE, rel=0.01)
     assert measured["allocated"] == pytest.approx(allocated, rel=0.01)
-    assert measured["reserved"] < 1.6 * measured["allocated"]
+    assert 1 < measured["reserved"] / measured["allocated"] < 2
     assert measured["process"] < 4

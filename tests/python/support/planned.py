@@ -72,6 +72,11 @@ def build() -> State:
     return model, torch.optim.Adam(model.parameters())
 
 
+def build_fused() -> State:
+    model = Net().to("cuda")
+    return model, torch.optim.Adam(model.parameters(), fused=True)
+
+
 def build_sharded() -> State:
     with torch.device("cuda"):
         model = Net()

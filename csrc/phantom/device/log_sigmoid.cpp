@@ -1,0 +1,41 @@
+// log_sigmoid's backward has no use for a buffer on CUDA; the CPU's keeps one.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/log_sigmoid_backward.h>
+#include <ATen/ops/log_sigmoid_forward.h>
+
+#include <tuple>
+
+#include "phantom/device/host_call.h"
+#include "phantom/device/kernels.h"
+#include "phantom/device/phantom_device.h"
+
+namespace lowtide::phantom {
+namespace {
+
+using at::Tensor;
+
+std::tuple<Tensor, Tensor> forward(const Tensor& self) {
+  HostCall call;
+  const auto [output, buffer] = at::log_sigmoid_forward(call.host(self));
+  if (phantom_device().exact()) {
+    return {call.phantom(output), call.phantom(buffer)};
+  }
+  return {call.phantom(output), at::empty({0}, self.options())};
+}
+
+Tensor backward(const Tensor& gradient, const Tensor& self,
+                const Tensor& buffer) {
+  HostCall call;
+  return call.phantom(at::log_sigmoid_backward(
+      call.host(gradient), call.host(self), call.host(buffer)));
+}
+
+}  // namespace
+
+void register_log_sigmoid(torch::Library& aten) {
+  aten.impl("log_sigmoid_forward", &forward);
+  aten.impl("log_sigmoid_backward", &backward);
+}
+
+}  // namespace lowtide::phantom
