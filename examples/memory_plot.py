@@ -21,7 +21,8 @@ LAYERS = {
     "gradient_stream": ("gradients on their way", "#b6992d"),
     "gather_input": ("shards being gathered", "#f1ce63"),
     "gathered": ("gathered parameters", "#e15759"),
-    "other": ("activations, temporaries", "#bab0ac"),
+    "activations": ("activations named by a policy", "#9c755f"),
+    "other": ("other activations, temporaries", "#bab0ac"),
 }
 
 

@@ -153,11 +153,11 @@ def group(tmp_path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_a_sharded_head(group):
+def test_a_sharded_weight(group):
     head = nn.Linear(4, 10)
     lowtide.fully_shard(head)
     with pytest.raises(ValueError, match="expected a plain tensor") as error:
-        linear_cross_entropy(X, head, Y)
+        linear_cross_entropy(X, head.weight, Y)
     assert str(error.value) == (
         START + "weight: expected a plain tensor, got a DTensor [10, 4] placed as "
         "(Shard(dim=0),). Call the loss inside the forward of the head's unit, or "
