@@ -200,8 +200,8 @@ ROPE = 8192 * 64 * 8 / GIB
     [
         ("fsdp2", 8, 20.59),
         ("fsdp2", 256, 6.34),
-        ("lowtide", 8, 19.91),
-        ("lowtide", 256, 6.04),
+        ("lowtide", 8, 19.34),
+        ("lowtide", 256, 5.78),
     ],
 )
 def test_a_step_of_8b_in_any_world(phantom, system, world, allocated):
