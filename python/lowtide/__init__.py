@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from lowtide.memory import MemoryReport, memory_report
     from lowtide.planning import plan
     from lowtide.policies import ActivationPolicy, MixedPrecisionPolicy
+    from lowtide.wrapping import wrap
 
 __version__: str = _C.build_info()["version"]
 
@@ -42,6 +43,7 @@ _PUBLIC = {
     "ActivationPolicy": "lowtide.policies",
     "MixedPrecisionPolicy": "lowtide.policies",
     "plan": "lowtide.planning",
+    "wrap": "lowtide.wrapping",
 }
 _PUBLIC_MODULES = ("losses",)
 
@@ -59,6 +61,7 @@ __all__ = [
     "memory_report",
     "plan",
     "tag",
+    "wrap",
 ]
 
 

@@ -6,6 +6,7 @@ from torch import nn
 from lowtide import _C
 from lowtide._state.agreement import require_agreement
 from lowtide._state.memory import device_memory
+from lowtide._state.ties import move_shared_parameters
 from lowtide._state.unit import UnitState, original_class, unit_state
 
 
@@ -28,6 +29,7 @@ def build_root(state: UnitState) -> None:
                 f"'{type(root_module).__name__}', got a forward of its own before "
                 "that of its root. Run forward through the root module first."
             )
+    move_shared_parameters(root_module, states)
     _name(root_module, states)
     for other in states:
         other.set("encloses_units", _encloses(other, states))

@@ -15,11 +15,12 @@ from lowtide import _C
 from lowtide._state.embedding import EmbeddingRows, wants_rows
 from lowtide._state.groups import gather_and_reduce
 from lowtide._state.memory import device_memory
-from lowtide._state.modules import ManagedParameter, remember_original
+from lowtide._state.modules import ManagedParameter, check_shardable
+from lowtide._state.ties import owner_of, remember
 from lowtide.policies import MixedPrecisionPolicy, ParameterDtypes, parameter_dtypes
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class UnitParameter:
     """A parameter of the unit in its two forms."""
 
@@ -35,6 +36,12 @@ class UnitParameter:
         parameter = module._parameters[name]
         assert parameter is not None
         return parameter
+
+    def tie(self, slots: list[tuple[nn.Module, str]]) -> None:
+        """Other modules share it; the first forward decides which unit gathers it."""
+        for module, name in slots:
+            module._parameters[name] = self.shard
+        self.slots.extend(slots)
 
     def register(self, parameter: nn.Parameter) -> None:
         for module, name in self.slots:
@@ -94,6 +101,10 @@ class UnitState:
     def shard(self, managed: list[ManagedParameter]) -> None:
         """Replaces every parameter by its shard. Frees each full one in turn."""
         for item in managed:
+            if (owner := owner_of(item.parameter)) is not None:
+                owner.tie(item.slots)
+                continue
+            check_shardable(item)
             module, name = item.slots[0]
             original = item.parameter
             who = f"{type(module).__name__}.{name}"
@@ -118,13 +129,33 @@ class UnitState:
             )
             parameter = UnitParameter(item.slots, spec, shard, who)
             parameter.register(shard)
-            remember_original(original, who)
+            remember(original, parameter)
             self.parameters.append(parameter)
         self.refresh()
-        for module in {slot[0] for p in self.parameters for slot in p.slots}:
+        self._watch_state_dicts(self.parameters)
+
+    def _watch_state_dicts(self, parameters: list[UnitParameter]) -> None:
+        for module in {slot[0] for p in parameters for slot in p.slots}:
             module.register_state_dict_pre_hook(self._show_shards)
             module._register_load_state_dict_pre_hook(self._show_shards)
             module.register_load_state_dict_post_hook(self._after_load)
+
+    # -- tied parameters (see ties.py) ------------------------------------------
+
+    def give_up(self, parameter: UnitParameter) -> None:
+        self.parameters.remove(parameter)
+        self._forget_unit()
+
+    def take(self, parameter: UnitParameter) -> None:
+        self.parameters.append(parameter)
+        self._forget_unit()
+        self._watch_state_dicts([parameter])
+
+    def _forget_unit(self) -> None:
+        """The next `refresh` makes another, with the parameters there are then."""
+        if self.unit is not None:
+            self.unit.reshard()
+        self.unit = None
 
     # -- the C++ unit -----------------------------------------------------------
 
@@ -135,8 +166,12 @@ class UnitState:
         flat buffer. Does nothing while any is on the meta device."""
         for parameter in self.parameters:
             registered = parameter.registered
-            if registered is not parameter.full:
+            owner = owner_of(registered)
+            if owner is not None and owner is not parameter:
+                self._require_tied_in_time(parameter, owner)
+            elif registered is not parameter.full:
                 parameter.shard = registered
+                remember(registered, parameter)
         if any(local_of(p.shard).is_meta for p in self.parameters):
             return
         if self.unit is None or not self._dtypes_fit():
@@ -155,6 +190,16 @@ class UnitState:
                 )
         if moved or not self.unit.attached:
             self.attach()
+
+    def _require_tied_in_time(
+        self, parameter: UnitParameter, owner: UnitParameter
+    ) -> None:
+        if self.root is not None:
+            raise ValueError(
+                f"lowtide: {parameter.name}: expected weights to be tied before the "
+                f"first forward, got one that has been tied to {owner.name} since. "
+                "Tie it when the model is built."
+            )
 
     def _dtypes_fit(self) -> bool:
         return all(

@@ -64,13 +64,6 @@ def fp16_reduce() -> None:
     fully_shard(linear(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
 
 
-def tied_over_units() -> None:
-    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
-    model[1].weight = model[0].weight
-    fully_shard(model[0])
-    fully_shard(model[1])
-
-
 def scalar() -> None:
     module = linear()
     module.temperature = nn.Parameter(torch.tensor(1.0))
@@ -186,11 +179,6 @@ REFUSALS: dict[Callable[[], None], tuple[str, str]] = {
         "NotImplementedError",
         "Linear.weight: expected reduce_dtype torch.float32, torch.bfloat16 or "
         "torch.float64, got torch.float16. ",
-    ),
-    tied_over_units: (
-        "ValueError",
-        "Linear.weight: expected a parameter that belongs to one unit, got one that "
-        "is tied to Embedding.weight, which is already sharded. ",
     ),
     scalar: (
         "ValueError",

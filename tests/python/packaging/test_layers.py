@@ -45,6 +45,7 @@ PYTHON_LAYERS = {
     "phantom": 3,
     "spmd": 3,
     "planning": 4,  # runs programs: uses every engine, and the phantom
+    "wrapping": 4,
     "cli": 5,
     "integrations": 4,
     "__init__": 6,
