@@ -94,6 +94,12 @@ class Collectives {
       std::vector<at::Tensor>& outs, std::vector<at::Tensor>& ins,
       Reduction reduction, const std::string& label) = 0;
 
+  // Every rank's `tensor` becomes the reduction over ranks of it, in place;
+  // contiguous.
+  virtual std::unique_ptr<Pending> all_reduce(at::Tensor& tensor,
+                                              Reduction reduction,
+                                              const std::string& label) = 0;
+
   // Rank 0's `values`, on every rank; the same number of them everywhere.
   // Blocks the host: for agreements outside the steady step.
   virtual std::vector<std::int64_t> from_rank_zero(

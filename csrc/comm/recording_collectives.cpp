@@ -52,8 +52,9 @@ struct RecordingCollectives::State {
                     const at::Tensor& mine) const {
     const std::vector<at::Tensor> by_rank = inputs(call, index, mine);
     if (call.kind == Kind::all_gather) return at::cat(by_rank);
+    const bool whole = call.kind == Kind::all_reduce;
     const auto slice = [&](std::int64_t from) {
-      return by_rank[from].view({size, -1})[rank];
+      return whole ? by_rank[from] : by_rank[from].view({size, -1})[rank];
     };
     at::Tensor sum = slice((rank + size - 1) % size).clone();
     for (std::int64_t i = 2; i <= size; ++i) {
@@ -192,6 +193,15 @@ std::unique_ptr<Pending> RecordingCollectives::reduce_scatter_coalesced(
                 .coalesced = true,
                 .reduction = reduction},
                outs, ins);
+}
+
+std::unique_ptr<Pending> RecordingCollectives::all_reduce(
+    at::Tensor& tensor, Reduction reduction, const std::string& label) {
+  return issue({.kind = Kind::all_reduce,
+                .label = label,
+                .coalesced = false,
+                .reduction = reduction},
+               {tensor}, {tensor});
 }
 
 std::vector<std::int64_t> RecordingCollectives::from_rank_zero(

@@ -12,7 +12,7 @@ void check(Kind kind, const at::Tensor& out, const at::Tensor& in,
   const bool gathers = kind == Kind::all_gather;
   const std::int64_t full = gathers ? out.numel() : in.numel();
   const std::int64_t part = gathers ? in.numel() : out.numel();
-  LOWTIDE_INVARIANT(full == size * part,
+  LOWTIDE_INVARIANT(full == (kind == Kind::all_reduce ? 1 : size) * part,
                     "the full buffer holds one piece of every rank");
 }
 

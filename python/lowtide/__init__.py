@@ -19,7 +19,14 @@ from lowtide import _C  # noqa: E402
 if TYPE_CHECKING:
     from lowtide import losses
     from lowtide.activations import checkpoint, tag
-    from lowtide.api import FSDPModule, UnshardHandle, abort_step, fully_shard
+    from lowtide.api import (
+        FSDPModule,
+        UnshardHandle,
+        abort_step,
+        fully_shard,
+        register_fsdp_forward_method,
+        share_comm_ctx,
+    )
     from lowtide.estimate import estimate_offload
     from lowtide.memory import MemoryReport, memory_report
     from lowtide.planning import plan
@@ -37,6 +44,8 @@ _PUBLIC = {
     "UnshardHandle": "lowtide.api",
     "abort_step": "lowtide.api",
     "fully_shard": "lowtide.api",
+    "register_fsdp_forward_method": "lowtide.api",
+    "share_comm_ctx": "lowtide.api",
     "estimate_offload": "lowtide.estimate",
     "MemoryReport": "lowtide.memory",
     "memory_report": "lowtide.memory",
@@ -60,6 +69,8 @@ __all__ = [
     "losses",
     "memory_report",
     "plan",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
     "tag",
     "wrap",
 ]

@@ -7,7 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import OffloadPolicy, UnshardHandle
+from torch.distributed.fsdp import (
+    OffloadPolicy,
+    UnshardHandle,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from torch.distributed.tensor import Shard
 
 from lowtide._state import modules as managed
@@ -19,7 +24,14 @@ from lowtide._state.fsdp_module import (
 from lowtide._state.unit import UnitState, unit_state
 from lowtide.policies import MixedPrecisionPolicy
 
-__all__ = ["FSDPModule", "UnshardHandle", "abort_step", "fully_shard"]
+__all__ = [
+    "FSDPModule",
+    "UnshardHandle",
+    "abort_step",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]
 
 _DEFAULT_PRECISION = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
@@ -67,16 +79,24 @@ def fully_shard(
     One call makes one unit: the parameters of ``module`` (or of a list of modules
     that run together) that no earlier call manages are gathered, freed and reduced
     together. Call it bottom-up, ending with the root. Between steps parameters are
-    ``DTensor`` with ``Shard(0)``; names, shapes and ``requires_grad`` stay.
+    ``DTensor`` with ``Shard(0)``; names, shapes and ``requires_grad`` stay. A weight
+    that modules of several units share stays one weight, gathered with the innermost
+    unit around them. Parameters that are ``DTensor`` already (tensor parallel) are
+    sharded as FSDP2 does.
 
     Args:
         module: A module with a ``forward``, or a list of them.
-        mesh: 1-D mesh to shard over; by default all ranks.
+        mesh: 1-D mesh to shard over, by default all ranks; or 2-D (HSDP): replicas,
+            then shards, ``(Replicate(), Shard(0))``.
         reshard_after_forward: Free the full parameters after forward and gather
-            them again in backward. ``None``: yes, except for the root.
+            them again in backward. ``None``: yes, except for the root. An int, a
+            factor of the number of shards: keep a part of them on every rank and
+            gather from that many neighbours.
+        shard_placement_fn: Which dimension of a parameter to shard; ``None`` is
+            ``Shard(0)``, others must be a multiple of the number of shards.
         mp_policy: Dtypes for compute, reduction, inputs and outputs; torch's own.
         ignored_params: Parameters to leave alone.
-        shard_placement_fn, offload_policy: Only their defaults are supported.
+        offload_policy: Only its default is supported.
 
     Returns:
         The same module(s), now instances of :class:`FSDPModule`.
@@ -88,15 +108,15 @@ def fully_shard(
     roots = (module,) if isinstance(module, nn.Module) else tuple(module)
     _check_modules(roots)
     mesh = mesh if mesh is not None else default_mesh()
-    _check_settings(mesh, shard_placement_fn, offload_policy)
-    reshard = _as_bool(reshard_after_forward, mesh)
+    _check_settings(mesh, offload_policy)
+    reshard = _post_forward(reshard_after_forward, mesh)
     device = _device_of(mesh)
     modules = managed.managed_modules(roots)
     parameters = managed.managed_parameters(modules, ignored_params or set())
     managed.move_to_device(modules, parameters, device)
 
     state = UnitState(roots, mesh, device, mp_policy, reshard)
-    state.shard(parameters)
+    state.shard(parameters, shard_placement_fn)
     for one in modules:
         # torch.compile then treats parameters as it does FSDP2's.
         one._is_fsdp_managed_module = True  # type: ignore[assignment]
@@ -145,21 +165,12 @@ def _check_modules(roots: tuple[nn.Module, ...]) -> None:
             )
 
 
-def _check_settings(
-    mesh: DeviceMesh,
-    shard_placement_fn: object,
-    offload_policy: OffloadPolicy,
-) -> None:
-    if mesh.ndim != 1:
-        raise NotImplementedError(
-            f"lowtide: fully_shard: expected a 1-D mesh, got {mesh.ndim} dimensions "
-            f"({mesh}). Hybrid sharding is not supported yet: pass one dimension, "
+def _check_settings(mesh: DeviceMesh, offload_policy: OffloadPolicy) -> None:
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            "lowtide: fully_shard: expected a mesh of one dimension, or of replicas "
+            f"and shards, got {mesh.ndim} dimensions ({mesh}). Pass a slice of it: "
             "mesh['name']."
-        )
-    if shard_placement_fn is not None:
-        raise NotImplementedError(
-            "lowtide: fully_shard: expected shard_placement_fn=None, got "
-            f"{shard_placement_fn}. Parameters are sharded on dim 0."
         )
     if type(offload_policy) is not OffloadPolicy:
         raise NotImplementedError(
@@ -168,23 +179,27 @@ def _check_settings(
         )
 
 
-def _as_bool(reshard_after_forward: bool | int | None, mesh: DeviceMesh) -> bool | None:
+def _post_forward(
+    reshard_after_forward: bool | int | None, mesh: DeviceMesh
+) -> bool | int | None:
+    """As given, but an int only if it is a smaller group than all shards."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward
-    if isinstance(reshard_after_forward, int):
-        if reshard_after_forward == mesh.size():
-            return True
-        if reshard_after_forward == 1:
-            return False
-        raise NotImplementedError(
-            "lowtide: fully_shard: expected reshard_after_forward to be a bool or the "
-            f"mesh size {mesh.size()}, got {reshard_after_forward}. Resharding to a "
-            "smaller mesh is not supported."
+    size = mesh.size(-1)
+    if not isinstance(reshard_after_forward, int):
+        raise ValueError(
+            "lowtide: fully_shard: expected reshard_after_forward to be a bool or "
+            f"None, got {reshard_after_forward!r}. Pass True, False or None."
         )
-    raise ValueError(
-        "lowtide: fully_shard: expected reshard_after_forward to be a bool or None, "
-        f"got {reshard_after_forward!r}. Pass True, False or None."
-    )
+    if reshard_after_forward < 1 or size % reshard_after_forward != 0:
+        raise ValueError(
+            "lowtide: fully_shard: expected reshard_after_forward to be a bool or a "
+            f"factor of the {size} shards, got {reshard_after_forward}. Pass the ranks "
+            "of a node, say, or True."
+        )
+    if reshard_after_forward in (1, size):
+        return reshard_after_forward == size
+    return reshard_after_forward
 
 
 def default_mesh() -> DeviceMesh:

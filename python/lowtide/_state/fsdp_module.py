@@ -8,14 +8,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from lowtide._state.buffers_of_group import (
+    GroupBufferAllGather,
+    GroupBufferReduceScatter,
+)
 from lowtide._state.unit import UnitState, unit_state
 
 
 class FSDPModule(TorchFSDPModule):
     """A module whose parameters lowtide shards. ``isinstance`` of torch's
-    ``FSDPModule`` too, with the same methods; what is not supported raises
-    NotImplementedError by name."""
+    ``FSDPModule`` too, with the same methods. Settings take effect with the next
+    forward and must be the same on every rank."""
 
     # [FSDP<Original>, lowtide's FSDPModule, torch's FSDPModule, Original, ...]
     _orig_cls_mro_index = 3
@@ -46,8 +51,17 @@ class FSDPModule(TorchFSDPModule):
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """Whether the next backwards reduce gradients. Without, they accumulate in
-        one flat slab a unit, in the reduce dtype."""
+        one flat slab a unit, in the reduce dtype. On a 2-D mesh this sets
+        ``set_requires_all_reduce``, too."""
         self._set("gradient_sync", requires_gradient_sync, recurse)
+        self._set("all_reduce", requires_gradient_sync, recurse)
+
+    def set_requires_all_reduce(
+        self, requires_all_reduce: bool, *, recurse: bool = True
+    ) -> None:
+        """On a 2-D mesh: whether the next backwards sum gradients over the replicas.
+        Without, what was reduced over the shards is kept, in the reduce dtype."""
+        self._set("all_reduce", requires_all_reduce, recurse)
 
     def set_reshard_after_forward(
         self, reshard_after_forward: bool, recurse: bool = True
@@ -60,6 +74,8 @@ class FSDPModule(TorchFSDPModule):
             )
         for state in self._states(recurse):
             state.auto_reshard = False
+            state.post_forward_group = None
+            state.settings_changed()
         self._set("reshard_after_forward", reshard_after_forward, recurse)
 
     def set_reshard_after_backward(
@@ -85,7 +101,99 @@ class FSDPModule(TorchFSDPModule):
         unit = self._get_fsdp_state().materialized()
         unit.set_backward_prefetch(_units_of(modules))
 
-    def _set(self, name: str, value: bool, recurse: bool) -> None:
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divides the sum of this unit's gradients by ``factor`` instead of the number
+        of ranks. Not recursive."""
+        self._set("gradient_divide_factor", factor, recurse=False)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """FSDP2's former name of :meth:`set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Collectives of this unit's gradients only sum; a division follows. Not
+        recursive."""
+        self._set("sum_only", enable, recurse=False)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """``False``: backward does not read this unit's parameters, do not gather
+        them for it. lowtide finds this out by itself for an embedding. Not
+        recursive."""
+        self._set("unshard_in_backward", unshard_in_backward, recurse=False)
+
+    def set_all_reduce_hook(
+        self,
+        hook: Callable[[Tensor], None],
+        *,
+        stream: torch.Stream | None = None,
+    ) -> None:
+        """``hook(row)`` changes reduced gradients in place before they become
+        ``.grad``; rows come in the same order on every rank. A row is a part of the
+        unit's gradients (FSDP2: all of them) and may end in padding and flags, so what
+        it does must act on every element alike, as a sum over more ranks does. It must
+        not use the mesh's own groups. Not recursive.
+
+        ``stream`` is not supported: the hook runs on lowtide's stream for reductions,
+        which is the current one.
+        """
+        if stream is not None:
+            raise NotImplementedError(
+                "lowtide: FSDPModule.set_all_reduce_hook: expected stream=None, got "
+                f"{stream}. Switch to it inside the hook, and make the current stream "
+                "wait for it."
+            )
+        state = self._get_fsdp_state()
+        state.reduce_hook = hook
+        state.settings_changed()
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gathers this unit's parameters through ``comm``: one flat uint8 input and
+        output from its ``allocate``, copied in and out. Not recursive."""
+        state = self._get_fsdp_state()
+        state.custom_all_gather = comm
+        state.settings_changed()
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduces this unit's gradients through ``comm``, chunk by chunk, on buffers
+        from its ``allocate``. Not recursive."""
+        state = self._get_fsdp_state()
+        state.custom_reduce_scatter = comm
+        state.settings_changed()
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Uses the process group's allocator for collectives' buffers, at the price of
+        a copy in and out. Not recursive, not together with custom objects."""
+        state = self._get_fsdp_state()
+        for comm in (state.custom_all_gather, state.custom_reduce_scatter):
+            if not isinstance(
+                comm, GroupBufferAllGather | GroupBufferReduceScatter | None
+            ):
+                raise AssertionError(
+                    "lowtide: FSDPModule.set_allocate_memory_from_process_group_for_"
+                    "comm: expected no custom comm object, got "
+                    f"{type(comm).__name__}. It allocates its own buffers: remove one "
+                    "of the two calls."
+                )
+        groups = state.groups
+        state.custom_all_gather = (
+            GroupBufferAllGather(groups.gather_group) if enable else None
+        )
+        state.custom_reduce_scatter = (
+            GroupBufferReduceScatter(groups.reduce_group) if enable else None
+        )
+        state.settings_changed()
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """The current stream waits for ``event`` at once, and every gather issued from
+        now on with it. (FSDP2 makes only its gathers wait.)"""
+        if self._get_fsdp_state().device.type != "cpu":
+            torch.accelerator.current_stream().wait_event(event)
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Nothing to choose: lowtide's buffers come from the compute stream's pool
+        whichever way a gather is issued."""
+
+    def _set(self, name: str, value: Any, recurse: bool) -> None:
         for state in self._states(recurse):
             state.set(name, value)
 
@@ -109,34 +217,6 @@ class FSDPModule(TorchFSDPModule):
             return nn.Module._apply(self, *args, **kwargs)  # type: ignore[arg-type]
         finally:
             state.refresh()
-
-
-def _not_supported(name: str) -> Callable[..., NoReturn]:
-    def method(self: FSDPModule, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"lowtide: FSDPModule.{name}: expected a method lowtide supports, got "
-            f"{name}. Remove the call, or use torch.distributed.fsdp for this model."
-        )
-
-    method.__name__ = name
-    method.__doc__ = "Raises NotImplementedError."
-    return method
-
-
-for _name in (
-    "set_requires_all_reduce",
-    "set_custom_all_gather",
-    "set_custom_reduce_scatter",
-    "set_all_reduce_hook",
-    "set_post_optim_event",
-    "set_reduce_scatter_divide_factor",
-    "set_gradient_divide_factor",
-    "set_force_sum_reduction_for_comms",
-    "set_unshard_in_backward",
-    "set_allocate_memory_from_process_group_for_comm",
-    "_set_unshard_async_op",
-):
-    setattr(FSDPModule, _name, _not_supported(_name))
 
 
 class _UnshardHandle(UnshardHandle):

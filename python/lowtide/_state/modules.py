@@ -5,7 +5,6 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 
 @dataclasses.dataclass
@@ -60,12 +59,6 @@ def check_shardable(managed: ManagedParameter) -> None:
         raise ValueError(
             f"lowtide: {who}: expected a parameter with at least one dimension to "
             "shard, got a scalar. Make it a 1-D tensor with one element."
-        )
-    if isinstance(parameter, DTensor):
-        raise NotImplementedError(
-            f"lowtide: {who}: expected a plain parameter, got a DTensor "
-            f"{parameter.placements}. Tensor-parallel parameters are not supported "
-            "yet: shard the model before parallelising it, or use torch's FSDP2."
         )
     if not parameter.is_contiguous():
         raise NotImplementedError(

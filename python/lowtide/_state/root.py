@@ -80,7 +80,7 @@ def _encloses(state: UnitState, states: list[UnitState]) -> bool:
 
 
 def _is_torch_leaf(state: UnitState) -> bool:
-    if len(state.modules) != 1:
+    if len(state.modules) != 1 or any(p.parallel for p in state.parameters):
         return False
     module = state.modules[0]
     original = original_class(module)

@@ -15,7 +15,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lowtide._state.modules import managed_modules
 
 if TYPE_CHECKING:
-    from lowtide._state.unit import UnitParameter, UnitState
+    from lowtide._state.parameter import UnitParameter
+    from lowtide._state.unit import UnitState
 
 # Parameters as they were before sharding, and their shards -> what they became.
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
