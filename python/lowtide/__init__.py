@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         register_fsdp_forward_method,
         share_comm_ctx,
     )
+    from lowtide.clipping import clip_grad_norm_
     from lowtide.estimate import estimate_offload
     from lowtide.memory import MemoryReport, memory_report
     from lowtide.planning import plan
@@ -47,6 +48,7 @@ _PUBLIC = {
     "register_fsdp_forward_method": "lowtide.api",
     "share_comm_ctx": "lowtide.api",
     "estimate_offload": "lowtide.estimate",
+    "clip_grad_norm_": "lowtide.clipping",
     "MemoryReport": "lowtide.memory",
     "memory_report": "lowtide.memory",
     "ActivationPolicy": "lowtide.policies",
@@ -64,6 +66,7 @@ __all__ = [
     "UnshardHandle",
     "abort_step",
     "checkpoint",
+    "clip_grad_norm_",
     "estimate_offload",
     "fully_shard",
     "losses",

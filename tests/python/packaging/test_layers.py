@@ -39,6 +39,7 @@ PYTHON_LAYERS = {
     "activations": 3,
     "api": 3,
     "checkpoint": 3,
+    "clipping": 3,
     "losses": 3,
     "estimate": 3,
     "memory": 3,
