@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lowtide.clipping import clip_grad_norm_
     from lowtide.estimate import estimate_offload
     from lowtide.memory import MemoryReport, memory_report
+    from lowtide.optimizing import local_parameters, sharded_optimizer
     from lowtide.planning import plan
     from lowtide.policies import ActivationPolicy, MixedPrecisionPolicy
     from lowtide.wrapping import wrap
@@ -49,6 +50,8 @@ _PUBLIC = {
     "share_comm_ctx": "lowtide.api",
     "estimate_offload": "lowtide.estimate",
     "clip_grad_norm_": "lowtide.clipping",
+    "local_parameters": "lowtide.optimizing",
+    "sharded_optimizer": "lowtide.optimizing",
     "MemoryReport": "lowtide.memory",
     "memory_report": "lowtide.memory",
     "ActivationPolicy": "lowtide.policies",
@@ -69,11 +72,13 @@ __all__ = [
     "clip_grad_norm_",
     "estimate_offload",
     "fully_shard",
+    "local_parameters",
     "losses",
     "memory_report",
     "plan",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "sharded_optimizer",
     "tag",
     "wrap",
 ]

@@ -43,6 +43,7 @@ PYTHON_LAYERS = {
     "losses": 3,
     "estimate": 3,
     "memory": 3,
+    "optimizing": 3,
     "phantom": 3,
     "spmd": 3,
     "planning": 4,  # runs programs: uses every engine, and the phantom
