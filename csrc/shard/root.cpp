@@ -83,6 +83,11 @@ void Root::begin_forward(Unit& unit) {
   recorded_ = at::GradMode::is_enabled();
   schedule_.begin_forward();
   if (recorded_) {
+    if (open_forwards_ == 0) {
+      for (auto* each : units_) {
+        if (each != nullptr) each->forget_saved();
+      }
+    }
     plan_gradients();
   }
 }

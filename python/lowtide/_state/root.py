@@ -84,4 +84,7 @@ def _is_torch_leaf(state: UnitState) -> bool:
         return False
     module = state.modules[0]
     original = original_class(module)
-    return original.__module__.startswith("torch.nn.") and not any(module.children())
+    # A forward of the user's may checkpoint the module's own.
+    own_forward = "forward" not in module.__dict__
+    of_torch = original.__module__.startswith("torch.nn.")
+    return of_torch and own_forward and not any(module.children())

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from support.bits import same_bits
 from support.recorder import Record, Recorder, assert_same_records, finish_step
 from support.systems import System, get_system
 
@@ -313,7 +314,9 @@ def scaled_gradients(system: System, record: Recorder) -> None:
 
 
 def hooks(system: System, record: Recorder) -> None:
-    """User hooks: when they fire and with what."""
+    """User hooks: when they fire and with what. Post-accumulate hooks fire once a
+    backward, when `.grad` is there: FSDP2's before the units below run backward,
+    lowtide's at the end."""
     model = blocks(system)
     layer = model.layers[1]
 
@@ -333,15 +336,18 @@ def hooks(system: System, record: Recorder) -> None:
     layer.register_full_backward_hook(log("backward"))
     model.register_state_dict_post_hook(lambda *args: record.add("saved", None))
     model.register_load_state_dict_pre_hook(lambda *args: record.add("loading", None))
+    late = Recorder()
     for name, p in model.named_parameters():
 
         def accumulated(p: Any, name: str = name) -> None:
-            record.add(f"accumulated {name} {p.grad.placements}", p.grad)
+            late.add(f"accumulated {name} {p.grad.placements}", p.grad)
 
         if name == "layers.2.weight":
             p.register_post_accumulate_grad_hook(accumulated)
     train(model, record, lambda step: model(data(step)).pow(2).sum())
     model.load_state_dict(model.state_dict())
+    assert len(late.values) == NUM_STEPS
+    record.values += late.values
 
 
 def mixed_with_plain_autograd(system: System, record: Recorder) -> None:
@@ -399,3 +405,124 @@ def test_pattern_equals_fsdp2(pool_of, pattern, num_ranks):
     for mine, other in zip(ours, theirs, strict=True):
         assert len(mine) >= NUM_STEPS
         assert_same_records(mine, other)
+
+
+# -- what FSDP2 does not do ---------------------------------------------------------
+
+
+class Choice(nn.Module):
+    """Equal and unequal layers, chosen by the caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        self.wide = nn.Linear(5, 7)
+
+    def forward(self, x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+        for i in order:
+            x = torch.tanh(self.layers[i](x))
+        return x
+
+
+def choose(orders: tuple[tuple[int, ...], ...], units: bool) -> Record:
+    """Rank r calls the layers in orders[r]."""
+    system = get_system("lowtide")
+    torch.manual_seed(0)
+    model: Any = Choice()
+    model = wrap(system, model, model.layers if units else [])
+    record = Recorder()
+    optimizer = sgd(model)
+    for step in range(NUM_STEPS):
+        order = orders[dist.get_rank()]
+        model(data(step), order).pow(2).sum().backward()
+        for name, p in model.named_parameters():
+            record.add(name, p.grad.full_tensor() if p.grad is not None else None)
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, p in model.named_parameters():
+            record.add(name, p.full_tensor())
+    return record.values
+
+
+def choose_by_rule(orders: tuple[tuple[int, ...], ...]) -> Record:
+    """All ranks' batches one after the other, gradients averaged."""
+    torch.manual_seed(0)
+    model = Choice()
+    record = Recorder()
+    optimizer = sgd(model)
+    for step in range(NUM_STEPS):
+        by_rank = []
+        for rank, order in enumerate(orders):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            x = torch.randn(3, 5, generator=generator)
+            model.zero_grad()
+            model(x, order).pow(2).sum().backward()
+            by_rank.append([p.grad for p in model.parameters()])
+        for (name, p), *grads in zip(model.named_parameters(), *by_rank, strict=True):
+            used = [g for g in grads if g is not None]
+            p.grad = sum(used) / len(orders) if used else None  # type: ignore
+            record.add(name, p.grad)
+        optimizer.step()
+        for name, p in model.named_parameters():
+            record.add(name, p)
+    return record.values
+
+
+ORDERS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "unused_on_one_rank": ((0, 1, 2), (0, 2)),
+    "another_on_each_rank": ((0,), (1, 2)),
+    "another_order_of_completion": ((0, 1, 2), (2, 1, 0)),
+    "unused_on_all_ranks": ((0, 2), (2, 0)),
+}
+
+
+@pytest.mark.parametrize("orders", ORDERS)
+def test_ranks_may_use_a_unit_differently(pool_of, orders):
+    """One unit; where each layer is its own, ranks must run them alike."""
+    by_rank = pool_of(2).run(choose, ORDERS[orders], False)
+    expected = pool_of(1).run(choose_by_rule, ORDERS[orders])[0]
+    for record in by_rank:
+        assert_same_records(record, expected)
+    left = [name for name, value in expected[:8] if value is None]
+    unused = ["layers.1.weight", "layers.1.bias"] if "all" in orders else []
+    assert left == [*unused, "wide.weight", "wide.bias"]
+
+
+def sparse_embedding(sparse: bool) -> list[torch.Tensor]:
+    system = get_system("lowtide")
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Embedding(9, 4, sparse=sparse), nn.Linear(4, 2))
+    model = wrap(system, model, [model[0]])
+    ids = torch.tensor([[1, 5, 5], [0, 8, dist.get_rank()]])
+    model(ids).pow(2).sum().backward()
+    return [p.grad.full_tensor() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_sparse_gradient_of_an_embedding_arrives_dense(pool_of, num_ranks):
+    pool = pool_of(num_ranks)
+    for sparse, dense in zip(
+        pool.run(sparse_embedding, True),
+        pool.run(sparse_embedding, False),
+        strict=True,
+    ):
+        assert all(same_bits(a, b) for a, b in zip(sparse, dense, strict=True))
+
+
+def many_microbatches(system_name: str) -> Record:
+    system = get_system(system_name)
+    model = blocks(system)
+    record = Recorder()
+    for microbatch in range(128):
+        model.set_requires_gradient_sync(microbatch == 127)
+        model(data(microbatch)).pow(2).sum().backward()
+    record.add_model(model)
+    return record.values
+
+
+def test_128_microbatches_on_one_rank(pool_of):
+    pool = pool_of(1)
+    assert_same_records(
+        pool.run(many_microbatches, "lowtide")[0],
+        pool.run(many_microbatches, "fsdp2")[0],
+    )
