@@ -1,6 +1,7 @@
 #include "phantom/time/costs.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <set>
 
@@ -42,6 +43,49 @@ double link_bandwidth(CollectiveKind kind, const Placement& placement,
                                    static_cast<double>(placement.num_nodes);
   return std::min(network.bandwidth_in_node,
                   cards * network.bandwidth_between_nodes);
+}
+
+double payload_bandwidth(double link, const Placement& placement,
+                         const Protocol& protocol) {
+  const double share = placement.num_nodes > 1 ? protocol.share_between_nodes
+                                               : protocol.share_in_node;
+  const auto most = static_cast<std::size_t>(
+      std::min<std::int64_t>(placement.num_nodes, 3) - 1);
+  return std::min(link * share, protocol.most[most]);
+}
+
+double hop_in_node(const Placement& placement, const Protocol& protocol) {
+  return placement.num_nodes > 1 ? protocol.hop_beside_network
+                                 : protocol.hop_in_node;
+}
+
+double by_ring(CollectiveKind kind, double bytes, const Placement& placement,
+               const Network& network, const Protocol& protocol) {
+  const auto ranks = static_cast<double>(placement.num_ranks);
+  const auto nodes = static_cast<double>(placement.num_nodes);
+  const Ring ring = ring_of(kind, ranks);
+  const double between = ring.steps * (nodes - 1) / (ranks - 1);
+  const double latency =
+      protocol.base_latency +
+      (ring.steps - between) * hop_in_node(placement, protocol) +
+      between * protocol.hop_between_nodes;
+  const double link = link_bandwidth(kind, placement, network);
+  return latency +
+         ring.passes * bytes / payload_bandwidth(link, placement, protocol);
+}
+
+// Up and down: a chain in every node, a binary tree of the nodes.
+double by_tree(double bytes, const Placement& placement, const Network& network,
+               const Protocol& protocol) {
+  const auto ranks = static_cast<double>(placement.num_ranks);
+  const auto nodes = static_cast<double>(placement.num_nodes);
+  const double latency =
+      protocol.base_latency +
+      2 * ((ranks / nodes - 1) * hop_in_node(placement, protocol) +
+           std::floor(std::log2(nodes)) * protocol.hop_between_nodes);
+  const double link =
+      link_bandwidth(CollectiveKind::all_reduce, placement, network);
+  return latency + 2 * bytes / payload_bandwidth(link, placement, protocol);
 }
 
 }  // namespace
@@ -86,24 +130,14 @@ Placement place(const std::vector<std::int64_t>& ranks,
 double collective_seconds(CollectiveKind kind, double bytes,
                           const Placement& placement, const Network& network) {
   if (placement.num_ranks <= 1) return 0;
-  const auto ranks = static_cast<double>(placement.num_ranks);
-  const auto nodes = static_cast<double>(placement.num_nodes);
-  const Ring ring = ring_of(kind, ranks);
-  const double between =
-      nodes <= 1 ? 0
-                 : std::min(ring.steps, ring.steps * (nodes - 1) / (ranks - 1));
-  const double bandwidth = link_bandwidth(kind, placement, network);
-  const auto most = static_cast<std::size_t>(
-      std::min<std::int64_t>(placement.num_nodes, 3) - 1);
   double fastest = std::numeric_limits<double>::infinity();
-  for (const Protocol& protocol : network.protocols) {
-    const double share =
-        nodes > 1 ? protocol.share_between_nodes : protocol.share_in_node;
-    const double latency = protocol.base_latency +
-                           (ring.steps - between) * protocol.hop_in_node +
-                           between * protocol.hop_between_nodes;
-    const double payload = std::min(bandwidth * share, protocol.most[most]);
-    fastest = std::min(fastest, latency + ring.passes * bytes / payload);
+  for (const Protocol& protocol : network.rings) {
+    fastest =
+        std::min(fastest, by_ring(kind, bytes, placement, network, protocol));
+  }
+  if (kind != CollectiveKind::all_reduce) return fastest;
+  for (const Protocol& protocol : network.trees) {
+    fastest = std::min(fastest, by_tree(bytes, placement, network, protocol));
   }
   return fastest;
 }

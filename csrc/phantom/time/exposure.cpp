@@ -52,7 +52,9 @@ Usage usage(const std::vector<Span>& spans, TimedStream compute, double begin,
     const Interval cut(std::max(span.begin, begin), std::min(span.end, end));
     if (cut.second <= cut.first) continue;
     const bool here = span.stream == compute;
-    if (span.kind == SpanKind::kernel) (here ? kernels : others).push_back(cut);
+    if (span.kind == SpanKind::kernel || span.kind == SpanKind::transfer) {
+      (here ? kernels : others).push_back(cut);
+    }
     if (span.kind == SpanKind::collective) {
       collectives.push_back(cut);
       if (here) held_up.push_back(cut);

@@ -11,8 +11,8 @@ namespace lowtide::phantom {
 // Seconds within [begin, end).
 struct Usage {
   double seconds = 0;        // end - begin
-  double compute = 0;        // the compute stream runs kernels
-  double other_kernels = 0;  // another stream runs kernels: casts, copies
+  double compute = 0;        // the compute stream runs kernels or copies
+  double other_kernels = 0;  // another stream runs them
   double communication = 0;  // some collective runs
   // [Note: Exposed communication]
   // A collective runs, and the compute stream runs no kernel because it waits

@@ -21,17 +21,20 @@ struct Accelerator {
   double product_efficiency = 1;
   double attention_efficiency = 1;
   double memory_efficiency = 1;
-  double kernel_floor = 0;  // no kernel is shorter
+  double kernel_floor = 0;    // no kernel is shorter
+  double host_bandwidth = 0;  // of copies from and to the host
 };
 
-// How collectives are sent, in the terms of NCCL's tuning model.
+// How collectives are sent, in the terms of NCCL's tuning model: seconds, and
+// shares of the links' bandwidth.
 struct Protocol {
   double base_latency = 0;         // of a collective
-  double hop_in_node = 0;          // of one step of the ring
-  double hop_between_nodes = 0;    // the same over the network
-  double share_in_node = 1;        // of the ring's bandwidth that is payload
-  double share_between_nodes = 1;  // the same where the ring leaves the node
-  // Most bandwidth, of a ring in one node, of two nodes, of more.
+  double hop_in_node = 0;          // of one step to a neighbour
+  double hop_beside_network = 0;   // the same where others leave the node
+  double hop_between_nodes = 0;    // of a step that does
+  double share_in_node = 1;        // of the bandwidth that is payload
+  double share_between_nodes = 1;  // the same where the network takes part
+  // Most bandwidth: in one node, of two nodes, of more.
   std::array<double, 3> most{};
 };
 
@@ -39,7 +42,9 @@ struct Network {
   double bandwidth_in_node = 0;        // of one rank, one direction
   double bandwidth_between_nodes = 0;  // the same: of its network card
   std::int64_t ranks_per_node = 8;
-  std::vector<Protocol> protocols;  // the fastest is taken
+  // The fastest is taken; trees are for all-reduce.
+  std::vector<Protocol> rings;
+  std::vector<Protocol> trees;
 };
 
 struct Machine {

@@ -28,6 +28,16 @@ void Timeline::run(TimedStream stream, std::string_view name,
   span.bytes = work.bytes;
 }
 
+void Timeline::transfer(TimedStream stream, std::string_view name,
+                        double bytes) {
+  const Accelerator& accelerator = machine_.accelerator;
+  const double seconds =
+      std::max(bytes / accelerator.host_bandwidth, accelerator.kernel_floor);
+  Span& span = append(SpanKind::transfer, stream, seconds);
+  span.name = name;
+  span.bytes = bytes;
+}
+
 Moment Timeline::collective(std::int64_t group, const Placement& placement,
                             TimedStream caller, bool async, CollectiveKind kind,
                             double bytes) {

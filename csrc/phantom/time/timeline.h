@@ -23,7 +23,7 @@ using TimedStream = std::int64_t;  // as StreamId; process groups from 1000 on
 // A time at which something on the device has happened.
 using Moment = double;
 
-enum class SpanKind : std::uint8_t { kernel, collective, wait };
+enum class SpanKind : std::uint8_t { kernel, transfer, collective, wait };
 
 // `stream` is busy from begin to end; `wait`: idle, for another stream.
 struct Span {
@@ -54,6 +54,9 @@ class Timeline {
   void issue() { host_ += machine_.issue_cost; }
   // At the end of what the stream has; issue() comes first.
   void run(TimedStream stream, std::string_view name, const Work& work);
+
+  // The same for a copy between host and device.
+  void transfer(TimedStream stream, std::string_view name, double bytes);
 
   // [Note: Collectives and streams]
   // As in ProcessGroupNCCL: an asynchronous collective runs on a stream of its

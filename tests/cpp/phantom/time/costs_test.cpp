@@ -21,8 +21,9 @@ Network network() {
   n.bandwidth_in_node = 100e9;
   n.bandwidth_between_nodes = 10e9;
   n.ranks_per_node = 8;
-  n.protocols = {{8e-6, 2e-6, 10e-6, 1.0, 1.0, {1e15, 1e15, 1e15}},
-                 {5e-6, 1e-6, 3e-6, 0.5, 0.25, {40e9, 30e9, 5e9}}};
+  n.rings = {{8e-6, 2e-6, 2e-6, 10e-6, 1.0, 1.0, {1e15, 1e15, 1e15}},
+             {5e-6, 1e-6, 1.5e-6, 3e-6, 0.5, 0.25, {40e9, 30e9, 5e9}}};
+  n.trees = {{6e-6, 1e-6, 1e-6, 5e-6, 0.5, 0.25, {40e9, 30e9, 20e9}}};
   return n;
 }
 
@@ -75,6 +76,21 @@ TEST(CollectiveCostTest, SmallOnesTakeTheProtocolOfLessLatency) {
   EXPECT_DOUBLE_EQ(
       collective_seconds(CollectiveKind::all_gather, 800, {8, 1}, network()),
       12e-6 + 700 / 40e9);
+}
+
+TEST(CollectiveCostTest, ASmallAllReduceTakesATree) {
+  // 32 ranks of 4 nodes: 6 + 2 * (7 * 1 + 2 * 5) = 40 us; the ring needs
+  // 5 + 2 * (28 * 1.5 + 3 * 3) = 107 us.
+  EXPECT_NEAR(
+      collective_seconds(CollectiveKind::all_reduce, 4, {32, 4}, network()),
+      40e-6, 1e-9);
+}
+
+TEST(CollectiveCostTest, StepsInANodeMayBeSlowerBesideTheNetwork) {
+  // 15 steps of 16 ranks in 2 nodes: 5 + 14 * 1.5 + 3 = 29 us, 4 B.
+  EXPECT_NEAR(
+      collective_seconds(CollectiveKind::all_gather, 4, {16, 2}, network()),
+      29e-6, 1e-9);
 }
 
 TEST(CollectiveCostTest, BetweenNodesTheRingHasAllNetworkCardsOfANode) {

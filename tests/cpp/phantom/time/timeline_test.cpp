@@ -13,7 +13,8 @@ Machine machine(double issue_cost = 0) {
   Machine m;
   m.accelerator.memory_bandwidth = 1;
   m.network.bandwidth_in_node = 0.5;
-  m.network.protocols = {{0, 0, 0, 1, 1, {1e9, 1e9, 1e9}}};
+  m.network.rings = {{0, 0, 0, 0, 1, 1, {1e9, 1e9, 1e9}}};
+  m.accelerator.host_bandwidth = 0.25;
   m.issue_cost = issue_cost;
   return m;
 }
@@ -133,6 +134,12 @@ TEST_F(TimelineTest, CollectivesOfAGroupRunInTheOrderOfIssue) {
   expect_last(kSide, 6, 7);
   gather(7, 1, /*async=*/true, /*group=*/2);  // another communicator
   expect_last(stream_of_group(2), 0, 1);
+}
+
+TEST_F(TimelineTest, CopiesFromTheHostTakeTheirOwnLink) {
+  line.transfer(kSide, "copy to device", 2);
+  expect_last(kSide, 0, 8);
+  EXPECT_EQ(line.spans().back().kind, SpanKind::transfer);
 }
 
 TEST_F(TimelineTest, PhasesBeginWhenTheirStreamGetsThere) {
