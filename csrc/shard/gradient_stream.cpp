@@ -134,8 +134,9 @@ void GradientStream::accept_rows(UnitGradients& unit, std::int32_t i,
         base::concat(
             "block ", block,
             parameter.source.defined() ? " beside a whole gradient" : ""),
-        "A head whose rows are streamed is used once in a step; gather it "
-        "whole to use it more often."));
+        "A parameter whose gradient comes in rows (a head inside its loss, a "
+        "large embedding) gets one gradient in a backward: call its module, "
+        "and do not use its weight otherwise."));
   }
   ++parameter.blocks_seen;
   parameter.fired = true;
