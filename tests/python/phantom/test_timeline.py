@@ -227,7 +227,7 @@ def test_nothing_is_recorded_outside_the_block(phantom):
     assert phantom("meta").run(ran_without_a_timeline) == (0, 0.0)
 
 
-# -- collectives ------------------------------------------------------------------------
+# -- collectives ---------------------------------------------------------------------
 
 
 def world_of_eight() -> None:
