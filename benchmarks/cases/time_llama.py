@@ -124,9 +124,9 @@ blocks, embedding and head units of their own. Nothing was measured on a GPU.
 
 *exposed*: a collective runs while the compute stream waits for another stream.
 *loss* is the head and the loss. Assumed: 70 % of the peak in products, 35 % in
-attention, 90 % of the memory's bandwidth, 5 us of the host for each operator, collectives
-as NCCL's tuning model has them on DGX nodes (NVLink 4, one 400 Gb/s card a GPU), and
-streams that do not slow each other down. *bar*: what we set out to reach.""",
+attention, 90 % of the memory's bandwidth, 5 us of the host for each operator,
+collectives as NCCL's tuning model has them on DGX nodes (NVLink 4, one 400 Gb/s card a
+GPU), and streams that do not slow each other down. *bar*: what we set out to reach.""",
     run=measure,
     headlines=tuple(
         f"{what}, {setting}"
