@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "phantom/cuda_kernels/attention.h"
+#include "phantom/device/device_clock.h"
 #include "phantom/device/generator.h"
 #include "phantom/device/host_autograd.h"
 #include "phantom/device/host_call.h"

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "phantom/device/device_clock.h"
 #include "phantom/device/host_call.h"
 #include "phantom/device/operator_list.h"
 #include "phantom/device/operator_work.h"
@@ -154,12 +155,12 @@ void compute(const c10::OperatorHandle& op, Stack* stack, bool exact) {
 class TimedCall {
  public:
   TimedCall(const c10::OperatorHandle& op, const Stack& stack) : op_(op) {
-    if (!phantom_device().clock().runs()) return;
+    if (!device_clock().runs()) return;
     arguments_ = torch::jit::last(stack, op.schema().arguments().size()).vec();
   }
 
   void ended(const Stack& stack) const {
-    const auto timeline = phantom_device().clock().timeline();
+    const auto timeline = device_clock().timeline();
     if (!timeline) return;
     timeline->issue();
     const auto results = torch::jit::last(stack, op_.schema().returns().size());

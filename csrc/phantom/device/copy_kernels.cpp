@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "phantom/cuda_kernels/cuda_call.h"
+#include "phantom/device/device_clock.h"
 #include "phantom/device/host_call.h"
 #include "phantom/device/kernels.h"
 #include "phantom/device/phantom_device.h"
@@ -21,7 +22,7 @@ bool is_phantom(const Tensor& tensor) {
 
 void synchronize_current_stream() {
   phantom_device().memory().synchronize(current_stream());
-  if (auto timeline = phantom_device().clock().timeline()) {
+  if (auto timeline = device_clock().timeline()) {
     timeline->synchronize(current_stream());
   }
 }

@@ -4,7 +4,7 @@
 
 #include "base/check.h"
 #include "phantom/device/operator_work.h"
-#include "phantom/device/phantom_device.h"
+#include "phantom/device/stream_table.h"
 
 namespace lowtide::phantom {
 
@@ -35,10 +35,16 @@ std::unique_ptr<Timeline> DeviceClock::stop() {
   return std::move(timeline_);
 }
 
+DeviceClock& device_clock() {
+  // Tensors and events die until the process ends.
+  static auto* clock = std::make_unique<DeviceClock>().release();
+  return *clock;
+}
+
 void time_kernel(std::string_view name,
                  std::initializer_list<at::Tensor> tensors, double flops,
                  bool is_attention) {
-  const auto timeline = phantom_device().clock().timeline();
+  const auto timeline = device_clock().timeline();
   if (!timeline) return;
   Work work;
   for (const at::Tensor& tensor : tensors) work.bytes += bytes_touched(tensor);
@@ -51,7 +57,7 @@ void time_kernel(std::string_view name,
 }
 
 void time_transfer(std::string_view name, std::size_t bytes) {
-  const auto timeline = phantom_device().clock().timeline();
+  const auto timeline = device_clock().timeline();
   if (!timeline || bytes == 0) return;
   timeline->issue();
   timeline->transfer(current_stream(), name, static_cast<double>(bytes));

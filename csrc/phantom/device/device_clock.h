@@ -53,6 +53,9 @@ class DeviceClock {
   std::unique_ptr<Timeline> timeline_;
 };
 
+// Of the one device there is.
+DeviceClock& device_clock();
+
 // For kernels of this device's own: one on the current stream that reads or
 // writes each of `tensors` once.  `flops` in the first one's dtype.
 void time_kernel(std::string_view name,

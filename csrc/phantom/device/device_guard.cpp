@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "phantom/device/device_allocator.h"
+#include "phantom/device/device_clock.h"
 #include "phantom/device/phantom_device.h"
 
 namespace lowtide::phantom {
@@ -32,7 +33,7 @@ Stream stream_of(StreamId id) {
   return Stream(Stream::UNSAFE, kPhantomDevice, id);
 }
 
-DeviceClock::Access timeline() { return phantom_device().clock().timeline(); }
+DeviceClock::Access timeline() { return device_clock().timeline(); }
 
 const Event& event_at(void* event) { return *static_cast<Event*>(event); }
 

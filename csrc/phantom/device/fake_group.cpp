@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "phantom/device/device_clock.h"
 #include "phantom/device/phantom_device.h"
 
 namespace lowtide::phantom {
@@ -41,7 +42,7 @@ class TimedWork final : public c10d::FakeWork {
     return true;
   }
   void synchronize() override {
-    if (auto timeline = phantom_device().clock().timeline()) {
+    if (auto timeline = device_clock().timeline()) {
       timeline->wait(current_stream(), done_);
     }
   }
@@ -56,12 +57,12 @@ class TimedWork final : public c10d::FakeWork {
 FakeGroup::FakeGroup(int rank, int size, c10::intrusive_ptr<Options> options,
                      std::vector<std::int64_t> ranks)
     : FakeProcessGroup(rank, size, std::move(options)),
-      number_(phantom_device().clock().number_of_group()),
+      number_(device_clock().number_of_group()),
       ranks_(std::move(ranks)) {}
 
 FakeGroup::Work FakeGroup::timed(CollectiveKind kind, double bytes,
                                  bool async) {
-  auto timeline = phantom_device().clock().timeline();
+  auto timeline = device_clock().timeline();
   if (!timeline || bytes == 0) return c10::make_intrusive<c10d::FakeWork>();
   if (coalesced_) {
     if (!coalesced_->kind) coalesced_->kind = kind;

@@ -1,5 +1,4 @@
-// The simulated device of this process: its options, memory, streams and
-// clock.
+// The simulated device of this process: its options, memory and streams.
 //
 // One per process, because torch has one PrivateUse1 backend whose allocator,
 // guard and hooks are process-wide; they all ask here.
@@ -11,7 +10,6 @@
 #include <memory>
 
 #include "phantom/allocator/caching_allocator.h"
-#include "phantom/device/device_clock.h"
 #include "phantom/device/options.h"
 #include "phantom/device/stream_table.h"
 
@@ -27,13 +25,11 @@ class PhantomDevice {
   const Options& options() const { return options_; }
   bool exact() const { return options_.mode == Mode::exact; }
   StreamTable& streams() { return streams_; }
-  DeviceClock& clock() { return clock_; }
   CachingAllocator& memory() { return memory_; }
 
  private:
   const Options options_;
   StreamTable streams_;
-  DeviceClock clock_;
   CachingAllocator memory_;
 };
 

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "phantom/device/device_clock.h"
 #include "phantom/device/phantom_device.h"
 #include "phantom/python/bindings.h"
 #include "phantom/time/exposure.h"
@@ -105,14 +106,15 @@ void bind_time(py::module_& module) {
       "start_timeline",
       [](const Accelerator& accelerator, const Network& network,
          double issue_cost) {
-        phantom_device().clock().start({accelerator, network, issue_cost});
+        phantom_device();  // throws without one
+        device_clock().start({accelerator, network, issue_cost});
       },
       py::arg("accelerator"), py::arg("network"), py::arg("issue_cost"));
-  module.def("stop_timeline", [] { return phantom_device().clock().stop(); });
+  module.def("stop_timeline", [] { return device_clock().stop(); });
   module.def(
       "mark_phase",
       [](std::string phase) {
-        if (auto timeline = phantom_device().clock().timeline()) {
+        if (auto timeline = device_clock().timeline()) {
           timeline->mark(std::move(phase), kDefaultStream);
         }
       },
@@ -120,7 +122,7 @@ void bind_time(py::module_& module) {
   module.def(
       "time_on_device",
       [] {
-        const auto timeline = phantom_device().clock().timeline();
+        const auto timeline = device_clock().timeline();
         return timeline ? timeline->record(kDefaultStream) : 0.0;
       },
       "Seconds until what was issued on the compute stream is done.");
