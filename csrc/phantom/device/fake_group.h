@@ -1,11 +1,12 @@
-// The process group of meta mode: torch's `fake` one, whose collectives move
-// nothing, telling the device's clock how long NCCL's would take.
+// The process group of meta mode, as torch's `fake` one: collectives move
+// nothing and are over at once.  They tell the device's clock how long NCCL's
+// would take.
 //
-// What holds a phantom tensor is not copied either, as torch's fake all-gather
-// would: there are no bytes, and NCCL launches no such kernels.
+// All-gathers of CPU tensors copy the caller's piece into every place, as
+// torch's do, for code that compares what ranks have.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/FakeProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <cstdint>
 #include <optional>
@@ -16,11 +17,14 @@
 
 namespace lowtide::phantom {
 
-class FakeGroup final : public c10d::FakeProcessGroup {
+class FakeGroup final : public c10d::Backend {
  public:
   // `ranks`: global ones of its members.
-  FakeGroup(int rank, int size, c10::intrusive_ptr<Options> options,
-            std::vector<std::int64_t> ranks);
+  FakeGroup(int rank, int size, std::vector<std::int64_t> ranks);
+
+  const std::string getBackendName() const override { return "fake"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  bool supportsCoalescing() const override { return true; }
 
   using Work = c10::intrusive_ptr<c10d::Work>;
   using Tensors = std::vector<at::Tensor>;
@@ -62,6 +66,8 @@ class FakeGroup final : public c10d::FakeProcessGroup {
                 const c10d::AllToAllOptions& options) override;
   Work send(Tensors& tensors, int rank, int tag) override;
   Work recv(Tensors& tensors, int rank, int tag) override;
+  Work recvAnysource(Tensors& tensors, int tag) override;
+  Work barrier(const c10d::BarrierOptions& options) override;
 
   void startCoalescing() override;
   Work endCoalescing() override;
@@ -75,6 +81,8 @@ class FakeGroup final : public c10d::FakeProcessGroup {
   // `bytes` of phantom tensors; none: nothing to tell.
   Work timed(CollectiveKind kind, double bytes, bool async);
 
+  c10::intrusive_ptr<Options> options_ =
+      c10::make_intrusive<Options>(std::string("fake"));
   std::int64_t number_;
   std::vector<std::int64_t> ranks_;
   std::optional<Coalesced> coalesced_;  // between start and end

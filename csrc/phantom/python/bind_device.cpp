@@ -69,10 +69,8 @@ void bind_device(py::module_& module) {
   py::class_<FakeGroup, c10d::Backend, c10::intrusive_ptr<FakeGroup>>(
       module, "FakeGroup", "torch's fake group, which tells the timeline.")
       .def(py::init([](int rank, int size, std::vector<std::int64_t> ranks) {
-             return c10::make_intrusive<FakeGroup>(
-                 rank, size,
-                 c10::make_intrusive<c10d::FakeProcessGroup::Options>(),
-                 std::move(ranks));
+             return c10::make_intrusive<FakeGroup>(rank, size,
+                                                   std::move(ranks));
            }),
            py::arg("rank"), py::arg("size"), py::arg("ranks"));
   module.attr("HOPPER_CUBLAS_WORKSPACE") = kHopperWorkspace;
