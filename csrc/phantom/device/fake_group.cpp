@@ -11,10 +11,12 @@ namespace {
 using Tensors = FakeGroup::Tensors;
 using TensorLists = FakeGroup::TensorLists;
 
+bool is_phantom(const at::Tensor& tensor) {
+  return tensor.device().type() == kPhantom;
+}
+
 double bytes_of(const at::Tensor& tensor) {
-  return tensor.device().type() == kPhantom
-             ? static_cast<double>(tensor.nbytes())
-             : 0;
+  return is_phantom(tensor) ? static_cast<double>(tensor.nbytes()) : 0;
 }
 
 double bytes_of(const Tensors& tensors) {
@@ -30,7 +32,7 @@ double bytes_of(const TensorLists& lists) {
 }
 
 bool on_phantom(const Tensors& tensors) {
-  return !tensors.empty() && tensors.front().device().type() == kPhantom;
+  return !tensors.empty() && is_phantom(tensors.front());
 }
 
 // As ProcessGroupNCCL's: waiting holds up the current stream, not the host.
@@ -116,7 +118,7 @@ FakeGroup::Work FakeGroup::allgather(TensorLists& outs, Tensors& ins,
 
 FakeGroup::Work FakeGroup::_allgather_base(
     at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions& options) {
-  if (!on_phantom({in})) copy_to_all(out.chunk(getSize()), in);
+  if (!is_phantom(in)) copy_to_all(out.chunk(getSize()), in);
   return timed(CollectiveKind::all_gather, bytes_of(out), options.asyncOp);
 }
 
