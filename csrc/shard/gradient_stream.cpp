@@ -62,7 +62,9 @@ void GradientStream::append(UnitGradients& unit) {
       entries_.push_back(std::move(chunk));
     }
   }
-  ring_.fit(unit.slot_bytes());
+  if (!unit.own_slots()) {
+    ring_.fit(unit.slot_bytes());
+  }
 }
 
 bool GradientStream::contains(const UnitGradients& unit) const {
@@ -231,6 +233,7 @@ void GradientStream::open_slot(std::size_t place) {
   if (place >= static_cast<std::size_t>(GradientRing::kNumSlots)) {
     land(place - static_cast<std::size_t>(GradientRing::kNumSlots));
   }
+  ring_.fit(entry.unit->slot_bytes());
   const auto& storage = ring_.slot(slot);
   const auto& chunk = chunk_of(entry);
   const auto dtype =

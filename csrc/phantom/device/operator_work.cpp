@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "phantom/device/operator_list.h"
+#include "phantom/device/phantom_device.h"
 
 namespace lowtide::phantom {
 namespace {
@@ -37,8 +38,11 @@ std::vector<Tensor> tensors_in(const IValue& value) {
       if (tensor) found.push_back(*tensor);
     }
   }
-  found.erase(std::remove_if(found.begin(), found.end(),
-                             [](const Tensor& t) { return !t.defined(); }),
+  // Numbers come as tensors of the host.
+  const auto elsewhere = [](const Tensor& tensor) {
+    return !tensor.defined() || tensor.device().type() != kPhantom;
+  };
+  found.erase(std::remove_if(found.begin(), found.end(), elsewhere),
               found.end());
   return found;
 }

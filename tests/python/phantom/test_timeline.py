@@ -92,7 +92,7 @@ FP32 = 4 * (1 << 26)
     [
         ("mm", "aten::mm", 2 * 4096 * 8192 * 2048 / PRODUCT),
         ("add", "aten::add", 3 * FP32 / MEMORY),
-        ("add_", "aten::add_", 2 * FP32 / MEMORY),
+        ("add_", "aten::add", 2 * FP32 / MEMORY),
         ("zero_", "aten::zero_", FP32 / MEMORY),
         ("cast", "aten::copy_", 1.5 * FP32 / MEMORY),
         # The row is read once, the result written.
@@ -114,13 +114,10 @@ def backward_durations() -> dict[str, float]:
     x = empty(2048, 4096, dtype=BF16).requires_grad_()
     heads = empty(1, 8, 1024, 64, dtype=BF16).requires_grad_()
     weight = empty(512, 4096, dtype=BF16).requires_grad_()
-    convolved = torch.nn.functional.conv2d(
-        empty(8, 16, 32, 32).requires_grad_(), empty(64, 16, 3, 3), padding=1
-    )
     attended = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
     product = torch.nn.functional.linear(x, weight)
     with lowtide.phantom.timeline("h100", issue_cost=0) as time:
-        for result in (convolved, attended, product):
+        for result in (attended, product):
             result.backward(torch.empty_like(result))
     flops: dict[str, float] = {}
     for span in spans_of(time):
@@ -131,12 +128,29 @@ def backward_durations() -> dict[str, float]:
 
 def test_backward_kernels_have_their_flops(phantom):
     assert phantom("meta").run(backward_durations) == {
-        # Only the input's gradient was asked for: one product of the forward's size.
-        "aten::convolution_backward": 2 * (8 * 64 * 32 * 32) * (16 * 3 * 3),
         # Scores again, then two products each for them and for the values.
         "attention backward": 5 * 2 * 8 * 1024**2 * 64,
         "aten::mm": 2 * (2 * 2048 * 4096 * 512),
     }
+
+
+def convolution_flops() -> list[float]:
+    x, weight = empty(8, 16, 32, 32).requires_grad_(), empty(64, 16, 3, 3)
+    with lowtide.phantom.timeline("h100") as time:
+        convolved = torch.nn.functional.conv2d(x, weight, padding=1)
+        convolved.backward(torch.empty_like(convolved))
+        weight.requires_grad_()
+        convolved = torch.nn.functional.conv2d(x, weight, padding=1)
+        convolved.backward(torch.empty_like(convolved))
+    return [span.flops for span in spans_of(time) if span.flops]
+
+
+def test_convolution_has_a_product_each_way(phantom):
+    names = ["aten::convolution", "aten::convolution_backward"]
+    flops = phantom("meta", allow=names).run(convolution_flops)
+    each = 2 * (8 * 64 * 32 * 32) * (16 * 3 * 3)
+    # Without the weight's gradient, and with it.
+    assert flops == [each, each, each, 2 * each]
 
 
 def issued() -> list[float]:
@@ -161,12 +175,13 @@ def joined_streams() -> dict[str, Any]:
     x = empty(10, dtype=torch.uint8)
     with plain() as time:
         x.zero_()  # 0..10
-        first = torch.phantom.current_stream().record_event()
+        first, second = (torch.phantom.Event(enable_timing=True) for _ in range(2))
+        first.record()
         with side:
             x[:5].zero_()  # 0..5
             side.wait_event(first)
             x[:1].zero_()  # 10..11
-            second = side.record_event()
+            second.record()
         x[:3].zero_()  # 10..13
         second.synchronize()
         host = time.now()

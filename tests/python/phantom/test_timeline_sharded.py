@@ -50,10 +50,12 @@ def step_time(system_name: str, world: int, **settings: Any) -> dict[str, Any]:
             optimizer.zero_grad()
     begin = time._marks_of(-1)[0][1]
     sizes: dict[str, float] = {}
-    for span in time.spans(begin):
+    spans = time.spans(begin)
+    for span in spans:
         if span.kind == "collective":
             sizes[span.name] = sizes.get(span.name, 0) + span.bytes
-    return time.report().to_dict() | {"bytes": sizes}
+    flops = sum(span.flops for span in spans)
+    return time.report().to_dict() | {"bytes": sizes, "flops": flops}
 
 
 @pytest.fixture(scope="module")
@@ -110,9 +112,8 @@ def test_phases_follow_each_other_and_add_up(steps):
             assert usage["exposed"] <= usage["communication"] + 1e-12
 
 
-def test_both_systems_compute_the_same(steps):
-    ours, theirs = (steps[name]["phases"] for name in ("lowtide", "fsdp2"))
-    for phase in ("forward", "loss"):
-        assert ours[phase]["compute"] == pytest.approx(
-            theirs[phase]["compute"], rel=0.05
-        )
+def test_both_systems_compute_the_same_products(steps):
+    assert steps["lowtide"]["flops"] == steps["fsdp2"]["flops"] > 0
+    # FSDP2 copies what it gathered, on the compute stream.
+    ours, theirs = (steps[name]["step"]["compute"] for name in ("lowtide", "fsdp2"))
+    assert ours < theirs
