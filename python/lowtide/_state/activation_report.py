@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide._state.activation import RegionState, problems, regions, transfers_in_use
+from lowtide._state.activation import (
+    RegionState,
+    names_in_graphs,
+    problems,
+    regions,
+    transfers_in_use,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +31,7 @@ class NameReport:
     moved_bytes: int
     shared: int  # bytes counted under another name, or by another region
     recomputed: int
+    in_graph: int  # of regions inside compiled graphs: values in the latest graph
     skipped: dict[str, int]  # reason -> values
     host_live: int  # bytes, now
     host_peak: int
@@ -115,6 +122,7 @@ def _names(
     on_host = host.by_name("activations") if host else {}
     on_device = device.by_name("activations") if device else {}
     treatments: dict[str, dict[str, None]] = {}
+    in_graphs = [names_in_graphs.get(p, {}) for p in {s.policy for s in states}]
     for state in states:
         for name, one in state.policy.treatments().items():
             treatments.setdefault(name, {})[one] = None
@@ -132,6 +140,7 @@ def _names(
                 treatment="/".join(several),
                 **counts,
                 recomputed=sum(each["recomputed"] for each in mine),
+                in_graph=sum(each.get(name, 0) for each in in_graphs),
                 skipped=skipped,
                 host_live=on_host.get(name, (0, 0))[0],
                 host_peak=on_host.get(name, (0, 0))[1],
@@ -153,6 +162,8 @@ def lines(report: ActivationReport, human: Callable[[int], str]) -> Iterable[str
             f"{human(row.moved_bytes):>12}{human(row.host_peak):>12}"
             f"{human(row.device_peak):>12}"
         )
+        if row.in_graph:
+            yield f"  in the latest compiled graph: {row.in_graph} values"
         for reason, count in row.skipped.items():
             yield f"  skipped {count}: {reason}"
     for problem in report.problems:
