@@ -184,8 +184,13 @@ def test_the_report_names_problems_before_a_backward_raises_them():
 
 
 def test_a_report_needs_something_to_report():
-    with pytest.raises(ValueError, match="expected a model sharded by lowtide"):
+    with pytest.raises(ValueError, match="lowtide: ") as error:
         lowtide.memory_report(nn.Linear(2, 2))
+    assert str(error.value) == (
+        "lowtide: memory_report: expected a model sharded or checkpointed by lowtide, "
+        "got Linear without a unit or a checkpointed module. Call lowtide.fully_shard "
+        "or lowtide.checkpoint first."
+    )
 
 
 def test_beyond_the_cap_copies_use_pageable_memory_and_say_so():
