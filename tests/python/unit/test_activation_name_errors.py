@@ -1,5 +1,4 @@
-"""A name that matches nothing or stores nothing, or a policy that cannot be, raises with
-the reason."""
+"""What raises by name: names that match or store nothing, policies that cannot be."""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@ autocast, random generators, the default device."""
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
