@@ -4,6 +4,7 @@
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 
+#include <cmath>
 #include <vector>
 
 #include "base/check.h"
@@ -92,6 +93,25 @@ Event CudaRuntime::record(Stream stream) {
       std::make_shared<Point>(Point{events_, events_->get(on.device_index())});
   point->event->record(on);
   return Event(std::move(point));
+}
+
+Event CudaRuntime::record_time(Stream stream) {
+  if (c10::cuda::currentStreamCaptureStatusMayInitCtx() !=
+      c10::cuda::CaptureStatus::None) {
+    return {};
+  }
+  // The pool's events are without time.
+  auto event = std::make_shared<c10::cuda::CUDAEvent>(cudaEventDefault);
+  event->record(stream_of(stream));
+  return Event(std::move(event));
+}
+
+std::optional<std::int64_t> CudaRuntime::elapsed_ns(const Event& from,
+                                                    const Event& to) const {
+  const auto& first = *static_cast<c10::cuda::CUDAEvent*>(from.get());
+  const auto& second = *static_cast<c10::cuda::CUDAEvent*>(to.get());
+  if (!first.query() || !second.query()) return std::nullopt;
+  return std::llround(static_cast<double>(first.elapsed_time(second)) * 1e6);
 }
 
 void CudaRuntime::wait(Stream stream, const Event& event) {

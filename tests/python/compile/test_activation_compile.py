@@ -3,8 +3,6 @@ that the region around compiled code can not see are refused instead of being lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -15,14 +13,6 @@ from lowtide import ActivationPolicy, checkpoint
 from support.blocks import Mlp, assert_same_bits, rows, stack, step
 
 LAYERS = 3
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def compiled(order: str, **policy) -> nn.Sequential:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,14 +25,6 @@ from support.blocks import DIM, HIDDEN, ROWS, Mlp, assert_same_bits, rows, stack
 LAYERS = 3
 RESIDUAL, HIDDEN_VALUE = (ROWS, DIM), (ROWS, HIDDEN)
 COPIES = {"enable_activation_offloading": True}
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 class Graphs:

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import lowtide
 from lowtide import _C, ActivationPolicy, checkpoint
@@ -242,3 +242,24 @@ def test_a_skip_connection_is_copied_once():
     assert_same_bits(step(ours), step(plain))
     residual = lowtide.memory_report(ours).activations.names["residual"]
     assert (residual.matched, residual.moved, residual.shared) == (4, 3, 1)
+
+
+def test_a_module_that_runs_several_times_is_several_regions():
+    class Looped(nn.Module):
+        def __init__(self, wrap) -> None:
+            super().__init__()
+            self.block = wrap(stack(1)[0])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                x = self.block(x)
+            return x
+
+    policy = ActivationPolicy(offload=["residual"], save=["hidden"])
+    ours = Looped(lambda block: checkpoint(block, policy))
+    plain = Looped(lambda block: block)
+    for _ in range(2):
+        assert_same_bits(step(ours), step(plain))
+    names = lowtide.memory_report(ours).activations.names
+    assert names["residual"].moved_bytes == 2 * 3 * RESIDUAL_BYTES
+    assert names["hidden"].kept == 2 * 3
