@@ -37,6 +37,7 @@ CASES = (
     "allocations",
     "case1_flat_gradients",
     "case2_residual_offload",
+    "case2_full_scale",
     "wire_bytes",
     "host_cost",
     "host_instructions",
