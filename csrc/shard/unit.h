@@ -118,9 +118,6 @@ class Unit final : public BackwardReceiver,
   void reshard_after_forward_now();
   void reshard();  // free and show the shards; waits for a gather first
   bool prefetched_in_vain() const { return prefetched_; }
-  // A forward begins and no earlier one waits for its backward.  Not earlier:
-  // a retained graph may run again.
-  void forget_saved() { saved_ = false; }
 
   // --- forward --------------------------------------------------------------
   void pre_forward();
@@ -204,7 +201,7 @@ class Unit final : public BackwardReceiver,
   bool prefetched_ = false;
 
   // References to the full parameters before the module's forward ran, and
-  // whether any forward that may still run backward added to them.
+  // whether any forward added to them: a retained graph may still hold them.
   std::vector<std::pair<std::int64_t, std::int64_t>> references_;
   bool saved_ = false;
 

@@ -39,6 +39,11 @@ def is_initialized() -> bool:
     return True
 
 
+def keeps_time() -> bool:
+    """Whether events have times of the device; otherwise they have the host's."""
+    return False
+
+
 def _is_in_bad_fork() -> bool:
     return False
 

@@ -258,8 +258,8 @@ REFUSALS: dict[Callable[[], None], tuple[str, str]] = {
     ),
     report_of_plain_model: (
         "ValueError",
-        "memory_report: expected a model sharded by lowtide, got Linear without a "
-        "unit. ",
+        "memory_report: expected a model sharded or checkpointed by lowtide, got "
+        "Linear without a unit or a checkpointed module. ",
     ),
 }
 
