@@ -215,6 +215,9 @@ void Unit::pre_forward() {
   if (!at::GradMode::is_enabled() && root_->recording()) {
     ++calls_without_grad_;
   }
+  if (open_calls_.empty() && calls_without_inputs_ == 0) {
+    saved_ = false;  // not at the end of backward: a graph may be retained
+  }
   if (at::GradMode::is_enabled()) {
     ++calls_without_inputs_;  // until watch_forward_inputs says otherwise
   }
