@@ -24,6 +24,15 @@ if TYPE_CHECKING:
     from lowtide.memory import MemoryReport, memory_report
     from lowtide.planning import plan
     from lowtide.policies import ActivationPolicy, MixedPrecisionPolicy
+    from lowtide.sequence_parallel import (
+        ColumnParallelLinear,
+        RowParallelLinear,
+        gather_policy,
+        rematerialize_gathers,
+        sp_all_gather,
+        sp_gather_linear,
+        sp_reduce_scatter,
+    )
 
 __version__: str = _C.build_info()["version"]
 
@@ -42,22 +51,36 @@ _PUBLIC = {
     "ActivationPolicy": "lowtide.policies",
     "MixedPrecisionPolicy": "lowtide.policies",
     "plan": "lowtide.planning",
+    "ColumnParallelLinear": "lowtide.sequence_parallel",
+    "RowParallelLinear": "lowtide.sequence_parallel",
+    "gather_policy": "lowtide.sequence_parallel",
+    "rematerialize_gathers": "lowtide.sequence_parallel",
+    "sp_all_gather": "lowtide.sequence_parallel",
+    "sp_gather_linear": "lowtide.sequence_parallel",
+    "sp_reduce_scatter": "lowtide.sequence_parallel",
 }
 _PUBLIC_MODULES = ("losses",)
 
 __all__ = [
     "ActivationPolicy",
+    "ColumnParallelLinear",
     "FSDPModule",
     "MemoryReport",
     "MixedPrecisionPolicy",
+    "RowParallelLinear",
     "UnshardHandle",
     "abort_step",
     "checkpoint",
     "estimate_offload",
     "fully_shard",
+    "gather_policy",
     "losses",
     "memory_report",
     "plan",
+    "rematerialize_gathers",
+    "sp_all_gather",
+    "sp_gather_linear",
+    "sp_reduce_scatter",
     "tag",
 ]
 

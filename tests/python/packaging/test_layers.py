@@ -43,6 +43,7 @@ PYTHON_LAYERS = {
     "estimate": 3,
     "memory": 3,
     "phantom": 3,
+    "sequence_parallel": 3,
     "spmd": 3,
     "planning": 4,  # runs programs: uses every engine, and the phantom
     "cli": 5,
