@@ -36,6 +36,7 @@ CASES = (
     "allocations",
     "case1_flat_gradients",
     "case2_residual_offload",
+    "case3_gather",
     "wire_bytes",
     "host_cost",
     "host_instructions",

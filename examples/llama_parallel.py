@@ -17,11 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from llama import CONFIGS, LlamaConfig, generator, rope_table, rotate
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import lowtide
+from llama import CONFIGS, LlamaConfig, generator, rope_table, rotate
 from lowtide import ColumnParallelLinear, RowParallelLinear, fully_shard
 
 

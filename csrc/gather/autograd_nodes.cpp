@@ -61,6 +61,7 @@ class GatherNode final : public Node {
 
   variable_list apply(variable_list&& gradients) override {
     refuse_create_graph(name_);
+    axis_->agree();
     if (!gradients[0].defined()) return {at::Tensor()};
     return {axis_->reduce_scatter(gradients[0], name_).take()};
   }
@@ -80,6 +81,7 @@ class ReduceScatterNode final : public Node {
 
   variable_list apply(variable_list&& gradients) override {
     refuse_create_graph(kReduceScatter);
+    axis_->agree();
     if (!gradients[0].defined()) return {at::Tensor()};
     return {
         axis_->all_gather(gradients[0], kReduceScatter, /*ours=*/false).take()};
@@ -166,6 +168,7 @@ class GatherLinearNode final : public Node {
     const std::lock_guard lock(mutex_);
     refuse_create_graph(options_.gather.name);
     TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
+    axis_->agree();
     const std::size_t n = weights_.size();
     Tensors weights;
     Needs needs{task_should_compute_output(0), {}, {}};
@@ -298,11 +301,11 @@ LinearGradients gather_linear_backward(const std::shared_ptr<Axis>& axis,
                                        const Tensors& weights,
                                        const Needs& needs, bool addmm,
                                        const std::string& name) {
+  axis->agree();
   std::optional<Arriving> arriving;
   const Input source{
       [&] {
         if (!regather) return;
-        axis->agree();
         arriving.emplace(axis->all_gather(input, name, /*ours=*/true));
         axis->count(name, [](Figures& figures) { ++figures.regathers; });
       },

@@ -81,7 +81,8 @@ class Axis {
   // Before the gather of a forward.  A line not seen before is compared with
   // the other ranks'.
   void announce(const std::string& line);
-  // Before the first re-gather: compares all of them, in order.
+  // Before a collective in backward; the first time all lines are compared, in
+  // order.
   void agree();
 
   // --- sites, in the order of their forwards -------------------------------

@@ -154,6 +154,7 @@ at::Tensor Site::take(std::size_t consumer) {
   // unpacks twice.
   if (!value || value->released) value = issue(/*ahead=*/false);
   require_unmodified();
+  if (!value->used) prefetch_earlier();
   if (value->arriving) {
     at::Tensor arrived = value->arriving->take();
     value->arriving.reset();

@@ -15,7 +15,10 @@ Group: TypeAlias = dist.ProcessGroup | DeviceMesh
 
 # By name of the group and device. The group itself tells whether it is still that one:
 # names come again after destroy_process_group.
-_axes: dict[tuple[str, torch.device], tuple[dist.ProcessGroup, _C.GatherAxis]] = {}
+_axes: dict[
+    tuple[str, torch.device],
+    tuple[dist.ProcessGroup, _C.GatherAxis, _C.Collectives],
+] = {}
 
 
 def process_group(group: Group, *, who: str) -> dist.ProcessGroup:
@@ -33,17 +36,29 @@ def process_group(group: Group, *, who: str) -> dist.ProcessGroup:
 
 def axis_of(group: dist.ProcessGroup, device: torch.device) -> _C.GatherAxis:
     """Of tensors on ``device``."""
+    return _axis_and_collectives(group, device)[0]
+
+
+def collectives_of(group: dist.ProcessGroup, device: torch.device) -> _C.Collectives:
+    """What the axis issues its collectives with, counted."""
+    return _axis_and_collectives(group, device)[1]
+
+
+def _axis_and_collectives(
+    group: dist.ProcessGroup, device: torch.device
+) -> tuple[_C.GatherAxis, _C.Collectives]:
     key = (group.group_name, device)
     known = _axes.get(key)
     if known is not None and known[0] is group:
-        return known[1]
+        return known[1:]
+    collectives = _C.Collectives(group.group_name, device)
     axis = _C.GatherAxis(
-        _C.Collectives(group.group_name, device),
+        collectives,
         device_memory(device),
         compare=functools.partial(_compare, group.group_name, device),
     )
-    _axes[key] = (group, axis)
-    return axis
+    _axes[key] = (group, axis, collectives)
+    return axis, collectives
 
 
 def axis_named(group_name: str, device: torch.device) -> _C.GatherAxis:

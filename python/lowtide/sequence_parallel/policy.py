@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import difflib
 import threading
 from collections.abc import Sequence
@@ -18,24 +17,21 @@ MIN_BYTES = 32 * MIB
 PREFETCH_BYTES = 256 * MIB
 
 
-@dataclasses.dataclass(frozen=True)
-class Rules:
-    """What a context decides. ``names`` None: every one."""
-
-    names: tuple[str, ...] | None
-    min_bytes: int
-    prefetch_bytes: int
-
-    def regathers(self, name: str, num_bytes: int) -> bool:
-        listed = self.names is None or name in self.names
-        return listed and num_bytes >= self.min_bytes
-
-
 class _Active(threading.local):
-    rules: Rules | None = None
-    seen: set[str] | None = None  # names of calls in the innermost context
+    """What the innermost context decides. Plain values: compiled code is guarded on
+    them."""
+
+    # Not of the class: Dynamo would read those.
+    def __init__(self) -> None:
+        self.inside = False
+        self.every = False  # every name is listed
+        self.names: tuple[str, ...] = ()
+        self.min_bytes = 0
+        self.prefetch_bytes = PREFETCH_BYTES
+        self.seen: set[str] | None = None  # names of calls in the context
 
 
+_RULES = ("inside", "every", "names", "min_bytes", "prefetch_bytes")
 _active = _Active()
 _names_in_compiled_code: set[str] = set()
 
@@ -68,34 +64,42 @@ class gather_policy(contextlib.ContextDecorator):
         min_bytes: int = MIN_BYTES,
         prefetch_bytes: int = PREFETCH_BYTES,
     ) -> None:
-        self._rules = Rules(_names(regather), min_bytes, prefetch_bytes)
-        for setting in ("min_bytes", "prefetch_bytes"):
-            value = getattr(self._rules, setting)
+        names = _names(regather)
+        self._rules = (True, names is None, names or (), min_bytes, prefetch_bytes)
+        for setting, value in zip(_RULES[3:], self._rules[3:], strict=True):
             if not isinstance(value, int) or value < 0:
                 raise ValueError(
                     f"lowtide: gather_policy.{setting}: expected an integer >= 0, got "
                     f"{value!r}. Leave it out for the default."
                 )
-        self._outer: list[tuple[Rules | None, set[str] | None, bool]] = []
+        self._outer: list[tuple[tuple[Any, ...], set[str] | None, bool]] = []
 
     def __enter__(self) -> gather_policy:
         # Other hooks hold what is saved under them: ours would take it away.
         hooked = _C.active_gather_hooks() != "foreign"
-        self._outer.append((_active.rules, _active.seen, hooked))
-        _active.rules, _active.seen = self._rules, set()
+        rules = tuple(getattr(_active, rule) for rule in _RULES)
+        self._outer.append((rules, _active.seen, hooked))
+        self._set(self._rules)
+        _active.seen = set()
         if hooked:
             _C.push_gather_hooks()
         return self
 
     def __exit__(self, exc_type: Any, exc: Any, traceback: Any) -> None:
         seen = _active.seen or set()
-        _active.rules, _active.seen, hooked = self._outer.pop()
+        rules, _active.seen, hooked = self._outer.pop()
+        self._set(rules)
         if hooked:
             _C.pop_gather_hooks()
         if _active.seen is not None:
             _active.seen |= seen
         if exc_type is None:
-            _require_matches(self._rules, seen | _names_in_compiled_code)
+            _require_matches(self._rules[2], seen | _names_in_compiled_code)
+
+    @staticmethod
+    def _set(rules: tuple[Any, ...]) -> None:
+        for rule, value in zip(_RULES, rules, strict=True):
+            setattr(_active, rule, value)
 
 
 def decide(name: str, num_bytes: int, regather: bool | None) -> bool:
@@ -106,16 +110,13 @@ def decide(name: str, num_bytes: int, regather: bool | None) -> bool:
     if regather is not None:
         _note(name)
         return regather
-    rules = _active.rules
-    if rules is None:
-        return False
     _note(name)
-    return rules.regathers(name, num_bytes)
+    listed = _active.every or name in _active.names
+    return _active.inside and listed and num_bytes >= _active.min_bytes
 
 
 def prefetch_bytes() -> int:
-    rules = _active.rules
-    return PREFETCH_BYTES if rules is None else rules.prefetch_bytes
+    return _active.prefetch_bytes
 
 
 def _note(name: str) -> None:
@@ -147,8 +148,8 @@ def _names(regather: Sequence[str] | str) -> tuple[str, ...] | None:
     return tuple(regather)
 
 
-def _require_matches(rules: Rules, seen: set[str]) -> None:
-    for name in rules.names or ():
+def _require_matches(names: tuple[str, ...], seen: set[str]) -> None:
+    for name in names:
         if name in seen:
             continue
         close = difflib.get_close_matches(name, sorted(seen), n=1, cutoff=0.5)

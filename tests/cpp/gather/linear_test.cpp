@@ -1,7 +1,7 @@
 // Several linear layers behind one gather: bits, collectives, bytes.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/autograd.h>
 
 #include "harness.h"
 
@@ -101,9 +101,8 @@ TEST(LinearNodeTest, NoGatherWhereNoWeightWantsAGradient) {
   Layers layers{paper};
   const at::Tensor shard = paper.shard(0);
   const at::Tensor loss = layers.run(shard, {{"attn_in", true}, false});
-  const auto gradient = torch::autograd::Engine::get_default_engine().execute(
-      {torch::autograd::impl::gradient_edge(loss)}, {at::ones({})}, true, false,
-      true, {torch::autograd::impl::gradient_edge(shard)});
+  const auto gradient =
+      torch::autograd::grad({loss}, {shard}, {}, /*retain_graph=*/true);
   EXPECT_TRUE(gradient[0].defined());
   EXPECT_THAT(paper.calls(),
               ElementsAre("all-gather attn_in", "reduce-scatter attn_in"));

@@ -225,7 +225,7 @@ TEST(AxisTest, RowsThatTheRanksCanNotShareAreRefused) {
           "to a multiple of the group's size.")));
 }
 
-TEST(AxisTest, NewLinesAreComparedAtOnceAndTheirOrderBeforeTheFirstReGather) {
+TEST(AxisTest, NewLinesAreComparedAtOnceAndTheirOrderInTheFirstBackward) {
   Paper paper;
   SavedValues saved;
   for (int step = 0; step < 2; ++step) {

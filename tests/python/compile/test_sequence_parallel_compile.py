@@ -17,7 +17,7 @@ import lowtide
 from lowtide._state.gather_axes import axis_of
 from support.ranks import RankPool
 
-ROWS, FEATURES, HIDDEN, WORLD = 6, 16, 24, 2
+ROWS, FEATURES, HIDDEN, WORLD = 5, 16, 24, 2
 CPU = torch.device("cpu")
 
 

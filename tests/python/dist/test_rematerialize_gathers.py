@@ -188,7 +188,7 @@ def test_what_can_not_be_done_is_refused_by_name(pool_of):
     for rank, texts in enumerate(pool_of(2).run(refusals)):
         who = "lowtide: rematerialize_gathers: expected "
         assert texts == [
-            f"{who}'*.fnn' to match a module, got none. Did you mean '0.ffn'?",
+            f"{who}'*.fnn' to match a module, got none. Did you mean '1.ffn'?",
             f"{who}a model that parallelize_module has parallelised, got Linear "
             "without any parallel style. Call parallelize_module first.",
             f"{who}'0' to have a parallel style that gathers its input, got none. Name "
