@@ -188,11 +188,15 @@ def saved_bytes(regather: bool) -> int:
         )
         loss = y.sum()
         del y
-        time.sleep(0.2)
-        torch.empty(1)  # a sample
-        live = timeline.samples()["total"][-1]
+        live = min(sampled(timeline) for _ in range(40))
     loss.backward()
     return live
+
+
+def sampled(timeline: Any) -> int:
+    time.sleep(0.01)  # gloo's worker, as above
+    torch.empty(1)
+    return timeline.samples()["total"][-1]
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -201,7 +205,8 @@ def test_a_site_holds_its_shard_instead_of_the_gathered_value(pool_of, world):
     kept = pool_of(world).run(saved_bytes, False)
     again = pool_of(world).run(saved_bytes, True)
     for before, after in zip(kept, again, strict=True):
-        assert before - after == (world - 1) * shard
+        # To a KiB: gloo's worker may still hold a digest of the first step.
+        assert abs(before - after - (world - 1) * shard) < 1024
 
 
 # -- backwards of every kind --------------------------------------------------------
@@ -505,62 +510,56 @@ def test_without_a_policy_nothing_is_gathered_again(pool_of):
 # -- agreement ----------------------------------------------------------------------
 
 
-def uneven() -> None:
+def uneven(group: dist.ProcessGroup) -> None:
     rank = dist.get_rank()
-    lowtide.sp_all_gather(shard_of(rank, rows=ROWS + rank), group(), "uneven")
+    lowtide.sp_all_gather(shard_of(rank, rows=ROWS + rank), group, "uneven")
 
 
-def decides_alone() -> None:
+def decides_alone(group: dist.ProcessGroup) -> None:
     shard, weights = shard_of(0), weights_of((8,), 0)
     lowtide.sp_gather_linear(
-        shard, weights, group=group(), name="alone", regather=dist.get_rank() == 0
+        shard, weights, group=group, name="alone", regather=dist.get_rank() == 0
     )
 
 
-def orders_differ() -> None:
+def orders_differ(group: dist.ProcessGroup) -> None:
     shard, weights = shard_of(0), weights_of((8,), 0)
     loss: Any = 0.0
     for regather in (True, False, dist.get_rank() == 0):
         (y,) = lowtide.sp_gather_linear(
-            shard, weights, group=group(), name="order", regather=regather
+            shard, weights, group=group, name="order", regather=regather
         )
         loss = loss + y.sum()
     loss.backward()
 
 
-@pytest.mark.parametrize(
-    ("program", "on_zero", "on_one", "entry"),
-    [
-        (uneven, "'uneven' Float [6, 8]", "'uneven' Float [7, 8]", "0 of 1"),
-        (
-            decides_alone,
-            "'alone' Float [6, 8], gathered again in backward",
-            "'alone' Float [6, 8]",
-            "0 of 1",
-        ),
-        (
-            orders_differ,
-            "'order' Float [6, 8], gathered again in backward",
-            "'order' Float [6, 8]",
-            "2 of 3",
-        ),
-    ],
-)
-def test_ranks_that_differ_hear_about_it_in_the_first_step(
-    program, on_zero, on_one, entry
-):
-    from support.ranks import RankPool
+def disagreements() -> list[str]:
+    """Each program's message, on a group that is in its first step."""
+    texts = []
+    for program in (uneven, decides_alone, orders_differ):
+        try:
+            program(dist.new_group())
+            texts.append("")
+        except RuntimeError as error:
+            texts.append(str(error))
+    return texts
 
-    with RankPool(2) as pool:
-        for outcome in pool.outcomes(program):
-            assert outcome.error_type.endswith("RuntimeError")
-            assert outcome.error == (
-                "lowtide: sequence-parallel gathers: expected the same shards, names "
-                "and decisions in the same order on every rank, got "
-                f"{on_zero} on rank 0 and {on_one} on rank 1 (entry {entry}, rank "
-                f"{outcome.rank} of 2). Pad the sequence so that every rank has as "
-                "many tokens, and run the same program on all ranks."
-            )
+
+def test_ranks_that_differ_hear_about_it_in_the_first_step(pool_of):
+    again = ", gathered again in backward"
+    sides = [
+        ("'uneven' Float [6, 8]", "'uneven' Float [7, 8]", "0 of 1"),
+        (f"'alone' Float [6, 8]{again}", "'alone' Float [6, 8]", "0 of 1"),
+        (f"'order' Float [6, 8]{again}", "'order' Float [6, 8]", "2 of 3"),
+    ]
+    for rank, texts in enumerate(pool_of(2).run(disagreements)):
+        assert texts == [
+            "lowtide: sequence-parallel gathers: expected the same shards, names and "
+            f"decisions in the same order on every rank, got {zero} on rank 0 and "
+            f"{one} on rank 1 (entry {entry}, rank {rank} of 2). Pad the sequence so "
+            "that every rank has as many tokens, and run the same program on all ranks."
+            for zero, one, entry in sides
+        ]
 
 
 # -- modules ------------------------------------------------------------------------
