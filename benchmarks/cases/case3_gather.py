@@ -31,23 +31,15 @@ def measure() -> list[Row]:
 # -- full shapes, simulated ---------------------------------------------------------
 
 
-def held(system: str, config: str, size: int, layers: int) -> Held:
-    numbers = map(str, (size, layers, SEQUENCE))
-    arguments = ("sequence_parallel.py", system, config, *numbers)
-    return json.loads(run(*arguments, timeout=600))
-
-
-def a_layer(system: str, config: str, size: int) -> tuple[int, Held]:
-    """Bytes that one more layer holds for backward; figures of three layers."""
-    two, three = (held(system, config, size, layers) for layers in (2, 3))
-    return three["held"] - two["held"], three
-
-
 def simulated() -> Iterator[Row]:
     for config in MODELS:
         for size in SIZES:
+            numbers = map(str, (size, SEQUENCE))
+            arguments = ("sequence_parallel.py", config, *numbers)
+            found = json.loads(run(*arguments, timeout=900))
             layers = {
-                system: a_layer(system, config, size) for system in program.SYSTEMS
+                system: (three["held"] - two["held"], three)
+                for system, (two, three) in found.items()
             }
             yield from simulated_rows(config, size, layers)
 
@@ -129,15 +121,15 @@ rank's part of Llama blocks in bf16, batch 1, sequence {SEQUENCE}, over t ranks;
 allocated between forward and backward, without parameters and the input, three layers
 less two. Unique storages by construction: it is the allocator that counts. Two sites a
 layer: `attn_in` in front of Q, K and V, `ffn_in` in front of gate and up. *a site
-holds*: from the difference to gather saved. *highest in backward*: beyond parameters
-and their gradients.
+holds*: from the difference to gather saved. *highest in backward*: beyond parameters,
+with their gradients.
 
 *measured*: two small blocks on gloo, the second of two steps; collectives counted by
-lowtide's counter and torch's `CommDebugMode`. All systems but lowtide use torch's
-functional collectives there; in the simulation only SAC does, which must see them as
-operators. A block's own backward gathers twice (of the reduce-scatters) and
+lowtide's counter and a dispatch mode that sees torch's. All systems but lowtide use
+torch's functional collectives there; in the simulation only SAC does, which must see
+them as operators. A block's own backward gathers twice (of the reduce-scatters) and
 reduce-scatters twice (of the gathers); what is above that is done again. torch's
-checkpoint runs the whole block again; SAC keeps what every operator gives but the
-gathers.""",
+checkpoint runs the block again, up to the last tensor needed; SAC keeps products and
+attention, and gathers again with all the rest.""",
     run=measure,
 )

@@ -1,13 +1,15 @@
 """Blocks of a Llama as one rank of a tensor- and sequence-parallel group runs them:
 what is held between forward and backward, collectives, bits.
 
-    sequence_parallel.py SYSTEM CONFIG SIZE NUM_LAYERS SEQUENCE
+    sequence_parallel.py CONFIG SIZE SEQUENCE
 
-On the simulated device, without bytes: prints JSON.  `train` runs for real, on gloo.
+On the simulated device, without bytes: prints JSON, every system with two and with
+three blocks.  `train` runs for real, on gloo.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import sys
@@ -24,7 +26,7 @@ from torch.distributed._functional_collectives import (
     all_gather_tensor_autograd,
     reduce_scatter_tensor_autograd,
 )
-from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -38,20 +40,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from llama import CONFIGS, LlamaConfig, rope_table, rotate
 
 LOWTIDE, SAVED = "lowtide", "gather saved"
-CHECKPOINT, SELECTIVE = "torch checkpoint", "torch checkpoint, SAC: all but gathers"
+CHECKPOINT, SELECTIVE = "torch checkpoint", "torch checkpoint, SAC: products kept"
 SYSTEMS = (LOWTIDE, SAVED, CHECKPOINT, SELECTIVE)
 SITES = ("attn_in", "ffn_in")
-funcol = torch.ops._c10d_functional
 
 
-def all_but_gathers() -> Any:
-    """Keeps what every operator gives, but computes all-gathers again."""
+# What selective checkpointing keeps, as most recipes do: products and attention.
+aten = torch.ops.aten
+KEPT = (
+    aten.mm.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_fused_attention_overrideable.default,
+)
 
+
+def products_kept() -> Any:
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        again = (funcol.all_gather_into_tensor.default, funcol.wait_tensor.default)
-        if op in again:
-            return CheckpointPolicy.MUST_RECOMPUTE
-        return CheckpointPolicy.MUST_SAVE
+        keep = op in KEPT
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
@@ -102,7 +110,7 @@ class Block(nn.Module):
 
 def run(system: str, blocks: list[Block], x: Tensor, rope: Tensor) -> Tensor:
     again = SITES if system == LOWTIDE else ()
-    extra = {"context_fn": all_but_gathers} if system == SELECTIVE else {}
+    extra = {"context_fn": products_kept} if system == SELECTIVE else {}
     with lowtide.gather_policy(regather=again, min_bytes=0):
         for block in blocks:
             if system in (CHECKPOINT, SELECTIVE):
@@ -134,17 +142,22 @@ def held(system: str, config: LlamaConfig, layers: int, sequence: int) -> Any:
     live = torch.accelerator.memory_allocated() - before - y.nbytes
     torch.accelerator.reset_peak_memory_stats()
     y.backward(torch.empty_like(y))
-    gradients = sum(p.nbytes for block in blocks for p in block.parameters())
-    peak = torch.accelerator.max_memory_allocated() - before - gradients
+    peak = torch.accelerator.max_memory_allocated() - before
     return {"held": live, "peak": peak}
 
 
-def simulate(system: str, config: str, size: int, layers: int, sequence: int) -> Any:
+def simulate(config: str, size: int, sequence: int) -> Any:
     import lowtide.phantom
 
     lowtide.phantom.install(mode="meta", cublas_workspace=0)
     lowtide.phantom.init_world(size)
-    return held(system, CONFIGS[config], layers, sequence)
+    found = {}
+    for system in SYSTEMS:
+        for layers in (2, 3):
+            gc.collect()
+            figures = held(system, CONFIGS[config], layers, sequence)
+            found.setdefault(system, []).append(figures)
+    return found
 
 
 # -- on gloo ------------------------------------------------------------------------
@@ -152,20 +165,35 @@ def simulate(system: str, config: str, size: int, layers: int, sequence: int) ->
 SMALL = LlamaConfig(64, 64, 2, 8, 4, 96, max_seq_len=32)
 
 
+class TorchCollectives(TorchDispatchMode):
+    """Counts torch's functional collectives, in backward and recomputations too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = {"all_gather_into_tensor": 0, "reduce_scatter_tensor": 0}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace == "_c10d_functional":
+            name = func.overloadpacket.__name__
+            if name in self.calls:
+                self.calls[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
 def counted(call: Callable[[], Any], axis: Any) -> tuple[Any, dict[str, int]]:
     """What ``call`` returns, and the collectives it issued, lowtide's and torch's."""
     axis.reset_counters()
-    with CommDebugMode() as mode:
+    with TorchCollectives() as torchs:
         result = call()
     ours = {kind: calls for kind, (calls, _) in axis.counters.items()}
-    torchs = {str(op): calls for op, calls in mode.get_comm_counts().items()}
-    gathers = ours["all-gather"]
-    scatters = ours["reduce-scatter"]
-    for op, calls in torchs.items():
-        if op.startswith("c10d_functional."):
-            gathers += calls * ("all_gather" in op)
-            scatters += calls * ("reduce_scatter" in op)
-    return result, {"all-gathers": gathers, "reduce-scatters": scatters}
+    gathers = torchs.calls["all_gather_into_tensor"]
+    scatters = torchs.calls["reduce_scatter_tensor"]
+    return result, {
+        "all-gathers": ours["all-gather"] + gathers,
+        "reduce-scatters": ours["reduce-scatter"] + scatters,
+    }
 
 
 def train(system: str, dtype: torch.dtype, torch_collectives: bool) -> dict[str, Any]:
@@ -206,8 +234,8 @@ def train(system: str, dtype: torch.dtype, torch_collectives: bool) -> dict[str,
 
 
 def main() -> None:
-    system, config, *numbers = sys.argv[1:]
-    print(json.dumps(simulate(system, config, *map(int, numbers))))
+    config, *numbers = sys.argv[1:]
+    print(json.dumps(simulate(config, *map(int, numbers))))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """A sequence-parallel block under torch.compile(fullgraph=True): the forward saves the
-shard, not the gathered tensor, and gradients are those of eager."""
+shard, not the gathered tensor, and gradients are those of the block that saves it."""
 
 from __future__ import annotations
 
@@ -63,8 +63,14 @@ def gradients(call: Any, module: Block) -> list[Tensor]:
 def compiled(backend: str, regather: bool | None) -> dict[str, Any]:
     """Shapes the compiled forward hands to backward, and whether bits are equal."""
     torch._dynamo.reset()
+    torch._inductor.config.force_disable_caches = True
     module = block(regather)
     expected = gradients(module, module)
+    if backend == "inductor":
+        # Its own kernels round differently from eager's.
+        plain = block(False)
+        whole = torch.compile(plain, backend="inductor", fullgraph=True)
+        expected = gradients(whole, plain)
     saved: list[tuple[int, ...]] = []
 
     def record(graph: Any, inputs: Any) -> Any:
@@ -98,10 +104,6 @@ def compiled(backend: str, regather: bool | None) -> dict[str, Any]:
     return {
         "saved": saved,
         "equal": [torch.equal(a, b) for a, b in zip(got, expected, strict=True)],
-        "close": all(
-            torch.allclose(a, b, rtol=1e-4, atol=1e-5)
-            for a, b in zip(got, expected, strict=True)
-        ),
         "figures": axis_of(dist.group.WORLD, CPU).figures()["ffn_in"],
     }
 
