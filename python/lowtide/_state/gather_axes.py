@@ -5,6 +5,7 @@ from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from lowtide import _C
@@ -61,12 +62,16 @@ def _axis_and_collectives(
     return axis, collectives
 
 
+def group_named(group_name: str) -> dist.ProcessGroup:
+    return c10d._resolve_process_group(c10d.GroupName(group_name))
+
+
 def axis_named(group_name: str, device: torch.device) -> _C.GatherAxis:
-    return axis_of(dist.distributed_c10d._resolve_process_group(group_name), device)
+    return axis_of(group_named(group_name), device)
 
 
 def _compare(group_name: str, device: torch.device, lines: list[str]) -> None:
-    group = dist.distributed_c10d._resolve_process_group(group_name)
+    group = group_named(group_name)
     require_same_lines(
         group,
         device,

@@ -7,12 +7,11 @@ operators saves what it is told to: the shard, where the gather is done again.
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.library import custom_op
 
 from lowtide import _C
-from lowtide._state.gather_axes import axis_named
+from lowtide._state.gather_axes import axis_named, group_named
 
 
 def _rows(tensor: Tensor, rows: Any, last: Any = None) -> Tensor:
@@ -23,7 +22,7 @@ def _rows(tensor: Tensor, rows: Any, last: Any = None) -> Tensor:
 
 
 def _size(group_name: str) -> int:
-    return dist.distributed_c10d._resolve_process_group(group_name).size()
+    return group_named(group_name).size()
 
 
 def _refuse_create_graph(name: str) -> None:

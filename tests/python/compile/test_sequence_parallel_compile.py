@@ -114,10 +114,11 @@ def pool() -> Any:
         yield ranks
 
 
+@pytest.mark.timeout(600)  # C++ compilers run, twice on each rank
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_the_compiled_forward_saves_the_shard(pool: RankPool, backend: str) -> None:
     gathered = (WORLD * ROWS, FEATURES)
-    for seen in pool.run(compiled, backend, True, timeout=280):
+    for seen in pool.run(compiled, backend, True, timeout=560):
         assert seen["figures"]["gathers"] == 1
         assert seen["figures"]["regathers"] == 1
         assert all(seen["equal"]), seen

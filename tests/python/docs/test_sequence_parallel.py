@@ -45,3 +45,26 @@ def test_the_table_is_of_the_stored_figures() -> None:
         assert (
             line + " | ".join(f"{cell:.1f} GiB" for cell in cells) in PAGE.read_text()
         )
+
+
+def test_the_stored_figures_are_those_of_the_case() -> None:
+    rows = json.loads(RESULTS.read_text())["rows"]
+    ours = {r["quantity"]: r["value"] for r in rows if r["system"] == "lowtide"}
+    for config in ("8B", "70B"):
+        for t in (4, 8):
+            share = ours[f"{config}, t {t}: a site holds of its gathered bytes"]
+            assert share == 1 / t
+    assert ours["8B, t 4: less held, 32 layers"] == 3.0
+    assert ours["8B, t 8: less held, 32 layers"] == 3.5
+    assert ours["70B, t 4: less held, 80 layers"] == 15.0
+    assert ours["70B, t 8: less held, 80 layers"] == 17.5
+    for world in (2, 4):
+        for dtype in ("fp32", "bf16"):
+            where = f"gloo, {world} ranks, {dtype}: "
+            for site in ("attn_in", "ffn_in"):
+                assert ours[f"{where}gathers of '{site}' a block in backward"] == 1.0
+            equal = "loss and gradients equal gather saved's bit for bit"
+            assert ours[where + equal] is True
+            for kind in ("all-gathers", "reduce-scatters"):
+                assert ours[f"{where}{kind} a block, forward"] == 2.0
+            assert ours[where + "all-gathers a block, backward"] == 2.0 + 2.0
