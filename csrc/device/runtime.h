@@ -83,8 +83,8 @@ class Runtime {
   // A point after everything enqueued on `stream` so far.
   virtual Event record(Stream stream) = 0;
 
-  // The same with a time stamp, for `elapsed_ns`; empty on devices without a
-  // clock and inside a graph capture.
+  // The same with a time stamp, for `elapsed_ns` only; empty on devices without
+  // a clock and inside a graph capture.
   virtual Event record_time(Stream /*stream*/) { return {}; }
 
   // Nanoseconds of the device from one time stamp to a later one; nothing while

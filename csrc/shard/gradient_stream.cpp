@@ -62,7 +62,9 @@ void GradientStream::append(UnitGradients& unit) {
       entries_.push_back(std::move(chunk));
     }
   }
-  ring_.fit(unit.slot_bytes());
+  if (!unit.own_slots()) {
+    ring_.fit(unit.slot_bytes());
+  }
 }
 
 bool GradientStream::contains(const UnitGradients& unit) const {
@@ -134,8 +136,9 @@ void GradientStream::accept_rows(UnitGradients& unit, std::int32_t i,
         base::concat(
             "block ", block,
             parameter.source.defined() ? " beside a whole gradient" : ""),
-        "A head whose rows are streamed is used once in a step; gather it "
-        "whole to use it more often."));
+        "A parameter whose gradient comes in rows (a head inside its loss, a "
+        "large embedding) gets one gradient in a backward: call its module, "
+        "and do not use its weight otherwise."));
   }
   ++parameter.blocks_seen;
   parameter.fired = true;
@@ -230,6 +233,7 @@ void GradientStream::open_slot(std::size_t place) {
   if (place >= static_cast<std::size_t>(GradientRing::kNumSlots)) {
     land(place - static_cast<std::size_t>(GradientRing::kNumSlots));
   }
+  ring_.fit(entry.unit->slot_bytes());
   const auto& storage = ring_.slot(slot);
   const auto& chunk = chunk_of(entry);
   const auto dtype =

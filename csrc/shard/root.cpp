@@ -106,7 +106,7 @@ void Root::replan(Unit& unit) {
         "gradients of it that are not reduced yet",
         "Call lowtide.losses.stream_rows before the first backward."));
   }
-  unit.plan_gradients(ring_bytes());
+  plan_gradients_of(unit, ring_bytes());
 }
 
 void Root::end_forward() {
@@ -146,7 +146,7 @@ void Root::plan_gradients() {
       complete = false;  // again after its slab has been reduced
       continue;
     }
-    unit->plan_gradients(ring);
+    plan_gradients_of(*unit, ring);
   }
   planned_ = complete;
   planned_trainable_ = std::move(trainable);
@@ -159,7 +159,53 @@ std::int64_t Root::ring_bytes() const {
       largest = std::max(largest, unit->gradients().wire_bytes());
     }
   }
-  return GradientRing::bytes_for(gradient_budget_, largest);
+  return GradientRing::bytes_for(gradient_budget(), largest);
+}
+
+std::int64_t Root::gradient_budget() const {
+  std::int64_t ranks = 1;
+  for (const auto* unit : units_) {
+    if (unit != nullptr) {
+      ranks = std::max(ranks, unit->groups().reduce->size());
+    }
+  }
+  return gradient_budget_.value_or(GradientRing::default_budget(ranks));
+}
+
+// [Note: The end of backward]
+// Nothing hides the reduction of the last unit, usually the embedding, so it
+// leaves in few collectives.  Where a block before it held its parameters and
+// the next one's, their gradients and its activations, a ring four times as
+// long as those parameters fits.
+void Root::plan_gradients_of(Unit& unit, std::int64_t ring_bytes) {
+  constexpr std::int64_t kMuch = 4;
+  std::int64_t gathered = 0;
+  for (const auto* other : units_) {
+    if (other != nullptr && other != &unit) {
+      gathered = std::max(gathered, other->planned_gathered_bytes());
+    }
+  }
+  const auto wire = unit.gradients().wire_bytes();
+  const bool own = !gradient_budget_ && wire > kMuch * ring_bytes &&
+                   &unit == last_to_reduce();
+  unit.gradients().set_own_slots(own);
+  unit.plan_gradients(
+      own ? std::max(ring_bytes, std::min(wire, kMuch * gathered))
+          : ring_bytes);
+}
+
+// Of those that do not enclose others: they have been reduced by then, or are
+// small.
+const Unit* Root::last_to_reduce() const {
+  for (auto number = last_order_.rbegin(); number != last_order_.rend();
+       ++number) {
+    const auto* unit = units_[static_cast<std::size_t>(*number)];
+    if (unit != nullptr && !unit->encloses_units &&
+        unit->gradients().wire_bytes() > 0) {
+      return unit;
+    }
+  }
+  return nullptr;
 }
 
 // [Note: Refining the order]

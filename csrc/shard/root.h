@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -26,9 +27,10 @@ class Root : public std::enable_shared_from_this<Root> {
   void forget(const Unit& unit);
 
   // Byte budget of the ring of gradient chunks; takes effect when the next
-  // forward begins.  The same on every rank.
+  // forward begins.  The same on every rank.  If never set, it grows with the
+  // number of ranks, and the last unit to reduce has a longer ring of its own.
   void set_gradient_budget(std::int64_t bytes);
-  std::int64_t gradient_budget() const { return gradient_budget_; }
+  std::int64_t gradient_budget() const;
 
   // --- called by units ------------------------------------------------------
   // Returns the unit to gather ahead, or null.
@@ -65,6 +67,8 @@ class Root : public std::enable_shared_from_this<Root> {
   void close_backward();
   void plan_gradients();
   std::int64_t ring_bytes() const;
+  void plan_gradients_of(Unit& unit, std::int64_t ring_bytes);
+  const Unit* last_to_reduce() const;
   void agree_on_order();
   std::vector<Unit*> participants();
 
@@ -73,7 +77,7 @@ class Root : public std::enable_shared_from_this<Root> {
   std::vector<Unit*> units_;
   Schedule schedule_{0};
   GradientStream stream_;
-  std::int64_t gradient_budget_ = GradientRing::kDefaultBudget;
+  std::optional<std::int64_t> gradient_budget_;  // as set
   bool planned_ = false;
   bool order_agreed_ = false;
   std::vector<std::vector<bool>> planned_trainable_;

@@ -388,7 +388,6 @@ void Unit::end_backward(bool more_backwards) {
     gradients_.end();
   }
   in_backward_ = output_gradient_ = false;
-  saved_ = saved_ && more_backwards;
   calls_without_grad_ = nested_calls_done_ = 0;
   if (!more_backwards) {
     calls_without_inputs_ = 0;

@@ -186,7 +186,7 @@ class Unit final : public BackwardReceiver,
   bool prefetched_ = false;
 
   // References to the full parameters before the module's forward ran, and
-  // whether any forward since the last backward added to them.
+  // whether any forward added to them: a retained graph may still hold them.
   std::vector<std::pair<std::int64_t, std::int64_t>> references_;
   bool saved_ = false;
 

@@ -104,6 +104,10 @@ class UnitGradients {
   std::int64_t num_chunks() const;
   // Bytes of one chunk slot: [N + 1, max columns] of the widest lane.
   std::int64_t slot_bytes() const;
+  // Its slots are longer than other units' and leased when its own gradients
+  // come; takes effect with the next backward.
+  void set_own_slots(bool own) { own_slots_ = own; }
+  bool own_slots() const { return own_slots_; }
   // Bytes of all gradients, padded, in the dtypes they travel in.
   std::int64_t wire_bytes() const;
   // Bytes of all slabs once allocated.
@@ -153,6 +157,7 @@ class UnitGradients {
   std::vector<Lane> lanes_;
   ShardedGradients sharded_;
   std::int64_t source_bytes_ = 0;
+  bool own_slots_ = false;
   bool sync_ = true;
   bool accumulating_ = false;
   bool sealed_ = false;
