@@ -260,13 +260,13 @@ class UnitState:
         gather, reduce = self.groups.gather, self.groups.reduce
         if self.custom_all_gather is not None:
             gather = gather.with_custom(
-                group=self.groups.gather_group,
+                group=self.groups.gather_process_group,
                 all_gather=self.custom_all_gather,
                 reduce_scatter=None,
             )
         if self.custom_reduce_scatter is not None:
             reduce = reduce.with_custom(
-                group=self.groups.reduce_group,
+                group=self.groups.reduce_process_group,
                 all_gather=None,
                 reduce_scatter=self.custom_reduce_scatter,
             )
@@ -335,7 +335,7 @@ def local_of(parameter: nn.Parameter) -> torch.Tensor:
 def original_class(module: nn.Module) -> type:
     """Of a module that ``fully_shard`` has made an ``FSDPModule``."""
     mro = type(module).__mro__
-    original: type = mro[type(module)._orig_cls_mro_index]  # type: ignore[attr-defined]
+    original: type = mro[type(module)._orig_cls_mro_index]
     return original
 
 
