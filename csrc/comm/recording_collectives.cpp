@@ -52,6 +52,18 @@ struct RecordingCollectives::State {
                     const at::Tensor& mine) const {
     const std::vector<at::Tensor> by_rank = inputs(call, index, mine);
     if (call.kind == Kind::all_gather) return at::cat(by_rank);
+    if (call.kind == Kind::all_to_all) {
+      std::vector<at::Tensor> slices;
+      for (const at::Tensor& sent : by_rank) {
+        slices.push_back(sent.view({size, -1})[rank]);
+      }
+      return at::cat(slices);
+    }
+    if (call.kind == Kind::all_reduce) {
+      at::Tensor sum = by_rank[0].clone();
+      for (std::int64_t from = 1; from < size; ++from) sum += by_rank[from];
+      return sum;
+    }
     const auto slice = [&](std::int64_t from) {
       return by_rank[from].view({size, -1})[rank];
     };
@@ -192,6 +204,16 @@ std::unique_ptr<Pending> RecordingCollectives::reduce_scatter_coalesced(
                 .coalesced = true,
                 .reduction = reduction},
                outs, ins);
+}
+
+std::unique_ptr<Pending> RecordingCollectives::all_reduce(
+    at::Tensor& tensor, const std::string& label) {
+  return issue({.kind = Kind::all_reduce, .label = label}, {tensor}, {tensor});
+}
+
+std::unique_ptr<Pending> RecordingCollectives::all_to_all(
+    at::Tensor& out, at::Tensor& in, const std::string& label) {
+  return issue({.kind = Kind::all_to_all, .label = label}, {out}, {in});
 }
 
 std::vector<std::int64_t> RecordingCollectives::from_rank_zero(

@@ -17,7 +17,7 @@ _version_check.check_torch(built_for=_built_for.TORCH, built_for_cuda=_built_for
 from lowtide import _C  # noqa: E402
 
 if TYPE_CHECKING:
-    from lowtide import losses
+    from lowtide import losses, spmd
     from lowtide.activations import checkpoint, tag
     from lowtide.api import FSDPModule, UnshardHandle, abort_step, fully_shard
     from lowtide.estimate import estimate_offload
@@ -43,7 +43,7 @@ _PUBLIC = {
     "MixedPrecisionPolicy": "lowtide.policies",
     "plan": "lowtide.planning",
 }
-_PUBLIC_MODULES = ("losses",)
+_PUBLIC_MODULES = ("losses", "spmd")
 
 __all__ = [
     "ActivationPolicy",
@@ -58,6 +58,7 @@ __all__ = [
     "losses",
     "memory_report",
     "plan",
+    "spmd",
     "tag",
 ]
 
