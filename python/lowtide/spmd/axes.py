@@ -63,9 +63,7 @@ def current_mesh() -> DeviceMesh | None:
 
 def axes_of(mesh: DeviceMesh) -> tuple[Axis, ...]:
     names = mesh.mesh_dim_names or tuple(str(dim) for dim in range(mesh.ndim))
-    return tuple(
-        Axis(name, mesh.get_group(dim)) for dim, name in enumerate(names)
-    )
+    return tuple(Axis(name, mesh.get_group(dim)) for dim, name in enumerate(names))
 
 
 def resolve(axis: str | dist.ProcessGroup | DeviceMesh | Axis) -> Axis:

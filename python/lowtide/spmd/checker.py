@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
+from torch.distributed import _mesh_layout, device_mesh
 from torch.overrides import TorchFunctionMode
 
 from lowtide import _C
@@ -40,7 +43,7 @@ class Checker(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not self._frame.looks:
+        if not self._frame.looks or _is_of_a_mesh(sys._getframe(1)):
             return func(*args, **kwargs)
         name = rules.call_name(func)
         rule = rules.rule_of(func, name, args, kwargs)
@@ -85,7 +88,9 @@ class Checker(TorchFunctionMode):
             if key != "out"
             for tensor in tensors_in(value)
         ]
-        inputs = [self._types(t, f"input {i} of {name}") for i, t in enumerate(operands)]
+        inputs = [
+            self._types(t, f"input {i} of {name}") for i, t in enumerate(operands)
+        ]
         numbers = name.partition(".")[0] in _ADDS_NUMBERS and any(
             isinstance(value, (int, float, complex)) and value != 0
             for value in (*args[:3], *kwargs.values())
@@ -272,7 +277,8 @@ class Checker(TorchFunctionMode):
         name = rules.function_name(function)
         rule = _C.find_rule(name)
         assert rule is not None
-        return self._typed(name, rule, args, kwargs, plain)
+        with self._frame.paused():
+            return self._typed(name, rule, args, kwargs, plain)
 
 
 def _call_in_region(
@@ -288,6 +294,12 @@ def _call_in_region(
 
 
 rules.apply_function = _call_in_region
+
+
+def _is_of_a_mesh(caller: FrameType) -> bool:
+    """A mesh keeps its ranks in tensors; `mesh["tp"]` is no work of a region."""
+    files = (device_mesh.__file__, _mesh_layout.__file__)
+    return caller.f_code.co_filename in files
 
 
 def _needs_gradient(tensor: torch.Tensor) -> bool:

@@ -13,17 +13,17 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lowtide.spmd import annotations, axes
-from lowtide.spmd.axes import Axis, rank_text
+from lowtide.spmd import annotations
+from lowtide.spmd.axes import rank_text
 from lowtide.spmd.checker import Checker
+from lowtide.spmd.declarations import Declaration, region_axes
 from lowtide.spmd.frame import Frame, pop, push
 from lowtide.spmd.replicas import comparing
 from lowtide.spmd.source import line
@@ -31,17 +31,6 @@ from lowtide.spmd.types import Type, error
 from lowtide import _C
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
-# One tensor's: a type for every axis, or by axis.
-TensorTypes = "Type | Mapping[str | dist.ProcessGroup | DeviceMesh | Axis, Type]"
-
-
-def is_one(types: Any) -> bool:
-    """One tensor's types, not several tensors'."""
-    if isinstance(types, Type):
-        return True
-    return isinstance(types, Mapping) and all(
-        isinstance(type_, Type) for type_ in types.values()
-    )
 
 
 class region:
@@ -87,8 +76,8 @@ class region:
             )
         self.name = name
         self.check = check
-        self._in, self._out, self._grad = in_types, out_types, grad_types
-        self._mesh = mesh
+        self.in_types, self.out_types, self.grad_types = in_types, out_types, grad_types
+        self.mesh = mesh
         self._runs: list[_Run] = []
 
     def __call__(self, fn: Fn) -> Fn:
@@ -118,70 +107,21 @@ class region:
     ) -> None:
         self._runs.pop().__exit__(exc_type, exc, traceback)
 
-    # What follows reads the declarations.
-
-    def axes(self) -> tuple[Axis, ...]:
-        mesh = self._mesh or axes.current_mesh()
-        if mesh is not None:
-            return axes.axes_of(mesh)
-        named: dict[str, Axis] = {}
-        for types in (*self._entries(self._in), *self._entries(self._out)):
-            if isinstance(types, Mapping):
-                for axis in map(axes.resolve, types):
-                    named[axis.key] = axis
-        if not named:
-            raise ValueError(
-                f"lowtide: region {self.name!r}: expected a mesh, got none. Pass mesh=, "
-                f"or call inside `with lowtide.spmd.use_mesh(mesh)`."
-            )
-        return tuple(named.values())
-
-    @staticmethod
-    def _entries(declared: Any) -> list[Any]:
-        if is_one(declared):
-            return [declared]
-        return list(declared.values() if isinstance(declared, Mapping) else declared)
-
-    def in_names(self) -> list[str]:
-        if isinstance(self._in, Mapping) and not is_one(self._in):
-            return list(self._in)
-        return [str(i) for i in range(len(self._entries(self._in)))]
-
-    def types(self, kind: str, index: int, frame_axes: Sequence[Axis]) -> dict[str, str]:
-        """By axis key, of tensor `index` of the inputs, outputs or gradients."""
-        declared = {"input": self._in, "output": self._out, "gradient": self._grad}[kind]
-        if isinstance(declared, Mapping) and not is_one(declared) and kind == "gradient":
-            types = declared[self.in_names()[index]]
-        else:
-            types = self._entries(declared)[index]
-        if isinstance(types, Type):
-            return {axis.key: types.value for axis in frame_axes}
-        found = {self._resolve(a, frame_axes).key: t.value for a, t in types.items()}
-        missing = [axis for axis in frame_axes if axis.key not in found]
-        if missing:
-            raise ValueError(
-                f"lowtide: region {self.name!r}, {kind} {index}: expected a type for "
-                f"every axis, got none for {missing}. Write one of R, I, V, P."
-            )
-        return found
-
-    def _resolve(self, axis: Any, frame_axes: Sequence[Axis]) -> Axis:
-        for known in frame_axes:
-            if axis == known.name:
-                return known
-        return axes.resolve(axis)
-
-    def count(self, kind: str) -> int:
-        declared = {"input": self._in, "output": self._out, "gradient": self._grad}[kind]
-        return len(self._entries(declared))
-
 
 class _Run:
     """One forward of a region."""
 
     def __init__(self, spec: region) -> None:
-        self._spec = spec
-        self._frame = Frame(spec.name, spec.axes(), checks=spec.check)
+        declared = (spec.in_types, spec.out_types, spec.grad_types)
+        axes = region_axes(spec.name, spec.mesh, declared)
+        who = f"region {spec.name!r}"
+        self._in = Declaration(f"{who}, input", spec.in_types, axes)
+        self._out = Declaration(f"{who}, output", spec.out_types, axes)
+        self._grad: Declaration | None = None
+        if spec.grad_types is not None:
+            self._grad = Declaration(f"{who}, gradient of", spec.grad_types, axes)
+        self._check = spec.check
+        self._frame = Frame(spec.name, axes, checks=spec.check)
         self._checker = Checker(self._frame) if spec.check else None
         self._inputs: list[tuple[str, weakref.ref[torch.Tensor], int]] = []
         self._finished = False
@@ -223,36 +163,34 @@ class _Run:
 
     def take(self, arguments: dict[str, Any]) -> None:
         """Replaces the tensors among a call's arguments by the region's."""
-        names = self._spec.in_names()
-        by_name = set(names) <= set(arguments)
-        holders = [
-            name
-            for name, value in arguments.items()
-            if (name in names if by_name else isinstance(value, torch.Tensor))
-        ]
-        if by_name:
-            holders = names
-        tensors = self.inputs(*(arguments[name] for name in holders))
-        for name, tensor in zip(holders, tensors, strict=True):
-            arguments[name] = tensor
+        names = list(self._in.types)
+        if not self._in.by_name:
+            names = [
+                n for n, value in arguments.items() if isinstance(value, torch.Tensor)
+            ]
+        tensors = self.inputs(*(arguments[name] for name in names))
+        arguments.update(zip(names, tensors, strict=True))
 
     def inputs(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The region's own names for ``tensors``, one for each entry of in_types."""
-        expected = self._spec.count("input")
-        if len(tensors) != expected:
-            raise ValueError(
-                f"lowtide: region {self._frame.name!r}: expected {expected} input "
-                f"tensors, got {len(tensors)}. Give in_types one entry for each."
-            )
-        names = self._spec.in_names()
+        self._expect("input", len(self._in), len(tensors))
         return tuple(
-            self._input(i, name, tensor)
-            for i, (name, tensor) in enumerate(zip(names, tensors, strict=True))
+            self._input(index, name, tensor)
+            for index, (name, tensor) in enumerate(
+                zip(self._in.types, tensors, strict=True)
+            )
         )
+
+    def _expect(self, what: str, expected: int, got: int) -> None:
+        if got != expected:
+            raise ValueError(
+                f"lowtide: region {self._frame.name!r}: expected {expected} {what} "
+                f"tensors, got {got}. Declare one entry for each."
+            )
 
     def _input(self, index: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
         frame = self._frame
-        declared = self._spec.types("input", index, frame.axes)
+        declared = self._in.types[name]
         for axis_name, passed in annotations.types_of(tensor, frame.axes).items():
             axis = frame.axis_named(axis_name)
             if declared[axis.key] == passed.value:
@@ -276,16 +214,16 @@ class _Run:
     def _watch_gradient(
         self, index: int, name: str, own: torch.Tensor, declared: Mapping[str, str]
     ) -> None:
-        if self._spec._grad is None:
+        if self._grad is None:
             return
         frame = self._frame
-        wanted = self._spec.types("gradient", index, frame.axes)
+        wanted = list(self._grad.types.values())[index]
         needs = []
         for axis in frame.axes:
             follows = Type(declared[axis.key]).gradient.value
             if wanted[axis.key] == follows:
                 continue
-            if self._spec.check:
+            if self._check:
                 raise error(
                     f"region {frame.name!r}",
                     f"the gradient of input {name!r} to be declared {follows} over "
@@ -309,12 +247,7 @@ class _Run:
         """``values`` as they leave: a tensor, or a tuple or list of tensors."""
         several = isinstance(values, (tuple, list))
         tensors = list(values) if several else [values]
-        expected = self._spec.count("output")
-        if len(tensors) != expected:
-            raise ValueError(
-                f"lowtide: region {self._frame.name!r}: expected {expected} output "
-                f"tensors, got {len(tensors)}. Give out_types one entry for each."
-            )
+        self._expect("output", len(self._out), len(tensors))
         with self._frame.paused():
             for index, tensor in enumerate(tensors):
                 self._output(index, tensor)
@@ -323,7 +256,7 @@ class _Run:
 
     def _output(self, index: int, tensor: torch.Tensor) -> None:
         frame = self._frame
-        declared = self._spec.types("output", index, frame.axes)
+        declared = list(self._out.types.values())[index]
         if self._checker is not None:
             self._checker.check_output(index, tensor, declared)
         else:

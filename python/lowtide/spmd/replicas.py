@@ -109,9 +109,7 @@ class Replicas:
             value, ranks = found
             type_ = value.types[axis.key]
             from_operator = "::" in value.label or "." in value.label
-            what = (
-                f"the output of {value.label}" if from_operator else value.label
-            )
+            what = f"the output of {value.label}" if from_operator else value.label
             raise error(
                 f"region {self._name!r}",
                 f"{what} at {value.where} to be equal over {axis}, as its type {type_} "

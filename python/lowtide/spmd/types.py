@@ -21,6 +21,8 @@ class Type(enum.Enum):
     def __repr__(self) -> str:
         return self.value
 
+    __str__ = __repr__
+
     @property
     def gradient(self) -> Type:
         return {Type.R: Type.P, Type.P: Type.R}.get(self, self)
@@ -34,4 +36,6 @@ class ReplicationError(RuntimeError):
 
 
 def error(who: str, expected: str, got: str, next_step: str) -> ReplicationError:
-    return ReplicationError(f"lowtide: {who}: expected {expected}, got {got}. {next_step}")
+    return ReplicationError(
+        f"lowtide: {who}: expected {expected}, got {got}. {next_step}"
+    )

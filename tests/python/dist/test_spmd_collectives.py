@@ -15,7 +15,7 @@ from lowtide import spmd
 from lowtide.spmd import I, P, R, Type, V
 
 Tensors = list[torch.Tensor]
-SHAPE = (4, 8)  # divides by 2 and 4 along both dimensions
+SHAPE = (4, 4)  # divides by 2 and 4 along both dimensions
 OPERATIONS = {
     "all_gather": spmd.all_gather,
     "reduce_scatter": spmd.reduce_scatter,
