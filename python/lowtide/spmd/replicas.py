@@ -115,8 +115,7 @@ class Replicas:
                 f"{what} at {value.where} to be equal over {axis}, as its type {type_} "
                 f"says",
                 f"other values on ranks {ranks} of the axis {rank_text()}",
-                f"Correct the rule of {value.label}: what it says holds not over "
-                f"{axis}."
+                f"Correct the rule, which does not hold over {axis}."
                 if from_operator
                 else "Correct what is passed, or declare V.",
             )
