@@ -36,6 +36,7 @@ CASES = (
     "allocations",
     "case1_flat_gradients",
     "case2_residual_offload",
+    "case4_replication",
     "wire_bytes",
     "host_cost",
     "host_instructions",
