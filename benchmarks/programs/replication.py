@@ -14,7 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from lowtide import spmd
 
 SHAPE = (1, 128)
-OPERATORS, TIMES = 32, 200
+FEW, MANY, TIMES = 2, 34, 200
 Seen = dict[str, Any]
 
 
@@ -105,24 +105,41 @@ def on_rank() -> dict[str, Seen]:
     return result
 
 
-def cost() -> dict[str, float]:
-    """CPU microseconds of forward and backward of 32 small operators; median."""
+def cost() -> dict[str, tuple[float, float]]:
+    """CPU microseconds that a region adds to forward and backward of small operators:
+    (for itself and the first two, for each further one); of medians."""
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("data", "model"))
     x = torch.randn(4, requires_grad=True)
-
-    def body(x: torch.Tensor) -> torch.Tensor:
-        for _ in range(OPERATORS // 2):
-            x = torch.tanh(x) * 2
-        return x
-
     grad_types = {"data": spmd.P, "model": spmd.P}
-    ways = {
-        "plain": body,
-        "checked": spmd.region("body", spmd.R, spmd.R, mesh=mesh)(body),
-        "unchecked": spmd.region(
-            "body", spmd.R, spmd.R, grad_types, mesh=mesh, check=False
-        )(body),
+    medians = {}
+    for operators in (FEW, MANY):
+
+        def body(x: torch.Tensor, operators: int = operators) -> torch.Tensor:
+            for _ in range(operators // 2):
+                x = torch.tanh(x) * 2
+            return x
+
+        region, R = spmd.region, spmd.R
+        ways = {
+            "plain": body,
+            "checked": region("body", {"x": R}, R, mesh=mesh)(body),
+            "unchecked": region(
+                "body", {"x": R}, R, [grad_types], mesh=mesh, check=False
+            )(body),
+        }
+        for name, median in in_turns(x, ways).items():
+            medians[name, operators] = median
+    return {
+        name: (
+            medians[name, FEW] - medians["plain", FEW],
+            (medians[name, MANY] - medians["plain", MANY]) / (MANY - FEW)
+            - (medians[name, FEW] - medians["plain", FEW]) / (MANY - FEW),
+        )
+        for name in ("checked", "unchecked")
     }
+
+
+def in_turns(x: torch.Tensor, ways: dict[str, Any]) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(TIMES):
         for name, way in ways.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -13,26 +13,32 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lowtide import _C
 
-AxisLike = "str | dist.ProcessGroup | DeviceMesh | Axis"
-
 
 @dataclass(frozen=True)
 class Axis:
     name: str
     group: dist.ProcessGroup
+    # Of annotations: the group's name. All axes of one rank share a group, so these
+    # have their own, too.
+    key: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        name = self.group_name
+        alone = self.group.size() == 1
+        object.__setattr__(self, "key", f"{name}/{self.name}" if alone else name)
 
     @property
-    def key(self) -> str:
+    def group_name(self) -> str:
         return self.group.group_name
 
     def __repr__(self) -> str:
         return repr(self.name)
 
     def collectives(self, device: torch.device) -> _C.Collectives:
-        known = _collectives.get((self.key, device.type))
+        known = _collectives.get((self.group_name, device.type))
         if known is None or known[0] is not self.group:
-            known = self.group, _C.Collectives(self.key, device)
-            _collectives[self.key, device.type] = known
+            known = self.group, _C.Collectives(self.group_name, device)
+            _collectives[self.group_name, device.type] = known
         return known[1]
 
 

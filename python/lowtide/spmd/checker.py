@@ -124,7 +124,7 @@ class Checker(TorchFunctionMode):
             if over is not None:
                 kind = _C.collective_backward(rule.src, rule.dst)
                 if kind and _needs_gradient(operands[0]):
-                    frame.record.require(kind, over.key)
+                    frame.record.require(kind, over.group_name)
             with frame.paused():
                 result = func(*args, **kwargs)
         finally:
@@ -174,7 +174,7 @@ class Checker(TorchFunctionMode):
             for value in (*args, *kwargs.values())
             if isinstance(value, str) or rules.is_group(value)
         } | {rules.axis_of(name)}
-        found = [axis for axis in axes if passed & {axis.key, axis.name}]
+        found = [axis for axis in axes if passed & {axis.group_name, axis.name}]
         if not found:
             found = [a for a in axes if inputs and inputs[0][a.key] == rule.src]
         if len(axes) == 1:

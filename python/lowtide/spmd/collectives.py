@@ -112,7 +112,7 @@ def _apply(
     if frame is not None:
         frame.record.begin_operator(f"spmd.{operation}", line())
         if backward and torch.is_grad_enabled() and x.requires_grad:
-            frame.record.require(backward, axis.key)
+            frame.record.require(backward, axis.group_name)
     try:
         result = _C.apply_transition(
             x,

@@ -62,7 +62,7 @@ class Frame:
     def _axis_over(self, group_name: str) -> Axis | None:
         """The axis a group's ranks lie along, or None; also for groups a user made."""
         for axis in self.axes:
-            if axis.key == group_name:
+            if axis.group_name == group_name:
                 return axis
         group = dist.distributed_c10d._resolve_process_group(group_name)
         ranks = set(dist.get_process_group_ranks(group))

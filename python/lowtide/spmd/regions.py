@@ -233,13 +233,13 @@ class _Run:
                     "types.",
                 )
             if kind := _C.gradient_collective(follows, wanted[axis.key]):
-                needs.append((kind, axis.key))
+                needs.append((kind, axis.group_name))
         if needs and own.requires_grad:
             record = frame.record
 
             def require(_gradient: torch.Tensor) -> None:
-                for kind, key in needs:
-                    record.require_anywhere(kind, key, f"the gradient of {name!r}")
+                for kind, group in needs:
+                    record.require_anywhere(kind, group, f"the gradient of {name!r}")
 
             own.register_hook(require)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 
@@ -18,9 +19,12 @@ def line() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
         frame = frame.f_back
-    name = frame.f_code.co_filename
+    return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+@functools.cache
+def _short(name: str) -> str:
     try:
-        name = min(name, os.path.relpath(name), key=len)
+        return min(name, os.path.relpath(name), key=len)
     except (OSError, ValueError):  # no working directory, another drive
-        pass
-    return f"{name}:{frame.f_lineno}"
+        return name

@@ -69,9 +69,7 @@ def wrong_backward() -> str:
     place = both.get_local_rank("model")
     op = function(lambda x: x * 2, lambda g: g * (1 + place))
     spmd.register_rule(op, LOCAL)
-    return run(
-        lambda x: op.apply(x) + 1, equal(4), in_types=I, out_types=I, mesh=both
-    )
+    return run(lambda x: op.apply(x) + 1, equal(4), in_types=I, out_types=I, mesh=both)
 
 
 def wrong_backward_of_a_sum() -> str:
@@ -154,7 +152,9 @@ def texts(pool_of: Any, case: Callable[[], str], size: int = 2) -> list[str]:
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_wrong_rule_is_named_with_its_axis(pool_of: Any, size: int) -> None:
     for text in texts(pool_of, wrong_rule, size):
-        assert "expected the output of support.spmd.function.<locals>.HandWritten" in text
+        assert (
+            "expected the output of support.spmd.function.<locals>.HandWritten" in text
+        )
         assert "to be equal over 'model', as its type R says" in text
         assert "got other values on ranks [1] of the axis" in text
         assert text.endswith("Correct the rule, which does not hold over 'model'.")

@@ -501,7 +501,10 @@ def test_a_tensor_from_elsewhere(mesh: DeviceMesh) -> None:
 def test_a_typed_collective_of_another_type(mesh: DeviceMesh) -> None:
     found = failure(
         lambda: inside(
-            lambda x: spmd.all_reduce(x, "model"), leaf(4), in_types=V, out_types=R,
+            lambda x: spmd.all_reduce(x, "model"),
+            leaf(4),
+            in_types=V,
+            out_types=R,
             mesh=mesh["model"],
         )  # fmt: skip
     )
