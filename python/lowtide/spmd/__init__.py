@@ -3,7 +3,7 @@
 See docs/replication_rules.md.
 """
 
-from lowtide.spmd.annotations import annotate, types_of
+from lowtide.spmd.annotation import annotate, types_of
 from lowtide.spmd.axes import Axis, use_mesh
 from lowtide.spmd.collectives import (
     all_gather,

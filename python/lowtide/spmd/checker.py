@@ -13,8 +13,8 @@ from torch.distributed import _mesh_layout, device_mesh
 from torch.overrides import TorchFunctionMode
 
 from lowtide import _C
-from lowtide.spmd import annotations, rules
-from lowtide.spmd.annotations import CONSTANT
+from lowtide.spmd import annotation, rules
+from lowtide.spmd.annotation import CONSTANT
 from lowtide.spmd.axes import Axis
 from lowtide.spmd.frame import Frame, current
 from lowtide.spmd.rules import LOCAL, Rule
@@ -191,14 +191,14 @@ class Checker(TorchFunctionMode):
     # Types of tensors.
 
     def _types(self, tensor: torch.Tensor, what: str) -> Types:
-        known = annotations.of(tensor)
+        known = annotation.of(tensor)
         node = tensor.grad_fn
         if isinstance(node, BackwardCFunction) and (
             known is None or known.node != node._sequence_nr()
         ):
             raise self._no_rule_for_function(node._forward_cls)
         found = {}
-        foreign = annotations.types_of(tensor, self._frame.axes) if not known else {}
+        foreign = annotation.types_of(tensor, self._frame.axes) if not known else {}
         for axis in self._frame.axes:
             type_ = known.on(axis) if known else None
             if type_ is None and axis.name in foreign:
@@ -230,7 +230,7 @@ class Checker(TorchFunctionMode):
                 if operand is tensor and before != types:
                     self._check_written(name, tensor, before, types, where)
             own = {} if set(types.values()) == {CONSTANT} else types
-            annotations.put(tensor, own, f"region {frame.name!r}, {name} at {where}")
+            annotation.put(tensor, own, f"region {frame.name!r}, {name} at {where}")
             frame.add_value(tensor, types, name, where)
             if frame.replicas is not None:
                 frame.replicas.uses(tensor, operands, name, where)

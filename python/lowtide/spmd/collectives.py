@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from lowtide import _C
-from lowtide.spmd import annotations
-from lowtide.spmd.annotations import CONSTANT
+from lowtide.spmd import annotation
+from lowtide.spmd.annotation import CONSTANT
 from lowtide.spmd.axes import Axis, resolve
 from lowtide.spmd.frame import Frame, current
 from lowtide.spmd.source import line
@@ -129,7 +129,7 @@ def _apply(
     if known is not None:
         types = {**known, axis.key: dst.value}
         place = f"spmd.{operation} at {line()}"
-        annotations.put(result, types, place)
+        annotation.put(result, types, place)
         if frame is not None:
             frame.add_value(result, types, f"spmd.{operation}", line())
             if frame.replicas is not None:
@@ -148,9 +148,9 @@ def _check(
     operation: str, x: torch.Tensor, axis: Axis, src: Type, frame: Frame | None
 ) -> dict[str, str] | None:
     """The types of ``x`` by axis key, if they are known."""
-    annotation = annotations.of(x)
+    known = annotation.of(x)
     checked = frame is not None and frame.checks
-    if annotation is None and not checked:
+    if known is None and not checked:
         return None
     if checked:
         from lowtide.spmd.checker import Checker
@@ -158,8 +158,8 @@ def _check(
         assert frame is not None
         types = Checker(frame)._types(x, f"the input of spmd.{operation}")
     else:
-        assert annotation is not None
-        types = dict(annotation.types)
+        assert known is not None
+        types = dict(known.types)
     have = types.get(axis.key, CONSTANT if not types else None)
     either = have in ("R", "I") and not x.requires_grad or have == CONSTANT
     if have in (None, src.value) or (either and src in (R, I)):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from lowtide import _C
 from lowtide.spmd.axes import Axis, rank_text
@@ -64,7 +65,7 @@ class Frame:
         for axis in self.axes:
             if axis.group_name == group_name:
                 return axis
-        group = dist.distributed_c10d._resolve_process_group(group_name)
+        group = _resolve_process_group(GroupName(group_name))
         ranks = set(dist.get_process_group_ranks(group))
         for axis in self.axes:
             if len(ranks & set(dist.get_process_group_ranks(axis.group))) > 1:

@@ -59,8 +59,8 @@ def _export_function(function: type, rule: Rule) -> None:
         for out in outs:
             spmd_types.assert_type(out, types)
 
-    spmd_typecheck.__signature__ = _signature(function)  # type: ignore[attr-defined]
-    function.spmd_typecheck = staticmethod(spmd_typecheck)  # type: ignore[attr-defined]
+    spmd_typecheck.__signature__ = _signature(function)
+    function.spmd_typecheck = staticmethod(spmd_typecheck)
 
 
 def _infer(rule: Rule, given: list[Any], tensors: list[torch.Tensor], axis: Any) -> Any:
@@ -78,7 +78,7 @@ def _signature(function: type) -> Any:
     """``(outputs, *, name, ...)`` with the names of ``forward``, as the hook wants."""
     import inspect
 
-    names = list(inspect.signature(function.forward).parameters)  # type: ignore[attr-defined]
+    names = list(inspect.signature(function.forward).parameters)
     if names and names[0] == "ctx":
         names = names[1:]
     parameter = inspect.Parameter

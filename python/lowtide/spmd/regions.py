@@ -1,11 +1,11 @@
 """Regions: what goes in, what comes out, and what backward may send.
 
 [Note: A region's life]
-``inputs`` makes an alias of every tensor and opens a record (C++). Operators are typed
-by the checker; each leaves its line and the numbers of its autograd nodes in the record,
-with the collectives that its backward must send. ``outputs`` closes the record. The
-first gradient of an output queues the settlement at the end of that backward, where
-the record says what was sent beyond that, and what was not.
+A record (C++) is open for one forward. ``inputs`` makes an alias of every tensor.
+Operators are typed by the checker; each leaves in the record its line, the numbers of
+its autograd nodes and the collectives that its backward must send. The first gradient
+of an output queues the settlement at the end of that backward, where the record says
+what was sent beyond that, and what was not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from lowtide.spmd import annotations
+from lowtide import _C
+from lowtide.spmd import annotation
 from lowtide.spmd.axes import rank_text
 from lowtide.spmd.checker import Checker
 from lowtide.spmd.declarations import Declaration, region_axes
@@ -28,7 +29,6 @@ from lowtide.spmd.frame import Frame, pop, push
 from lowtide.spmd.replicas import comparing
 from lowtide.spmd.source import line
 from lowtide.spmd.types import Type, error
-from lowtide import _C
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
@@ -191,11 +191,11 @@ class _Run:
     def _input(self, index: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
         frame = self._frame
         declared = self._in.types[name]
-        for axis_name, passed in annotations.types_of(tensor, frame.axes).items():
+        for axis_name, passed in annotation.types_of(tensor, frame.axes).items():
             axis = frame.axis_named(axis_name)
             if declared[axis.key] == passed.value:
                 continue
-            known = annotations.of(tensor)
+            known = annotation.of(tensor)
             source = known.origin if known else "spmd_types"
             raise error(
                 f"region {frame.name!r}",
@@ -205,7 +205,7 @@ class _Run:
             )
         with frame.paused():
             own = tensor.view_as(tensor)
-        annotations.put(own, declared, f"region {frame.name!r}, input {name!r}")
+        annotation.put(own, declared, f"region {frame.name!r}, input {name!r}")
         self._inputs.append((name, weakref.ref(tensor), tensor._version))
         frame.add_value(own, declared, f"input {name!r}", line())
         self._watch_gradient(index, name, own, declared)
@@ -261,7 +261,7 @@ class _Run:
             self._checker.check_output(index, tensor, declared)
         else:
             frame.add_value(tensor, declared, f"output {index}", line())
-        annotations.put(tensor, declared, f"region {frame.name!r}, output {index}")
+        annotation.put(tensor, declared, f"region {frame.name!r}, output {index}")
         if tensor.requires_grad:
             tensor.register_hook(self._backward_begins)
 

@@ -150,7 +150,7 @@ def _intercept(function: type) -> None:
     if function in registered_functions:
         return
     registered_functions.add(function)
-    plain = function.apply  # type: ignore[attr-defined]
+    plain = function.apply
 
     @functools.wraps(plain)
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -158,7 +158,7 @@ def _intercept(function: type) -> None:
             return plain(*args, **kwargs)
         return apply_function(cls, plain, args, kwargs)
 
-    function.apply = classmethod(apply)  # type: ignore[attr-defined]
+    function.apply = classmethod(apply)
 
 
 def axis_of(name: str) -> str | None:

@@ -209,8 +209,8 @@ def test_parameters_are_annotated_once(mesh: DeviceMesh) -> None:
         y, _ = inside(layer, leaf(2, 4), in_types=R, out_types=V)
         assert y.shape == (2, 8)
         assert failure(lambda: spmd.annotate(layer.weight, {"model": I})) == (
-            "lowtide: annotate: expected I over 'model', got V from annotate(). Convert "
-            "the tensor, or annotate it once."
+            "lowtide: annotate: expected I over 'model', got V from annotate(). "
+            "Convert the tensor, or annotate it once."
         )
 
 
@@ -263,7 +263,7 @@ def test_types_are_inferred(mesh: DeviceMesh, case: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def library() -> Iterator[torch.library.Library]:
+def library() -> torch.library.Library:
     library = torch.library.Library("spmd_test", "DEF")
     for name in ("opaque", "talking", "second", "overloaded", "overloaded.other"):
         extra = ", int n=0" if name == "overloaded.other" else ""
@@ -273,7 +273,7 @@ def library() -> Iterator[torch.library.Library]:
             return x * 2 if y is None else y * 2
 
         library.impl(name, run, "CompositeExplicitAutograd")
-    yield library
+    return library
 
 
 def test_no_rule_for_an_operator(mesh: DeviceMesh, library: Any) -> None:
@@ -285,8 +285,8 @@ def test_no_rule_for_an_operator(mesh: DeviceMesh, library: Any) -> None:
 
     text = failure(call)
     assert text == (
-        "lowtide: region 'body': expected a replication rule for spmd_test::opaque, got "
-        f"none at HERE {RANK}. If it does not communicate, "
+        "lowtide: region 'body': expected a replication rule for spmd_test::opaque, "
+        f"got none at HERE {RANK}. If it does not communicate, "
         'write: lowtide.spmd.register_rule("spmd_test::opaque", lowtide.spmd.LOCAL)'
     )
     line = text.partition("write: ")[2]
@@ -359,8 +359,8 @@ def test_bad_rules_are_refused() -> None:
         "MULTILINEAR, COLLECTIVE(src, dst) or SAME_AS(i)."
     )
     assert message(lambda: SAME_AS(-1), ValueError) == (
-        "lowtide: SAME_AS: expected the index of a tensor input, from 0, got -1. Pass 0 "
-        "for the first."
+        "lowtide: SAME_AS: expected the index of a tensor input, from 0, got -1. Pass "
+        "0 for the first."
     )
     assert [repr(r) for r in (LOCAL, LINEAR, SAME_AS(2), COLLECTIVE(P, R))] == [
         "LOCAL",
@@ -417,9 +417,9 @@ def test_the_caller_passes_another_type(mesh: DeviceMesh) -> None:
             return x * 2
 
         assert failure(lambda: mlp(x)) == (
-            "lowtide: region 'mlp': expected input 'x' to be R over 'model', got V from "
-            f"the caller (annotate(), HERE) {RANK}. Convert it before the call, or "
-            "declare what is passed."
+            "lowtide: region 'mlp': expected input 'x' to be R over 'model', got V "
+            f"from the caller (annotate(), HERE) {RANK}. Convert it before the call, "
+            "or declare what is passed."
         )
         y, _ = inside(lambda x: x * 2, x, in_types=V, out_types=V)
         assert "(region 'body', output 0, HERE)" in failure(lambda: mlp(y))
@@ -440,8 +440,8 @@ def test_operators_that_types_forbid(mesh: DeviceMesh) -> None:
     )
     linear_only = "a partial sum (P) passes linear operators only, got "
     added = (
-        "a partial sum (P) is added to partial sums only, and not multiplied by varying "
-        "values (V), got "
+        "a partial sum (P) is added to partial sums only, and not multiplied by "
+        "varying values (V), got "
     )
     assert text(lambda x, y: x.relu(), P, R) == (
         f"{linear_only}aten::relu(P) over 'model' at HERE {RANK}. {reduce}"
@@ -492,9 +492,9 @@ def test_a_tensor_from_elsewhere(mesh: DeviceMesh) -> None:
     )
     assert found == (
         "lowtide: region 'body': expected to know what input 1 of aten::mul is over "
-        f"'model', got float32[4] from outside of the region at HERE {RANK}. Declare it "
-        "in in_types, or call spmd.annotate(tensor, {axis: R, I, V or P}) where it is "
-        "made."
+        f"'model', got float32[4] from outside of the region at HERE {RANK}. Declare "
+        "it in in_types, or call spmd.annotate(tensor, {axis: R, I, V or P}) where it "
+        "is made."
     )
 
 
@@ -527,8 +527,8 @@ def test_wrong_declarations(mesh: DeviceMesh) -> None:
         "for ['model']. Write one of R, I, V, P."
     )
     assert declare(in_types=[R, R], out_types=R, mesh=mesh) == (
-        "lowtide: region 'body': expected 2 input tensors, got 1. Declare one entry for "
-        "each."
+        "lowtide: region 'body': expected 2 input tensors, got 1. Declare one entry "
+        "for each."
     )
     assert declare(in_types=R, out_types=R, mesh=mesh, check=False) == (
         "lowtide: region 'body': expected grad_types with check=False, got none. Say "
@@ -541,8 +541,8 @@ def test_wrong_declarations(mesh: DeviceMesh) -> None:
         spmd.ReplicationError,
     ) == (
         "lowtide: region 'body': expected the gradient of input '0' to be declared P "
-        f"over 'data', as R has it, got R {RANK}. Leave grad_types out: with check=True "
-        "gradients follow from the types."
+        f"over 'data', as R has it, got R {RANK}. Leave grad_types out: with "
+        "check=True gradients follow from the types."
     )
 
     def without_outputs() -> None:
@@ -731,8 +731,8 @@ def test_unchecked_regions_require_what_grad_types_say(
         run(P)
     assert failure(lambda: run(R, lambda x: x * 2)) == (
         "lowtide: region 'body': expected one all-reduce over 'model' in the backward "
-        f"of the gradient of '0', as its types require, got none {RANK}. Add it to that "
-        "backward, or correct the types."
+        f"of the gradient of '0', as its types require, got none {RANK}. Add it to "
+        "that backward, or correct the types."
     )
 
 
@@ -753,8 +753,8 @@ def test_a_shard_modified_after_it_was_saved(mesh: DeviceMesh) -> None:
     version = shard._version
     assert failure(lambda: call(lambda x, s: (x @ s).sin())) == (
         "lowtide: region 'body': expected input 'shard' as it was saved for backward "
-        f"(version {version}), got version {version + 1}: it was modified in place after "
-        f"aten::matmul at HERE saved it {RANK}. Change a clone, or change it after "
-        "backward."
+        f"(version {version}), got version {version + 1}: it was modified in place "
+        f"after aten::matmul at HERE saved it {RANK}. Change a clone, or change it "
+        "after backward."
     )
     call(lambda x, s: x + s)  # not saved

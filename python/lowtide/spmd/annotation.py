@@ -63,9 +63,9 @@ def annotate(
         old = new.get(axis.key)
         if old not in (None, type_.value):
             raise ReplicationError(
-                f"lowtide: annotate: expected {type_.value} over {axis}, got {old} from "
-                f"{known.origin if known else ''}. Convert the tensor, or annotate it "
-                f"once."
+                f"lowtide: annotate: expected {type_.value} over {axis}, got {old} "
+                f"from {known.origin if known else ''}. Convert the tensor, or "
+                f"annotate it once."
             )
         new[axis.key] = type_.value
     put(tensor, new, "annotate()")
