@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -150,10 +149,10 @@ def _intercept(function: type) -> None:
     if function in registered_functions:
         return
     registered_functions.add(function)
-    plain = function.apply
 
-    @functools.wraps(plain)
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        # Looked up at the call: other checkers replace it.
+        plain = super(function, cls).apply  # type: ignore[misc]
         if apply_function is None:
             return plain(*args, **kwargs)
         return apply_function(cls, plain, args, kwargs)
