@@ -16,12 +16,15 @@ namespace {
 // Backends implement AVG as the sum followed by a division in the reduced
 // dtype (gloo: bit for bit, plain and coalesced; nccl: by contract).  With one
 // rank the sum is the average.
+c10d::ReduceOp reduce_op(Reduction reduction, std::int64_t size) {
+  return reduction == Reduction::average && size > 1 ? c10d::ReduceOp::AVG
+                                                     : c10d::ReduceOp::SUM;
+}
+
 c10d::ReduceScatterOptions options_for(Reduction reduction, std::int64_t size) {
   c10d::ReduceScatterOptions options;
   options.asyncOp = true;
-  options.reduceOp = reduction == Reduction::average && size > 1
-                         ? c10d::ReduceOp::AVG
-                         : c10d::ReduceOp::SUM;
+  options.reduceOp = reduce_op(reduction, size);
   return options;
 }
 
@@ -152,12 +155,18 @@ std::unique_ptr<Pending> C10dCollectives::reduce_scatter_coalesced(
 }
 
 std::unique_ptr<Pending> C10dCollectives::all_reduce(at::Tensor& tensor,
+                                                     Reduction reduction,
                                                      const std::string& label) {
   auto work = std::make_unique<Work>(
       *this, Kind::all_reduce, label,
       checked_lists(Kind::all_reduce, {tensor}, {tensor}, size()));
-  if (work->lists().empty()) return work;
-  work->start([&](auto& tensors, auto&) { return group_->allreduce(tensors); });
+  if (work->lists().empty() || size() == 1) return work;
+  work->start([&](auto& tensors, auto&) {
+    c10d::AllreduceOptions options;
+    options.asyncOp = true;
+    options.reduceOp = reduce_op(reduction, size());
+    return group_->allreduce(tensors, options);
+  });
   count(Kind::all_reduce, work->lists().full_bytes(Kind::all_reduce));
   return work;
 }

@@ -95,13 +95,15 @@ class Collectives {
       std::vector<at::Tensor>& outs, std::vector<at::Tensor>& ins,
       Reduction reduction, const std::string& label) = 0;
 
-  // tensor = its sum over ranks, in place; contiguous.
-  virtual std::unique_ptr<Pending> all_reduce(at::Tensor& tensor,
-                                              const std::string& label) = 0;
-
   // Slice r of `in` goes to rank r, slice r of `out` is from rank r;
   // contiguous, one dtype and size.
   virtual std::unique_ptr<Pending> all_to_all(at::Tensor& out, at::Tensor& in,
+                                              const std::string& label) = 0;
+
+  // Every rank's `tensor` becomes the reduction over ranks of it, in place;
+  // contiguous.
+  virtual std::unique_ptr<Pending> all_reduce(at::Tensor& tensor,
+                                              Reduction reduction,
                                               const std::string& label) = 0;
 
   // Rank 0's `values`, on every rank; the same number of them everywhere.

@@ -59,13 +59,9 @@ struct RecordingCollectives::State {
       }
       return at::cat(slices);
     }
-    if (call.kind == Kind::all_reduce) {
-      at::Tensor sum = by_rank[0].clone();
-      for (std::int64_t from = 1; from < size; ++from) sum += by_rank[from];
-      return sum;
-    }
+    const bool whole = call.kind == Kind::all_reduce;
     const auto slice = [&](std::int64_t from) {
-      return by_rank[from].view({size, -1})[rank];
+      return whole ? by_rank[from] : by_rank[from].view({size, -1})[rank];
     };
     at::Tensor sum = slice((rank + size - 1) % size).clone();
     for (std::int64_t i = 2; i <= size; ++i) {
@@ -207,8 +203,12 @@ std::unique_ptr<Pending> RecordingCollectives::reduce_scatter_coalesced(
 }
 
 std::unique_ptr<Pending> RecordingCollectives::all_reduce(
-    at::Tensor& tensor, const std::string& label) {
-  return issue({.kind = Kind::all_reduce, .label = label}, {tensor}, {tensor});
+    at::Tensor& tensor, Reduction reduction, const std::string& label) {
+  return issue({.kind = Kind::all_reduce,
+                .label = label,
+                .coalesced = false,
+                .reduction = reduction},
+               {tensor}, {tensor});
 }
 
 std::unique_ptr<Pending> RecordingCollectives::all_to_all(

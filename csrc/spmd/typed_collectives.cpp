@@ -92,7 +92,7 @@ class Run {
 
   at::Tensor all_reduce(const at::Tensor& x) const {
     at::Tensor sum = x.clone(at::MemoryFormat::Contiguous);
-    axis_.all_reduce(sum, label_)->wait();
+    axis_.all_reduce(sum, comm::Reduction::sum, label_)->wait();
     return sum;
   }
 

@@ -3,6 +3,7 @@ from types import TracebackType
 from typing import Any, TypedDict, type_check_only
 
 import torch
+from torch.distributed import ProcessGroup
 
 @type_check_only
 class BuildInfo(TypedDict):
@@ -77,6 +78,13 @@ class Collectives:
         average: bool,
         label: str,
     ) -> Pending: ...
+    def with_custom(
+        self,
+        *,
+        group: ProcessGroup,
+        all_gather: object | None,
+        reduce_scatter: object | None,
+    ) -> Collectives: ...
 
 GRADIENT_SLOTS: int
 
@@ -94,6 +102,7 @@ class ParameterInfo:
         storage_dtype: torch.dtype,
         compute_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
+        shard_dim: int = 0,
     ) -> None: ...
 
 class Unit:
@@ -102,6 +111,12 @@ class Unit:
     gradient_sync: bool
     encloses_units: bool
     leaf_module: bool
+    unshard_in_backward: bool
+    all_reduce: bool
+    sum_only: bool
+    gradient_divide_factor: float | None
+    replica_group: Collectives | None
+    post_forward_group: Collectives | None
     def __init__(
         self,
         *,
@@ -120,6 +135,8 @@ class Unit:
     @property
     def attached(self) -> bool: ...
     def rename(self, name: str, parameters: list[str]) -> None: ...
+    def use_groups(self, gather: Collectives, reduce: Collectives) -> None: ...
+    def set_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None) -> None: ...
     def set_forward_prefetch(self, units: list[Unit]) -> None: ...
     def set_backward_prefetch(self, units: list[Unit]) -> None: ...
     def plan(self) -> dict[str, int]: ...
@@ -132,6 +149,7 @@ class Unit:
         shards: list[torch.nn.Parameter],
         full: list[torch.nn.Parameter | None],
         wrap: Callable[[list[int], list[torch.Tensor]], list[torch.Tensor]],
+        unwrap: Callable[[int, torch.Tensor], torch.Tensor],
     ) -> None: ...
     def detach(self) -> None: ...
     def stream_rows(self) -> RowStream: ...
@@ -164,6 +182,7 @@ class Root:
     gradient_budget: int
     def __init__(self, name: str, memory: DeviceMemory) -> None: ...
     def adopt(self, units: list[Unit]) -> None: ...
+    def reduce_accumulated(self) -> None: ...
     def abort(self, drop_gradients: bool = True) -> None: ...
 
 class ForwardHooks:

@@ -19,11 +19,21 @@ from lowtide import _C  # noqa: E402
 if TYPE_CHECKING:
     from lowtide import losses, spmd
     from lowtide.activations import checkpoint, tag
-    from lowtide.api import FSDPModule, UnshardHandle, abort_step, fully_shard
+    from lowtide.api import (
+        FSDPModule,
+        UnshardHandle,
+        abort_step,
+        fully_shard,
+        register_fsdp_forward_method,
+        share_comm_ctx,
+    )
+    from lowtide.clipping import clip_grad_norm_
     from lowtide.estimate import estimate_offload
     from lowtide.memory import MemoryReport, memory_report
+    from lowtide.optimizing import local_parameters, sharded_optimizer
     from lowtide.planning import plan
     from lowtide.policies import ActivationPolicy, MixedPrecisionPolicy
+    from lowtide.wrapping import wrap
 
 __version__: str = _C.build_info()["version"]
 
@@ -36,12 +46,18 @@ _PUBLIC = {
     "UnshardHandle": "lowtide.api",
     "abort_step": "lowtide.api",
     "fully_shard": "lowtide.api",
+    "register_fsdp_forward_method": "lowtide.api",
+    "share_comm_ctx": "lowtide.api",
     "estimate_offload": "lowtide.estimate",
+    "clip_grad_norm_": "lowtide.clipping",
+    "local_parameters": "lowtide.optimizing",
+    "sharded_optimizer": "lowtide.optimizing",
     "MemoryReport": "lowtide.memory",
     "memory_report": "lowtide.memory",
     "ActivationPolicy": "lowtide.policies",
     "MixedPrecisionPolicy": "lowtide.policies",
     "plan": "lowtide.planning",
+    "wrap": "lowtide.wrapping",
 }
 _PUBLIC_MODULES = ("losses", "spmd")
 
@@ -53,13 +69,19 @@ __all__ = [
     "UnshardHandle",
     "abort_step",
     "checkpoint",
+    "clip_grad_norm_",
     "estimate_offload",
     "fully_shard",
+    "local_parameters",
     "losses",
     "memory_report",
     "plan",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+    "sharded_optimizer",
     "spmd",
     "tag",
+    "wrap",
 ]
 
 

@@ -24,8 +24,12 @@ class Axis:
 
     def __post_init__(self) -> None:
         name = self.group_name
-        alone = self.group.size() == 1
-        object.__setattr__(self, "key", f"{name}/{self.name}" if alone else name)
+        key = name if self.size > 1 else f"{name}/{self.name}"
+        object.__setattr__(self, "key", key)
+
+    @property
+    def size(self) -> int:
+        return self.group.size()
 
     @property
     def group_name(self) -> str:

@@ -123,7 +123,7 @@ class Checker(TorchFunctionMode):
         try:
             if over is not None:
                 kind = _C.collective_backward(rule.src, rule.dst)
-                if kind and _needs_gradient(operands[0]):
+                if kind and over.size > 1 and _needs_gradient(operands[0]):
                     frame.record.require(kind, over.group_name)
             with frame.paused():
                 result = func(*args, **kwargs)

@@ -111,7 +111,8 @@ def _apply(
     known = _check(operation, x, axis, src, frame)
     if frame is not None:
         frame.record.begin_operator(f"spmd.{operation}", line())
-        if backward and torch.is_grad_enabled() and x.requires_grad:
+        sends = backward and axis.size > 1  # a rank alone sends nothing
+        if sends and torch.is_grad_enabled() and x.requires_grad:
             frame.record.require(backward, axis.group_name)
     try:
         result = _C.apply_transition(

@@ -64,7 +64,7 @@ class Frame:
         """The axis a group's ranks lie along, or None; also for groups a user made."""
         for axis in self.axes:
             if axis.group_name == group_name:
-                return axis
+                return axis if axis.size > 1 else None
         group = _resolve_process_group(GroupName(group_name))
         ranks = set(dist.get_process_group_ranks(group))
         for axis in self.axes:

@@ -232,7 +232,8 @@ class _Run:
                     "Leave grad_types out: with check=True gradients follow from the "
                     "types.",
                 )
-            if kind := _C.gradient_collective(follows, wanted[axis.key]):
+            kind = _C.gradient_collective(follows, wanted[axis.key])
+            if kind and axis.size > 1:
                 needs.append((kind, axis.group_name))
         if needs and own.requires_grad:
             record = frame.record

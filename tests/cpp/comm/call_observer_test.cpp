@@ -140,7 +140,7 @@ TEST(CallObserverTest, LowtidesOwnCallsCarryTheirLabel) {
   C10dCollectives collectives(quiet_group(), c10::DeviceType::CPU);
   at::Tensor x = at::zeros({4}), in = at::zeros({4});
   const Observation observation(notes);
-  collectives.all_reduce(x, "layers.0")->wait();
+  collectives.all_reduce(x, Reduction::sum, "layers.0")->wait();
   collectives.all_to_all(x, in, "experts")->wait();
   EXPECT_THAT(notes.kinds(), ElementsAre("all-reduce", "all-to-all"));
   EXPECT_EQ(notes.calls[0].issuer, "layers.0");

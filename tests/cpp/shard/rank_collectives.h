@@ -62,9 +62,10 @@ class RankCollectives final : public comm::Collectives {
         recording_.reduce_scatter_coalesced(outs, ins, reduction, label));
   }
   std::unique_ptr<comm::Pending> all_reduce(at::Tensor& tensor,
+                                            comm::Reduction reduction,
                                             const std::string& label) override {
     check_issue();
-    return wrap(recording_.all_reduce(tensor, label));
+    return wrap(recording_.all_reduce(tensor, reduction, label));
   }
   std::unique_ptr<comm::Pending> all_to_all(at::Tensor& out, at::Tensor& in,
                                             const std::string& label) override {
