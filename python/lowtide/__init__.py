@@ -17,7 +17,7 @@ _version_check.check_torch(built_for=_built_for.TORCH, built_for_cuda=_built_for
 from lowtide import _C  # noqa: E402
 
 if TYPE_CHECKING:
-    from lowtide import losses
+    from lowtide import losses, spmd
     from lowtide.activations import checkpoint, tag
     from lowtide.api import (
         FSDPModule,
@@ -59,7 +59,7 @@ _PUBLIC = {
     "plan": "lowtide.planning",
     "wrap": "lowtide.wrapping",
 }
-_PUBLIC_MODULES = ("losses",)
+_PUBLIC_MODULES = ("losses", "spmd")
 
 __all__ = [
     "ActivationPolicy",
@@ -79,6 +79,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "sharded_optimizer",
+    "spmd",
     "tag",
     "wrap",
 ]
