@@ -368,7 +368,7 @@ def _become_fsdp_module(module: nn.Module) -> None:
 def _embedding_forward(module: nn.Embedding, indices: Tensor) -> Tensor:
     state = unit_state(module)
     assert state is not None
-    if state.embedding_rows is None or torch.compiler.is_compiling():
+    if state.embedding_rows is None:
         return nn.Embedding.forward(module, indices)
     return state.embedding_rows.forward(module, indices)
 
