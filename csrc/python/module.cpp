@@ -33,4 +33,5 @@ PYBIND11_MODULE(_C, module) {
   lowtide::python::bind_shard(module);
   lowtide::python::bind_activation(module);
   lowtide::python::bind_gather(module);
+  lowtide::python::bind_spmd(module);
 }

@@ -11,6 +11,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Storage.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -26,6 +27,13 @@ class GradientRing {
   // How many slots share the budget, and its default.
   static constexpr std::int64_t kNumSlots = 4;
   static constexpr std::int64_t kDefaultBudget = std::int64_t{64} << 20;
+  // [Note: Latency of a ring]
+  // A reduce-scatter of N ranks takes about 2 us for each of them before its
+  // bytes count; in that time NVLink moves 0.7 MB.  Chunks of a quarter MiB for
+  // each rank keep the wire ahead of a block's backward (docs/time.md).
+  static std::int64_t default_budget(std::int64_t world_size) {
+    return std::max(kDefaultBudget, world_size << 20);
+  }
   // What a ring needs: the budget, but no more than a quarter of the largest
   // unit's gradients on the wire (a longer ring would hold chunks that have
   // landed), and for small models at least 2 MiB so that they are not cut up.
@@ -42,6 +50,9 @@ class GradientRing {
 
   // `source` has been copied on `reduce`.
   void retire(at::Tensor source, std::int64_t budget_bytes);
+  // All but the newest `keep_bytes` of retired sources go back now: compute
+  // waits for their copies.
+  void reclaim(std::int64_t keep_bytes);
 
   // Of sources that wait for compute to be ordered behind their copy.
   std::int64_t retired_bytes() const { return retired_bytes_; }

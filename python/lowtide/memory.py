@@ -69,8 +69,9 @@ def memory_report(model: nn.Module, *, reset_peaks: bool = False) -> MemoryRepor
     activation_report = activations.activation_report(model)
     if not states and activation_report is None:
         raise ValueError(
-            "lowtide: memory_report: expected a model sharded by lowtide, got "
-            f"{type(model).__name__} without a unit. Call fully_shard first."
+            "lowtide: memory_report: expected a model sharded or checkpointed by "
+            f"lowtide, got {type(model).__name__} without a unit or a checkpointed "
+            "module. Call lowtide.fully_shard or lowtide.checkpoint first."
         )
     device = states[0].device if states else activations.device_of(model)
     book = ledger(device)

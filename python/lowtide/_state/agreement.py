@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from lowtide._state.groups import mesh_groups
+
 if TYPE_CHECKING:
     from lowtide._state.unit import UnitState
 
@@ -16,9 +18,9 @@ def require_agreement(states: "list[UnitState]") -> None:
     the descriptions only if those differ."""
     by_group: dict[str, tuple[dist.ProcessGroup, torch.device, list[str]]] = {}
     for state in states:
-        group = state.mesh.get_group()
-        entry = by_group.setdefault(group.group_name, (group, state.device, []))
-        entry[2].extend(describe(state))
+        for group in mesh_groups(state.mesh):
+            entry = by_group.setdefault(group.group_name, (group, state.device, []))
+            entry[2].extend(describe(state))
     for group, device, lines in by_group.values():
         require_same_lines(group, device, lines)
 
