@@ -3,6 +3,11 @@ gathered value saved by whoever uses it."""
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -12,7 +17,49 @@ from torch.distributed._functional_collectives import (
     reduce_scatter_tensor_autograd,
 )
 
+from lowtide._state.gather_axes import axis_of
+from lowtide._state.memory import ledger
+
 ROWS, FEATURES = 6, 8
+CPU = torch.device("cpu")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+EVERYTHING: dict[str, Any] = {"regather": "all", "min_bytes": 0}
+
+
+def group() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def figures(name: str) -> dict[str, int]:
+    return axis_of(group(), CPU).figures()[name]
+
+
+@contextlib.contextmanager
+def fresh_figures() -> Iterator[None]:
+    axis_of(group(), CPU).reset_figures()
+    yield
+    assert settles(lambda: ledger(CPU).live()["activations"] == 0)
+
+
+def settles(condition: Callable[[], bool]) -> bool:
+    """gloo's worker holds the tensors of a collective a little longer than we do."""
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def grads(*tensors: Tensor) -> list[Tensor]:
+    taken = [tensor.grad for tensor in tensors]
+    for tensor in tensors:
+        tensor.grad = None
+    assert all(grad is not None for grad in taken)
+    return taken  # type: ignore[return-value]
+
+
+def same(got: list[Tensor], expected: list[Tensor]) -> list[bool]:
+    return [torch.equal(a, b) for a, b in zip(got, expected, strict=True)]
 
 
 def naive_all_gather(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
