@@ -20,7 +20,7 @@ class LocalParameter(nn.Parameter):
     _sharded: nn.Parameter
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         gradient = self._sharded.grad
         return None if gradient is None else _local_of(gradient)
 

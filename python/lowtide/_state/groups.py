@@ -24,8 +24,8 @@ class Groups:
     reduce: _C.Collectives
     replicas: _C.Collectives | None
     # What they stand for.
-    gather_group: dist.ProcessGroup
-    reduce_group: dist.ProcessGroup
+    gather_process_group: dist.ProcessGroup
+    reduce_process_group: dist.ProcessGroup
 
 
 # By the names of the mesh's groups, so every unit on a mesh shares them. The groups

@@ -260,13 +260,13 @@ class UnitState:
         gather, reduce = self.groups.gather, self.groups.reduce
         if self.custom_all_gather is not None:
             gather = gather.with_custom(
-                group=self.groups.gather_group,
+                group=self.groups.gather_process_group,
                 all_gather=self.custom_all_gather,
                 reduce_scatter=None,
             )
         if self.custom_reduce_scatter is not None:
             reduce = reduce.with_custom(
-                group=self.groups.reduce_group,
+                group=self.groups.reduce_process_group,
                 all_gather=None,
                 reduce_scatter=self.custom_reduce_scatter,
             )
@@ -278,12 +278,14 @@ class UnitState:
             self._apply_settings()
 
     def choose_rows(self) -> None:
-        """Lets a large embedding's gradient come in blocks of rows."""
+        """Lets a large embedding and its gradient come in blocks of rows."""
         module = self.modules[0]
         alone = len(self.modules) == len(self.parameters) == 1
         rows = alone and self.parameters[0].may_stream_rows
         if rows and wants_rows(module, original_class(module)):
-            self.embedding_rows = EmbeddingRows(self.materialized())
+            unit, weight = self.materialized(), self.parameters[0].full
+            assert weight is not None
+            self.embedding_rows = EmbeddingRows(unit, weight)
 
     # -- hooks ------------------------------------------------------------------
 
@@ -335,7 +337,7 @@ def local_of(parameter: nn.Parameter) -> torch.Tensor:
 def original_class(module: nn.Module) -> type:
     """Of a module that ``fully_shard`` has made an ``FSDPModule``."""
     mro = type(module).__mro__
-    original: type = mro[type(module)._orig_cls_mro_index]  # type: ignore[attr-defined]
+    original: type = mro[type(module)._orig_cls_mro_index]
     return original
 
 
