@@ -1,6 +1,6 @@
-"""Peak allocated bytes of a Llama step at fixed shapes, to the byte: a change that costs
-memory, or saves some, shows here. Two blocks of the 8B width, 1024 tokens, 8 ranks; the
-vocabulary is just large enough for an embedding in blocks of rows."""
+"""Peak allocated bytes of a Llama step at fixed shapes, to the byte: a change that
+costs memory, or saves some, shows here. Two blocks of the 8B width, 1024 tokens, 8
+ranks; the vocabulary is just large enough for an embedding in blocks of rows."""
 
 from __future__ import annotations
 

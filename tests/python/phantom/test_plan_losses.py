@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lowtide.cli.plan import request_of
 from lowtide.planning import PlanError
-from lowtide.planning.request import ModelFile
 from support import planned
 
 MIB = 1 << 20
