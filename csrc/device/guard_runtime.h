@@ -31,6 +31,9 @@ class GuardRuntime : public Runtime {
   void copy(Stream stream, void* to, const void* from, std::size_t bytes,
             Copy direction) override;
   Event record(Stream stream) override;
+  Event record_time(Stream stream) override;
+  std::optional<std::int64_t> elapsed_ns(const Event& from,
+                                         const Event& to) const override;
   void wait(Stream stream, const Event& event) override;
   void synchronize(Stream stream) override;
   std::int64_t enter(Stream stream) override;

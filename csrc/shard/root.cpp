@@ -220,33 +220,48 @@ std::pair<const Unit*, const Unit*> Root::last_to_reduce() const {
 // gradients completed: one broadcast, once.  A wrong expectation costs memory
 // (a source waits for its turn), never correctness.
 void Root::agree_on_order() {
-  std::vector<comm::Collectives*> groups;
+  std::vector<UnitGradients*> remaining;
   for (auto* unit : in_backward_) {
-    auto* group = unit->groups().reduce.get();
-    if (std::find(groups.begin(), groups.end(), group) == groups.end()) {
-      groups.push_back(group);
+    // The user's hook may reduce over ranks that are not known here.
+    if (!unit->gradients().reduction().hook) {
+      remaining.push_back(&unit->gradients());
     }
   }
-  for (auto* group : groups) {
+  while (!remaining.empty()) {
+    auto& shards = remaining.front()->group();
+    const auto& replicas = remaining.front()->reduction().replicas;
+    const auto others = std::stable_partition(
+        remaining.begin(), remaining.end(), [&](const auto* unit) {
+          return &unit->group() == &shards &&
+                 unit->reduction().replicas == replicas;
+        });
     std::vector<std::int64_t> orders;
-    for (const auto* unit : in_backward_) {
-      if (unit->groups().reduce.get() == group) {
-        const auto order = unit->gradients().observed_order();
-        orders.insert(orders.end(), order.begin(), order.end());
-      }
+    for (auto it = remaining.begin(); it != others; ++it) {
+      const auto order = (*it)->observed_order();
+      orders.insert(orders.end(), order.begin(), order.end());
     }
-    const auto agreed = group->from_rank_zero(std::move(orders), name_);
-    auto next = agreed.begin();
-    for (auto* unit : in_backward_) {
-      if (unit->groups().reduce.get() == group) {
-        const auto size = static_cast<std::ptrdiff_t>(unit->gradients().size());
-        unit->expect_gradients({next, next + size});
-        next += size;
-      }
+    auto agreed = shards.from_rank_zero(std::move(orders), name_);
+    if (replicas) {
+      agreed = replicas->from_rank_zero(std::move(agreed), name_);
     }
+    adopt_orders({remaining.begin(), others}, agreed);
+    remaining.erase(remaining.begin(), others);
   }
   order_agreed_ = true;
   planned_ = false;
+}
+
+void Root::adopt_orders(const std::vector<UnitGradients*>& gradients,
+                        const std::vector<std::int64_t>& orders) {
+  auto next = orders.begin();
+  for (const auto* of : gradients) {
+    const auto size = static_cast<std::ptrdiff_t>(of->size());
+    const auto unit = std::find_if(
+        in_backward_.begin(), in_backward_.end(),
+        [&](auto* candidate) { return &candidate->gradients() == of; });
+    (*unit)->expect_gradients({next, next + size});
+    next += size;
+  }
 }
 
 std::vector<Unit*> Root::participants() {
@@ -299,6 +314,24 @@ bool Root::nested_backward() const { return current_backward() != backward_; }
 Unit* Root::enter_backward(Unit& unit) {
   const auto next = schedule_.enter_backward(unit.number());
   return next ? units_[static_cast<std::size_t>(*next)] : nullptr;
+}
+
+void Root::reduce_accumulated() {
+  if (failed_) {
+    abort();
+  }
+  LOWTIDE_INVARIANT(backward_ == -1 && current_backward() == -1,
+                    "no backward is under way");
+  std::vector<UnitGradients*> streamed;
+  for (auto* unit : participants()) {
+    if (unit->gradients().accumulating()) {
+      unit->begin_backward();
+      in_backward_.push_back(unit);
+      streamed.push_back(&unit->gradients());
+    }
+  }
+  stream_.begin(streamed);
+  close_backward();
 }
 
 void Root::close_backward() {

@@ -51,6 +51,10 @@ class Root : public std::enable_shared_from_this<Root> {
   Unit* enter_backward(Unit& unit);
   GradientStream& stream() { return stream_; }
 
+  // Reduces what backwards without sync have accumulated, outside of any
+  // backward: `.grad` is set when it returns.
+  void reduce_accumulated();
+
   // --- recovery -------------------------------------------------------------
   // Waits for what is in flight, frees every gathered parameter and buffer,
   // and, with `drop_gradients`, every gradient accumulated so far.  The next
@@ -72,6 +76,9 @@ class Root : public std::enable_shared_from_this<Root> {
   void plan_gradients_of(Unit& unit, std::int64_t ring);
   std::pair<const Unit*, const Unit*> last_to_reduce() const;
   void agree_on_order();
+  // `orders`: of `gradients`, one after the other.
+  void adopt_orders(const std::vector<UnitGradients*>& gradients,
+                    const std::vector<std::int64_t>& orders);
   std::vector<Unit*> participants();
 
   std::string name_;

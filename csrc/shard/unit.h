@@ -41,6 +41,9 @@ class ModuleView {
   virtual std::vector<at::Tensor> wrap_gradients(
       const std::vector<std::int32_t>& parameters,
       const std::vector<at::Tensor>& locals) = 0;
+  // This rank's part of a gradient that is a DTensor.
+  virtual at::Tensor local_gradient(std::int32_t parameter,
+                                    const at::Tensor& gradient) = 0;
 };
 
 struct UnitGroups {
@@ -89,21 +92,31 @@ class Unit final : public BackwardReceiver,
   // --- settings, between steps ----------------------------------------------
   bool reshard_after_forward = true;
   bool reshard_after_backward = true;
+  // If set, what `reshard_after_forward` leaves is not this rank's shard but
+  // its part of the parameters over this smaller group, from which backward
+  // gathers; see [Note: Kept parts].
+  std::shared_ptr<comm::Collectives> post_forward_group;
   bool gradient_sync = true;
   // Other units run inside this one's forward: its gradients leave last.
   bool encloses_units = false;
   // A single torch.nn leaf module: nothing inside it can recompute, so when
   // autograd saved none of its parameters backward does not gather them.
   bool leaf_module = false;
+  // False: the user knows that backward does not read the parameters.
+  bool unshard_in_backward = true;
   // Replace the recorded order when not empty.
   std::vector<std::weak_ptr<Unit>> forward_prefetch;
   std::vector<std::weak_ptr<Unit>> backward_prefetch;
+
+  // Other collectives over the same ranks.
+  void use_groups(UnitGroups groups);
 
   // --- parameters -----------------------------------------------------------
   void gather();           // issues the all-gather unless one is under way
   void wait_for_gather();  // compute may read the parameters afterwards
   void unshard();          // gather, wait, show
-  void reshard();          // free and show the shards; waits for a gather first
+  void reshard_after_forward_now();
+  void reshard();  // free and show the shards; waits for a gather first
   bool prefetched_in_vain() const { return prefetched_; }
 
   // --- forward --------------------------------------------------------------
@@ -121,12 +134,22 @@ class Unit final : public BackwardReceiver,
   // The unit's only parameter is gathered as ever, but its gradient comes in
   // blocks of rows.  Before a forward; the same on every rank.
   RowStream& gradient_rows();
+  // The unit's module is an embedding whose forward reads the rows by itself,
+  // `rows_at_once` of every rank's shard at a time (RowStream::begin_lookup):
+  // nobody gathers the table as long as `reshard_after_forward` holds.  Its
+  // gradient comes in blocks of rows.  Before a forward; the same on every
+  // rank.
+  RowStream& look_up_rows(std::int64_t rows_at_once);
+  // Whether the forward that is running, or would run now, reads rows.
+  bool looks_up_rows() const;
   // A forward over the rows was recorded; its backward will deliver their
   // gradient block by block.
   void recorded_rows();
   void begin_rows_backward();
   // What runs before this unit in forward is gathered for its backward.
   void prefetch_for_backward();
+  // What runs after it is gathered, if that has been put off until now.
+  void prefetch_for_forward();
   void on_row_gradient(std::int64_t block, at::Tensor rows);
 
   // --- backward -------------------------------------------------------------
@@ -152,12 +175,14 @@ class Unit final : public BackwardReceiver,
   std::vector<bool> trainable() const;
 
  private:
+  at::Tensor rank_major(std::int32_t i, at::Tensor gradient) const;
   void show_full();
   void count_references();
   bool autograd_saved_parameters() const;
   void finish_backward();
   bool needs_gather_in_backward() const;
   void prefetch(Unit& other);
+  void prefetch_after(Unit* next);
 
   std::vector<at::Tensor> wrap_gradients(
       const std::vector<std::int32_t>& parameters,
@@ -182,6 +207,9 @@ class Unit final : public BackwardReceiver,
   std::unique_ptr<comm::Pending> pending_gather_;
   std::unique_ptr<RowStream> rows_;
   bool streams_rows_ = false;
+  bool gathers_parts_ = false;
+  std::int64_t lookup_rows_ = 0;     // of every rank at once; 0: gathered whole
+  Unit* next_in_forward_ = nullptr;  // to be gathered behind the last rows
   bool shown_ = false;
   bool prefetched_ = false;
 

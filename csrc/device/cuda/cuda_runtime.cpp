@@ -50,6 +50,14 @@ Event CudaRuntime::record(Stream stream) {
   return Event(std::move(point));
 }
 
+// A capture has no time.
+Event CudaRuntime::record_time(Stream stream) {
+  const auto capture = c10::cuda::currentStreamCaptureStatusMayInitCtx();
+  return capture == c10::cuda::CaptureStatus::None
+             ? GuardRuntime::record_time(stream)
+             : Event();
+}
+
 void CudaRuntime::wait(Stream stream, const Event& event) {
   if (event.empty()) return;
   static_cast<Point*>(event.get())->event->block(cuda_stream(stream));

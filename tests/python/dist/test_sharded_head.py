@@ -162,7 +162,7 @@ def test_streamed_rows_are_bitwise_the_average_of_one_process(
 def counted(net: Any) -> dict[str, int]:
     state = unit_state(net)
     assert state is not None
-    groups = (state.gather_group, state.reduce_group)
+    groups = (state.groups.gather, state.groups.reduce)
     return {
         kind: sum(group.counters[kind][0] for group in groups)
         for kind in ("all-gather", "reduce-scatter")
