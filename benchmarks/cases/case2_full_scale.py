@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from case import Case, Row, rows_of
@@ -25,88 +25,97 @@ Seen = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Setting:
-    world: int
-    prefetch: int
+class Run:
+    """One stack of blocks; figures of its third step."""
+
+    system: str
+    prefetch: int = 1
+    layers: int = LAYERS
+    batch: int = 1
 
     def __str__(self) -> str:
-        held = f"sharded over {self.world}" if self.world > 1 else "replicated"
-        return f"parameters {held}, p = {self.prefetch}"
+        return f"{self.system}:{self.layers}:{self.batch * ROWS}:{self.prefetch}"
 
 
-SETTINGS = tuple(Setting(world, p) for world in (WORLD, 1) for p in (1, 2))
+PEAKS = tuple(Run(system) for system in (*OURS, *STOCK)) + tuple(
+    Run(system, prefetch=2) for system in OFFLOADING
+)
+HALVES = tuple(Run(system, layers=LAYERS // 2) for system in OURS)
+LARGE = tuple(
+    Run(system, layers=layers, batch=4)
+    for system in ("nothing named", *OFFLOADING)
+    for layers in (LAYERS // 2, LAYERS)
+)
 
 
 def measure() -> list[Row]:
-    rows = [row for setting in SETTINGS for row in peaks(setting)]
-    return rows + list(slopes(SETTINGS[0])) + list(batch(SETTINGS[0]))
+    sharded = simulate(WORLD, (*PEAKS, *HALVES, *LARGE))
+    replicated = simulate(1, PEAKS)
+    return [
+        *(row for run in PEAKS for row in peaks(run, sharded[run], WORLD)),
+        *(row for run in PEAKS for row in peaks(run, replicated[run], 1)),
+        *slopes(sharded),
+        *batch(sharded),
+    ]
 
 
-def simulate(
-    system: str, setting: Setting, layers: int = LAYERS, batch: int = 1
-) -> Seen:
-    numbers = (layers, batch * ROWS, WIDTH, setting.prefetch, setting.world)
-    seen = json.loads(
-        run("residual_simulated.py", system, *map(str, numbers), timeout=600)
-    )
-    assert isinstance(seen, dict)
-    return seen
+def simulate(world: int, runs: Sequence[Run]) -> dict[Run, Seen]:
+    arguments = (str(world), str(WIDTH), *map(str, runs))
+    seen = json.loads(run("residual_simulated.py", *arguments, timeout=3600))
+    return dict(zip(runs, seen, strict=True))
 
 
-def peaks(setting: Setting) -> Iterator[Row]:
+def peaks(of: Run, seen: Seen, world: int) -> Iterator[Row]:
     row = rows_of(NAME)
-    for system in (*OURS, *STOCK) if setting.prefetch == 1 else OFFLOADING:
-        seen = simulate(system, setting)
-        for quantity, key in (
-            ("device, peak allocated", "allocated"),
-            ("device, peak reserved", "reserved"),
-            ("of it parameters and gradients", "state"),
-            ("host", "host"),
-        ):
-            yield row(
-                system, f"{setting}: {quantity}", gib(seen[key]), "GiB", "simulated"
-            )
-        if system in OFFLOADING:
-            yield from bars(system, setting, seen["allocated"] / GIB)
+    held = f"sharded over {world}" if world > 1 else "replicated"
+    setting = f"parameters {held}, p = {of.prefetch}"
+    for quantity, key in (
+        ("device, peak allocated", "allocated"),
+        ("device, peak reserved", "reserved"),
+        ("of it parameters and gradients", "state"),
+        ("host", "host"),
+    ):
+        value = gib(seen[key])
+        yield row(of.system, f"{setting}: {quantity}", value, "GiB", "simulated")
+    if of.system in OFFLOADING:
+        yield from bars(of, setting, seen["allocated"] / GIB)
 
 
-def bars(system: str, setting: Setting, device: float) -> Iterator[Row]:
+def bars(of: Run, setting: str, device: float) -> Iterator[Row]:
     row = rows_of(NAME)
     least, most = BOTH_GIB
-    if system == "offload residual":
-        expected = REST_GIB + RESIDUAL_GIB * (1 + setting.prefetch)
+    if of.system == "offload residual":
+        expected = REST_GIB + RESIDUAL_GIB * (1 + of.prefetch)
         least, most = expected - TOLERANCE_GIB, expected + TOLERANCE_GIB
-    elif setting.prefetch > 1:
+    elif of.prefetch > 1:
         return
-    for what, value, kind in (
-        ("expected at least", round(least, 2), "arithmetic"),
-        ("expected at most", round(most, 2), "arithmetic"),
-    ):
-        yield row(system, f"{setting}: {what}", value, "GiB", kind)
-    quantity = f"{setting}: allocated, at most as expected"
-    yield row(system, quantity, device <= most, "", "simulated")
+    for what, value in (("least", least), ("most", most)):
+        quantity = f"{setting}: expected at {what}"
+        yield row(of.system, quantity, round(value, 2), "GiB", "arithmetic")
+    quantity = f"{setting}: allocated, not more than expected"
+    yield row(of.system, quantity, device <= most, "", "simulated")
 
 
-def slopes(setting: Setting) -> Iterator[Row]:
+def slopes(seen: dict[Run, Seen]) -> Iterator[Row]:
     row = rows_of(NAME)
-    for system in OURS:
-        full, half = (simulate(system, setting, n) for n in (LAYERS, LAYERS // 2))
+    for of in HALVES:
+        full, half = seen[Run(of.system)], seen[of]
         for key, place in (("held", "device, held for backward"), ("host", "host")):
-            more = (full[key] - half[key]) / (LAYERS - LAYERS // 2)
+            more = (full[key] - half[key]) / (LAYERS - of.layers)
             value = round(more / full["residual"], 3)
             quantity = f"{place}: residuals more a layer"
-            yield row(system, quantity, value, "", "simulated")
+            yield row(of.system, quantity, value, "", "simulated")
 
 
-def batch(setting: Setting) -> Iterator[Row]:
-    """Of what the peak grows by when the batch is four times as large."""
+def batch(seen: dict[Run, Seen]) -> Iterator[Row]:
+    """Of what the peak grows by with the batch: the same for every depth, if what is
+    offloaded does not count."""
     row = rows_of(NAME)
-    for system in ("nothing named", *OFFLOADING):
-        for layers in (LAYERS // 2, LAYERS):
-            once, large = (simulate(system, setting, layers, b) for b in (1, 4))
-            grown = (large["allocated"] - once["allocated"]) / (3 * once["residual"])
-            quantity = f"four times the batch, {layers} layers: peak grows threefold by"
-            yield row(system, quantity, round(grown, 2), "residuals", "simulated")
+    for of in LARGE:
+        once = seen[replace(of, batch=1)]
+        grown = (seen[of]["allocated"] - once["allocated"]) / (3 * once["residual"])
+        quantity = f"four times the batch, {of.layers} layers: residuals at the peak"
+        yield row(of.system, quantity, round(grown, 2), "", "simulated")
 
 
 def gib(num_bytes: int) -> float:
@@ -117,7 +126,7 @@ CASE = Case(
     name=NAME,
     describe="The same at the report's size (xla 17541), simulated.",
     how=f"""\
-`programs/residual_simulated.py`, one process a figure: the blocks of
+`programs/residual_simulated.py`: the blocks of
 case2_residual_offload, {LAYERS} of them, width {WIDTH}, fp32, the residual of
 [16, 4096, {WIDTH}] that each of the report's {WORLD} devices has ({RESIDUAL_GIB} GiB),
 between a small embedding and a mean of squares, on `lowtide.phantom` in meta mode; the

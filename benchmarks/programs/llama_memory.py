@@ -59,9 +59,13 @@ def parser() -> argparse.ArgumentParser:
         default="split",
         help="embedding and head in the root's unit, or units of their own",
     )
-    parser.add_argument("--microbatches", type=int, default=1, help="without sync")
+    parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument(
+        "--reduce-every", action="store_true", help="microbatch, not the last only"
+    )
     parser.add_argument("--expandable", action="store_true")
     parser.add_argument("--gradient-budget", type=int, help="bytes of lowtide's ring")
+    parser.add_argument("--whole-embedding", action="store_true", help="no rows")
     parser.add_argument("--gather-embedding-in-backward", action="store_true")
     return parser
 
@@ -201,8 +205,17 @@ def shard_flat(model: Any, args: argparse.Namespace) -> nn.Module:
 def replicate(model: Any, args: argparse.Namespace) -> nn.Module:
     from torch.nn.parallel import DistributedDataParallel
 
+    def reduced_in_place(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
+        # The fake group's all-reduce answers None, which DDP does not take.
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
     model.to_empty(device="phantom")
-    return DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False)
+    model.forward = torch.autocast("phantom", BF16)(model.forward)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False)
+    ddp.register_comm_hook(None, reduced_in_place)
+    return ddp
 
 
 WRAP = {
@@ -276,7 +289,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         peaks.begin()
         for microbatch in range(args.microbatches):
             last = microbatch == args.microbatches - 1
-            with set_sync(model, last):
+            with set_sync(model, last or args.reduce_every):
                 tokens = torch.zeros(
                     1, args.sequence + 1, dtype=torch.long, device="phantom"
                 )
@@ -309,6 +322,10 @@ def main() -> None:
     args = parser().parse_args()
     lowtide.phantom.install(mode="meta", expandable=args.expandable)
     lowtide.phantom.init_world(args.world)
+    if args.whole_embedding:
+        from lowtide._state import embedding
+
+        embedding.LARGE_TABLE = 1 << 62
     json.dump(train(args), sys.stdout)
 
 

@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 import torch
-from llama_memory import NUM_STEPS, WRAP, build, parser, set_sync
+from llama_memory import NUM_STEPS, WRAP, build, parser, set_sync, tune
 from torch import nn
 
 import lowtide.phantom
@@ -48,6 +48,8 @@ def train(args: argparse.Namespace, time: lowtide.phantom.timeline) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        if args.system == "lowtide":
+            tune(model, args)
 
 
 def main() -> None:

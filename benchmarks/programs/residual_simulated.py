@@ -1,13 +1,15 @@
 """Training steps of the report's stack at its own size on the simulated device: peak
-bytes and where they are.  As JSON.
+bytes and where they are.  As a JSON list, one for each
+SYSTEM:NUM_LAYERS:ROWS:PREFETCH.
 
-    residual_simulated.py SYSTEM NUM_LAYERS ROWS WIDTH PREFETCH WORLD
+    residual_simulated.py WORLD WIDTH "offload residual:32:65536:1" [...]
 
 Meta mode: operators run without bytes, the allocator model answers as CUDA's would.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -55,8 +57,6 @@ def build(
 def measure(
     system: str, num_layers: int, rows: int, width: int, prefetch: int, world: int
 ) -> dict[str, Any]:
-    lowtide.phantom.install(mode="meta")
-    lowtide.phantom.init_world(world)
     accelerator = torch.accelerator
     model = build(system, num_layers, width, prefetch, world)
     tokens = torch.zeros(rows, dtype=torch.long, device="phantom")
@@ -87,9 +87,16 @@ def measure(
 
 
 def main() -> None:
-    system, *numbers = sys.argv[1:]
-    num_layers, rows, width, prefetch, world = map(int, numbers)
-    figures = measure(system, num_layers, rows, width, prefetch, world)
+    world, width = map(int, sys.argv[1:3])
+    lowtide.phantom.install(mode="meta")
+    lowtide.phantom.init_world(world)
+    figures = []
+    for spec in sys.argv[3:]:
+        system, *numbers = spec.split(":")
+        num_layers, rows, prefetch = map(int, numbers)
+        figures.append(measure(system, num_layers, rows, width, prefetch, world))
+        gc.collect()
+        torch.accelerator.empty_cache()
     json.dump(figures, sys.stdout)
 
 

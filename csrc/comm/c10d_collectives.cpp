@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
 
+#include "comm/call_observer.h"
 #include "comm/tensor_lists.h"
 
 namespace lowtide::comm {
@@ -65,6 +66,7 @@ class C10dCollectives::Work final : public Pending {
   // `issue(outs, ins)` starts the collective.
   template <typename Issue>
   void start(Issue&& issue) {
+    const IssuedBy issuer(label_);
     try {
       work_ = issue(lists_.outs, lists_.ins);
     } catch (const std::exception& cause) {
@@ -166,6 +168,22 @@ std::unique_ptr<Pending> C10dCollectives::all_reduce(at::Tensor& tensor,
     return group_->allreduce(tensors, options);
   });
   count(Kind::all_reduce, work->lists().full_bytes(Kind::all_reduce));
+  return work;
+}
+
+std::unique_ptr<Pending> C10dCollectives::all_to_all(at::Tensor& out,
+                                                     at::Tensor& in,
+                                                     const std::string& label) {
+  auto work = std::make_unique<Work>(
+      *this, Kind::all_to_all, label,
+      checked_lists(Kind::all_to_all, {out}, {in}, size()));
+  if (work->lists().empty()) return work;
+  work->start([&](auto& received, auto& sent) {
+    std::vector<std::int64_t> equal_parts;
+    return group_->alltoall_base(received[0], sent[0], equal_parts,
+                                 equal_parts);
+  });
+  count(Kind::all_to_all, work->lists().full_bytes(Kind::all_to_all));
   return work;
 }
 

@@ -52,6 +52,13 @@ struct RecordingCollectives::State {
                     const at::Tensor& mine) const {
     const std::vector<at::Tensor> by_rank = inputs(call, index, mine);
     if (call.kind == Kind::all_gather) return at::cat(by_rank);
+    if (call.kind == Kind::all_to_all) {
+      std::vector<at::Tensor> slices;
+      for (const at::Tensor& sent : by_rank) {
+        slices.push_back(sent.view({size, -1})[rank]);
+      }
+      return at::cat(slices);
+    }
     const bool whole = call.kind == Kind::all_reduce;
     const auto slice = [&](std::int64_t from) {
       return whole ? by_rank[from] : by_rank[from].view({size, -1})[rank];
@@ -202,6 +209,11 @@ std::unique_ptr<Pending> RecordingCollectives::all_reduce(
                 .coalesced = false,
                 .reduction = reduction},
                {tensor}, {tensor});
+}
+
+std::unique_ptr<Pending> RecordingCollectives::all_to_all(
+    at::Tensor& out, at::Tensor& in, const std::string& label) {
+  return issue({.kind = Kind::all_to_all, .label = label}, {out}, {in});
 }
 
 std::vector<std::int64_t> RecordingCollectives::from_rank_zero(

@@ -214,7 +214,10 @@ void bind_shard(py::module_& module) {
            py::return_value_policy::reference_internal)
       .def("gradient_rows", &Unit::gradient_rows,
            py::return_value_policy::reference_internal)
+      .def("look_up_rows", &Unit::look_up_rows, py::arg("rows_at_once"),
+           py::return_value_policy::reference_internal)
       .def_property_readonly("streams_rows", &Unit::streams_rows)
+      .def_property_readonly("looks_up_rows", &Unit::looks_up_rows)
       .def("gather", &Unit::gather, NoGil())
       .def("unshard", &Unit::unshard, NoGil())
       .def("reshard", &Unit::reshard, NoGil());
@@ -230,6 +233,8 @@ void bind_shard(py::module_& module) {
       .def("begin_forward", &RowStream::begin_forward, NoGil(),
            py::arg("recorded"))
       .def("begin_backward", &RowStream::begin_backward, NoGil())
+      .def("begin_lookup", &RowStream::begin_lookup, NoGil())
+      .def_property_readonly("lookup_rows", &RowStream::lookup_rows)
       .def("fetch", &RowStream::fetch, NoGil(), py::arg("block"))
       .def("put", &RowStream::put, NoGil(), py::arg("block"),
            py::arg("gradient"))

@@ -1,6 +1,7 @@
 #include "shard/gradient_ring.h"
 
 #include <algorithm>
+#include <iterator>
 
 #include "shard/storage.h"
 
@@ -49,10 +50,18 @@ void GradientRing::retire(at::Tensor source, std::int64_t budget_bytes) {
   const auto bytes = static_cast<std::int64_t>(source.nbytes());
   retired_bytes_ += bytes;
   retired_.push_back({std::move(source), std::move(copied), bytes});
-  while (retired_bytes_ > budget_bytes) {
-    runtime.wait(Stream::compute, retired_.front().copied);
-    retired_bytes_ -= retired_.front().bytes;
-    retired_.pop_front();
+  reclaim(budget_bytes);
+}
+
+void GradientRing::reclaim(std::int64_t keep_bytes) {
+  auto kept = retired_.begin();
+  for (; retired_bytes_ > keep_bytes; ++kept) {
+    retired_bytes_ -= kept->bytes;
+  }
+  if (kept != retired_.begin()) {
+    // The newest of them: `reduce` runs in order.
+    memory_->runtime().wait(Stream::compute, std::prev(kept)->copied);
+    retired_.erase(retired_.begin(), kept);
   }
 }
 

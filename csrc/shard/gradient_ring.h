@@ -50,6 +50,9 @@ class GradientRing {
 
   // `source` has been copied on `reduce`.
   void retire(at::Tensor source, std::int64_t budget_bytes);
+  // All but the newest `keep_bytes` of retired sources go back now: compute
+  // waits for their copies.
+  void reclaim(std::int64_t keep_bytes);
 
   // Of sources that wait for compute to be ordered behind their copy.
   std::int64_t retired_bytes() const { return retired_bytes_; }

@@ -95,6 +95,7 @@ void GradientStream::accept(UnitGradients& unit, std::int32_t i,
         "This happens when re-entrant checkpointing runs a module several "
         "times; use torch.utils.checkpoint with use_reentrant=False."));
   }
+  produces(unit);
   produced(unit, i);
   if (unit.accumulating()) {
     unit.accumulate(i, gradient);
@@ -142,6 +143,7 @@ void GradientStream::accept_rows(UnitGradients& unit, std::int32_t i,
   }
   ++parameter.blocks_seen;
   parameter.fired = true;
+  produces(unit);
   produced(unit, i);
   if (unit.accumulating()) {
     unit.accumulate_rows(i, block, rows);
@@ -157,6 +159,29 @@ void GradientStream::accept_rows(UnitGradients& unit, std::int32_t i,
     write_piece(place, static_cast<std::size_t>(where.piece));
   }
   pump();
+}
+
+// [Note: Sources of the unit before]
+// The peak of a step is where a unit's backward has recomputed everything and
+// gradients begin to come.  Those of the unit before must not be in it, so
+// compute waits for their copies once a unit, as FSDP2's waits for the
+// reduce-scatter before: for most of them when the unit's backward begins, for
+// those that came last only at the first gradient, after the recomputation.
+void GradientStream::expects(UnitGradients& unit) {
+  if (producing_ != &unit) {
+    ring_.reclaim(unit.source_bytes() / 4);
+  }
+  // What outlives the unit's backward is leased ahead of what does not.
+  if (contains(unit) && prepare(unit)) {
+    ring_.compute_has_moved();
+  }
+}
+
+void GradientStream::produces(const UnitGradients& unit) {
+  if (producing_ != &unit) {
+    ring_.reclaim(0);
+    producing_ = &unit;
+  }
 }
 
 // Results that stay with the shards have no place in `.grad` yet.
@@ -502,6 +527,7 @@ void GradientStream::clear() {
   units_.clear();
   entries_.clear();
   next_ = 0;
+  producing_ = nullptr;
 }
 
 }  // namespace lowtide::shard

@@ -40,6 +40,9 @@ class GradientStream {
   void append(UnitGradients& unit);
   bool contains(const UnitGradients& unit) const;
 
+  // The backward of `unit` begins; its gradients come next.
+  void expects(UnitGradients& unit);
+
   // Parameter i's gradient is complete and ready on the compute stream;
   // undefined: it fired without one.  `hold`: more may follow in this backward
   // (nested graph), so it stays here until the unit is sealed.
@@ -84,6 +87,7 @@ class GradientStream {
   void write_piece(std::size_t place, std::size_t piece);
   void open_slot(std::size_t place);
   bool prepare(UnitGradients& unit);
+  void produces(const UnitGradients& unit);
   void produced(UnitGradients& unit, std::int32_t i);
   void pump();
   void complete(std::size_t place);
@@ -102,6 +106,7 @@ class GradientStream {
   std::vector<Entry> entries_;
   std::vector<UnitGradients*> units_;
   std::size_t next_ = 0;  // the first entry that has not left
+  const UnitGradients* producing_ = nullptr;  // whose gradient came last
   GradientRing ring_;
 };
 

@@ -174,38 +174,44 @@ std::int64_t Root::gradient_budget() const {
 
 // [Note: The end of backward]
 // Nothing hides the reduction of the last unit, usually the embedding, so it
-// leaves in few collectives.  Where a block before it held its parameters and
-// the next one's, their gradients and its activations, a ring four times as
-// long as those parameters fits.
-void Root::plan_gradients_of(Unit& unit, std::int64_t ring_bytes) {
-  constexpr std::int64_t kMuch = 4;
-  std::int64_t gathered = 0;
-  for (const auto* other : units_) {
-    if (other != nullptr && other != &unit) {
-      gathered = std::max(gathered, other->planned_gathered_bytes());
-    }
-  }
+// leaves in few collectives.  Where the unit before it held its parameters and
+// the next one's, its gradients and its activations, a ring three times as long
+// as those parameters fits.  A budget below the default is kept.
+std::int64_t Root::ring_bytes_of(const Unit& unit, std::int64_t ring) const {
+  constexpr std::int64_t kHeldByUnit = 3;
+  const auto [last, before] = last_to_reduce();
   const auto wire = unit.gradients().wire_bytes();
-  const bool own = !gradient_budget_ && wire > kMuch * ring_bytes &&
-                   &unit == last_to_reduce();
-  unit.gradients().set_own_slots(own);
-  unit.plan_gradients(
-      own ? std::max(ring_bytes, std::min(wire, kMuch * gathered))
-          : ring_bytes);
+  if (&unit != last || before == nullptr ||
+      gradient_budget() < GradientRing::kDefaultBudget ||
+      wire <= GradientRing::kNumSlots * ring) {
+    return ring;
+  }
+  const auto held = kHeldByUnit * before->planned_gathered_bytes();
+  return std::max(ring, std::min(wire, held));
 }
 
-// Of those that do not enclose others: they have been reduced by then, or are
-// small.
-const Unit* Root::last_to_reduce() const {
+void Root::plan_gradients_of(Unit& unit, std::int64_t ring) {
+  const auto bytes = ring_bytes_of(unit, ring);
+  unit.gradients().set_own_slots(bytes > ring);
+  unit.plan_gradients(bytes);
+}
+
+// The last two of those that do not enclose others: these are small.
+std::pair<const Unit*, const Unit*> Root::last_to_reduce() const {
+  const Unit* last = nullptr;
   for (auto number = last_order_.rbegin(); number != last_order_.rend();
        ++number) {
     const auto* unit = units_[static_cast<std::size_t>(*number)];
-    if (unit != nullptr && !unit->encloses_units &&
-        unit->gradients().wire_bytes() > 0) {
-      return unit;
+    if (unit == nullptr || unit->encloses_units ||
+        unit->gradients().wire_bytes() == 0) {
+      continue;
     }
+    if (last != nullptr) {
+      return {last, unit};
+    }
+    last = unit;
   }
-  return nullptr;
+  return {last, nullptr};
 }
 
 // [Note: Refining the order]

@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "memory/device_memory.h"
@@ -71,8 +72,9 @@ class Root : public std::enable_shared_from_this<Root> {
   void close_backward();
   void plan_gradients();
   std::int64_t ring_bytes() const;
-  void plan_gradients_of(Unit& unit, std::int64_t ring_bytes);
-  const Unit* last_to_reduce() const;
+  std::int64_t ring_bytes_of(const Unit& unit, std::int64_t ring) const;
+  void plan_gradients_of(Unit& unit, std::int64_t ring);
+  std::pair<const Unit*, const Unit*> last_to_reduce() const;
   void agree_on_order();
   // `orders`: of `gradients`, one after the other.
   void adopt_orders(const std::vector<UnitGradients*>& gradients,

@@ -65,6 +65,7 @@ void RowStream::begin_forward(bool recorded) {
   require_root();
   end();
   backward_ = false;
+  rows_at_once_ = block_rows();
   if (recorded) {
     unit_.recorded_rows();
   }
@@ -73,11 +74,23 @@ void RowStream::begin_forward(bool recorded) {
 void RowStream::begin_backward() {
   end();
   backward_ = true;
+  rows_at_once_ = block_rows();
   unit_.begin_rows_backward();
 }
 
+void RowStream::begin_lookup() {
+  require_root();
+  end();
+  backward_ = false;
+  rows_at_once_ = lookup_rows_;
+}
+
+std::int64_t RowStream::fetched_rows(std::int64_t k) const {
+  return std::min(rows_at_once_, slice_.padded_rows - k * rows_at_once_);
+}
+
 at::Tensor RowStream::fetch(std::int64_t k) {
-  LOWTIDE_INVARIANT(k >= 0 && k < num_blocks(), "the block exists");
+  LOWTIDE_INVARIANT(k >= 0 && fetched_rows(k) > 0, "the block exists");
   const base::TraceRange trace("lowtide::fetch_rows", unit_.name());
   if (slot(k).number != k) {
     end();
@@ -86,15 +99,17 @@ at::Tensor RowStream::fetch(std::int64_t k) {
   // The block before has been read by everything enqueued so far: its bytes
   // serve the next one, whose gather runs beside this block's kernels.
   release(slot(k + 1));
-  if (k + 1 < num_blocks()) {
+  if (fetched_rows(k + 1) > 0) {
     issue(k + 1);
   } else if (backward_) {
     unit_.prefetch_for_backward();
+  } else {
+    unit_.prefetch_for_forward();
   }
   auto& block = slot(k);
   arrive(block);
   auto sizes = info().sizes;
-  sizes[0] = world_size() * rows_in(k);
+  sizes[0] = world_size() * fetched_rows(k);
   std::vector<std::int64_t> strides(sizes.size(), 1);
   for (std::size_t d = sizes.size(); d-- > 1;) {
     strides[d - 1] = strides[d] * sizes[d];
@@ -119,7 +134,7 @@ void RowStream::issue(std::int64_t k) {
   auto& memory = *unit_.memory();
   auto& runtime = memory.runtime();
   const auto row_bytes = slice_.inner * itemsize(info().compute_dtype);
-  const auto bytes = rows_in(k) * row_bytes;
+  const auto bytes = fetched_rows(k) * row_bytes;
   block.gathered.own(memory.lease(memory::Category::gathered, unit_.name(),
                                   world_size() * bytes),
                      world_size() * bytes);
@@ -146,8 +161,9 @@ void RowStream::issue(std::int64_t k) {
 // This rank's rows of block k in the compute dtype, as bytes.
 at::Tensor RowStream::cast_rows(Block& block, std::int64_t k) {
   auto& runtime = unit_.memory()->runtime();
-  const auto begin = k * block_rows();
-  const auto rows = unit_.buffers().padded_rows(0, begin, begin + rows_in(k));
+  const auto begin = k * rows_at_once_;
+  const auto rows =
+      unit_.buffers().padded_rows(0, begin, begin + fetched_rows(k));
   if (info().storage_dtype == info().compute_dtype) {
     const auto bytes = static_cast<std::int64_t>(rows.nbytes());
     return flat_view(rows.storage(), at::kByte,

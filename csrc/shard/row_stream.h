@@ -1,6 +1,6 @@
 // A large parameter that is never gathered whole: a loss over the vocabulary
 // reads the head's rows block by block, and gives their gradient back block by
-// block.
+// block; an embedding looks its rows up block by block.
 //
 // Block k holds rows [k * block_rows, (k + 1) * block_rows) of *every* rank's
 // shard, in rank order: [N * rows, ...].  It is as large as a chunk of the
@@ -50,15 +50,23 @@ class RowStream {
   std::int64_t num_blocks() const;
   // How many rows of every rank block k has.
   std::int64_t rows_in(std::int64_t k) const;
+  // The same of the blocks of a lookup, which are larger: no gradient of theirs
+  // is to fit a chunk.
+  std::int64_t lookup_rows() const { return lookup_rows_; }
+  void set_lookup_rows(std::int64_t rows) { lookup_rows_ = rows; }
 
   // A pass over all blocks begins: of a forward, which autograd records or not,
   // or of the backward that delivers gradients.  Throws lowtide::Error before
   // the root module's first forward.
   void begin_forward(bool recorded);
   void begin_backward();
+  // A pass over all rows in blocks of `lookup_rows`, inside the forward of the
+  // unit's module, which is what autograd records.
+  void begin_lookup();
 
-  // Block k in the compute dtype, [N * rows_in(k), ...]; valid, and its bytes
-  // there, until the next fetch or `end`.  Blocks are fetched in order.
+  // Block k of the pass in the compute dtype, [N * rows_in(k), ...]; valid, and
+  // its bytes there, until the next fetch or `end`.  Blocks are fetched in
+  // order.
   at::Tensor fetch(std::int64_t k);
   // The gradient of block k, in any dtype; it must not be written afterwards.
   // Nothing happens if the parameter is frozen.
@@ -81,6 +89,7 @@ class RowStream {
   }
   const ParameterInfo& info() const { return unit_.infos().front(); }
   void require_root() const;
+  std::int64_t fetched_rows(std::int64_t k) const;
   void issue(std::int64_t k);
   at::Tensor cast_rows(Block& block, std::int64_t k);
   static void arrive(Block& block);
@@ -88,6 +97,8 @@ class RowStream {
 
   Unit& unit_;
   memory::ParameterSlice slice_;
+  std::int64_t lookup_rows_ = 0;
+  std::int64_t rows_at_once_ = 0;  // of this pass
   bool backward_ = false;
   std::array<Block, 2> blocks_;
 };

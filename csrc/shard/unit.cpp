@@ -206,9 +206,10 @@ void Unit::prefetch(Unit& other) {
 
 void Unit::pre_forward() {
   const base::TraceRange trace("lowtide::pre_forward", *name_);
+  const bool rows = looks_up_rows();
   if (in_backward()) {
     // A recomputation; its backward follows.
-    unshard();
+    if (!rows) unshard();
     return;
   }
   Unit* next = root_->enter_forward(*this);
@@ -221,10 +222,21 @@ void Unit::pre_forward() {
   if (at::GradMode::is_enabled()) {
     ++calls_without_inputs_;  // until watch_forward_inputs says otherwise
   }
+  if (rows) {
+    next_in_forward_ = next;
+    return;
+  }
   gather();
   prefetched_ = false;
   // Issued before this unit's own kernels: the next gather then waits for
   // nothing but the unit before this one.
+  prefetch_after(next);
+  wait_for_gather();
+  show_full();
+  count_references();
+}
+
+void Unit::prefetch_after(Unit* next) {
   if (!forward_prefetch.empty()) {
     for (const auto& other : forward_prefetch) {
       if (const auto unit = other.lock()) prefetch(*unit);
@@ -232,9 +244,6 @@ void Unit::pre_forward() {
   } else if (next != nullptr) {
     prefetch(*next);
   }
-  wait_for_gather();
-  show_full();
-  count_references();
 }
 
 std::vector<at::Tensor> Unit::watch_forward_inputs(
@@ -255,10 +264,13 @@ void Unit::post_forward(const std::vector<at::Tensor>& outputs) {
   if (in_backward()) {
     return;
   }
-  saved_ = saved_ || autograd_saved_parameters();
+  if (!looks_up_rows()) {
+    saved_ = saved_ || autograd_saved_parameters();
+  }
   if (reshard_after_forward) {
     reshard_after_forward_now();
   }
+  next_in_forward_ = nullptr;
   root_->leave_forward(*this);
 }
 
@@ -308,6 +320,8 @@ void Unit::on_output_gradient() {
   if (!output_gradient_) {
     output_gradient_ = true;
     prefetch_for_backward();
+    // After the gather, which must not wait for other units' gradients.
+    root_->stream().expects(gradients_);
   }
   if (needs_gather_in_backward()) {
     wait_for_gather();
@@ -476,6 +490,7 @@ void Unit::abort(bool drop_gradients) {
   buffers_.release();
   state_.on(UnitEvent::abort);
   shown_ = prefetched_ = saved_ = false;
+  next_in_forward_ = nullptr;
   in_backward_ = output_gradient_ = false;
   calls_without_grad_ = nested_calls_done_ = calls_without_inputs_ = 0;
   open_calls_.clear();

@@ -134,12 +134,22 @@ class Unit final : public BackwardReceiver,
   // The unit's only parameter is gathered as ever, but its gradient comes in
   // blocks of rows.  Before a forward; the same on every rank.
   RowStream& gradient_rows();
+  // The unit's module is an embedding whose forward reads the rows by itself,
+  // `rows_at_once` of every rank's shard at a time (RowStream::begin_lookup):
+  // nobody gathers the table as long as `reshard_after_forward` holds.  Its
+  // gradient comes in blocks of rows.  Before a forward; the same on every
+  // rank.
+  RowStream& look_up_rows(std::int64_t rows_at_once);
+  // Whether the forward that is running, or would run now, reads rows.
+  bool looks_up_rows() const;
   // A forward over the rows was recorded; its backward will deliver their
   // gradient block by block.
   void recorded_rows();
   void begin_rows_backward();
   // What runs before this unit in forward is gathered for its backward.
   void prefetch_for_backward();
+  // What runs after it is gathered, if that has been put off until now.
+  void prefetch_for_forward();
   void on_row_gradient(std::int64_t block, at::Tensor rows);
 
   // --- backward -------------------------------------------------------------
@@ -172,6 +182,7 @@ class Unit final : public BackwardReceiver,
   void finish_backward();
   bool needs_gather_in_backward() const;
   void prefetch(Unit& other);
+  void prefetch_after(Unit* next);
 
   std::vector<at::Tensor> wrap_gradients(
       const std::vector<std::int32_t>& parameters,
@@ -197,6 +208,8 @@ class Unit final : public BackwardReceiver,
   std::unique_ptr<RowStream> rows_;
   bool streams_rows_ = false;
   bool gathers_parts_ = false;
+  std::int64_t lookup_rows_ = 0;     // of every rank at once; 0: gathered whole
+  Unit* next_in_forward_ = nullptr;  // to be gathered behind the last rows
   bool shown_ = false;
   bool prefetched_ = false;
 

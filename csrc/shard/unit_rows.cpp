@@ -41,9 +41,36 @@ RowStream& Unit::stream_rows() {
   return rows;
 }
 
+RowStream& Unit::look_up_rows(std::int64_t rows_at_once) {
+  auto& rows = stream_rows();
+  lookup_rows_ = std::min(rows_at_once, rows.padded_rows());
+  rows.set_lookup_rows(lookup_rows_);
+  return rows;
+}
+
+bool Unit::looks_up_rows() const {
+  return lookup_rows_ > 0 && reshard_after_forward &&
+         (state() == UnitState::sharded || state() == UnitState::reducing);
+}
+
+void Unit::prefetch_for_forward() {
+  if (next_in_forward_ != nullptr) {
+    prefetch_after(next_in_forward_);
+  }
+}
+
 std::int64_t Unit::planned_gathered_bytes() const {
   if (!streams_rows_) {
     return buffers_.gathered_bytes();
+  }
+  if (lookup_rows_ > 0) {
+    if (!reshard_after_forward) {
+      return buffers_.gathered_bytes();
+    }
+    const auto& slice = buffers_.slice(0);
+    return groups_.gather->size() *
+           std::min(2 * lookup_rows_, slice.padded_rows) * slice.inner *
+           static_cast<std::int64_t>(c10::elementSize(infos_[0].compute_dtype));
   }
   std::int64_t numel = 0;
   for (std::int64_t k = 0;

@@ -1,10 +1,11 @@
-"""A large embedding's gradient, block by block of rows.
+"""A large embedding, block by block of rows: neither its table nor the table's
+gradient is ever there as a whole.
 
-autograd's gradient of an embedding is as large as the table (1 GB for 128 K rows of
-4096 in bf16), though a step touches few of its rows. A unit whose module is one large
-``nn.Embedding`` computes it for one block of rows after the other, each as large as a
-chunk of the gradient ring, from the gradient of the output: the same numbers in the
-same order, never the table.
+Both are 1 GB for 128 K rows of 4096 in bf16, though a step touches few of the rows. A
+unit whose module is one large ``nn.Embedding`` is not gathered: forward reads one block
+of every rank's rows after the other and keeps those that were asked for; backward
+computes the gradient of one block after the other, each as large as a chunk of the
+gradient ring. Both give the same numbers as autograd's on the whole table.
 """
 
 import functools
@@ -18,13 +19,16 @@ from torch import Tensor, nn
 from lowtide import _C
 from lowtide._state.rows import RowChunk, strided_chunks
 
-# Bytes of a table, in fp32, from which on its gradient comes in blocks. Below, the
-# kernels that a block takes cost more than the bytes are worth.
+# Bytes of a table, in fp32, from which on it is read, and its gradient comes, in
+# blocks. Below, the kernels that a block takes cost more than the bytes are worth.
 LARGE_TABLE = 256 << 20
+# Of a block that forward reads, two of which live at once. It costs a pass over the
+# output and a collective, which is long enough to be limited by bandwidth.
+LOOKUP_BYTES = 128 << 20
 
 
 def wants_rows(module: nn.Module, original: type) -> bool:
-    """Whether the unit of ``module``, an ``original``, takes its gradient in blocks."""
+    """Whether the unit of ``module``, an ``original``, works in blocks of rows."""
     return (
         original is nn.Embedding
         and isinstance(module, nn.Embedding)
@@ -36,10 +40,20 @@ def wants_rows(module: nn.Module, original: type) -> bool:
 
 
 class EmbeddingRows:
-    """What the calls of one embedding in a step share. ``unit`` owns ``stream``."""
+    """What the calls of one embedding in a step share.
 
-    def __init__(self, unit: _C.Unit) -> None:
+    ``unit`` owns ``stream``; ``weight`` is the full parameter, which has bytes only
+    while the unit is gathered (``reshard_after_forward=False``, ``unshard``).
+    """
+
+    def __init__(self, unit: _C.Unit, weight: nn.Parameter) -> None:
+        row_bytes = weight.shape[1] * weight.element_size()
+        self._unit, self._weight = unit, weight
         self._stream = unit.gradient_rows()
+        shard = self._stream.padded_rows
+        most = max(1, LOOKUP_BYTES // (self._stream.world_size * row_bytes))
+        # Of equal size: one's bytes then serve the next.
+        unit.look_up_rows(-(-shard // -(-shard // most)))
         # Recorded calls whose graphs are alive.
         self._calls: list[weakref.ref[Any]] = []
         # Those whose gradients came in this backward: its graph task, and
@@ -48,16 +62,48 @@ class EmbeddingRows:
         self._arrived: dict[Any, tuple[Tensor, Tensor]] = {}
 
     def forward(self, module: nn.Embedding, indices: Tensor) -> Tensor:
-        weight = module.weight
+        """Not for torch.compile: it is a loop of collectives."""
         # Inside a backward it is a recomputation: the first call delivers.
         recomputed = torch._C._current_graph_task_id() != -1
-        if not (torch.is_grad_enabled() and weight.requires_grad) or recomputed:
-            return F.embedding(indices, weight, module.padding_idx)
-        output = _Lookup.apply(weight, indices, module.padding_idx, self)
+        if not (torch.is_grad_enabled() and self._weight.requires_grad):
+            return self.look_up(indices)
+        output = _Lookup.apply(
+            self._weight, indices, module.padding_idx, self, not recomputed
+        )
         assert isinstance(output, Tensor)
+        if recomputed:
+            return output
         self._calls = [call for call in self._calls if call() is not None]
         self._calls.append(weakref.ref(output.grad_fn))
         return output
+
+    # What torch.compiler.disable sets, without importing the compiler.
+    forward._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+    def look_up(self, indices: Tensor) -> Tensor:
+        """The rows ``indices`` of the table. Collective unless it is gathered."""
+        if not self._unit.looks_up_rows:
+            return F.embedding(indices, self._weight.detach())
+        flat, stream = indices.flatten(), self._stream
+        chunks = strided_chunks(stream.num_rows, stream.world_size, stream.lookup_rows)
+        # One block holds each row; what is none of the table fails as ever.
+        none = flat.lt(0).logical_or_(flat.ge(stream.num_rows))
+        found: Tensor | None = None
+        stream.begin_lookup()
+        try:
+            for block, chunk in enumerate(chunks):
+                rows = stream.fetch(block)
+                row, inside = chunk.place(flat)
+                row = row.masked_fill_(none, chunk.num_rows)
+                picked = rows.index_select(0, row)
+                if found is None:
+                    found = picked
+                else:
+                    torch.where(inside[:, None], picked, found, out=found)
+        finally:
+            stream.end()
+        assert found is not None
+        return found.view(*indices.shape, -1)
 
     def deliver(
         self, node: Any, indices: Tensor, gradient: Tensor, padding_idx: int | None
@@ -78,6 +124,14 @@ class EmbeddingRows:
                 (_gradient_of(chunk, padding_idx, *call) for call in arrived.values()),
             )
             self._stream.put(block, rows)
+
+    def dense_gradient(
+        self, indices: Tensor, gradient: Tensor, padding_idx: int | None
+    ) -> Tensor:
+        padding = -1 if padding_idx is None else padding_idx
+        return torch.ops.aten.embedding_dense_backward(
+            gradient, indices, self._stream.num_rows, padding, False
+        )
 
     def _chunks(self) -> tuple[RowChunk, ...]:
         stream = self._stream
@@ -106,14 +160,21 @@ class _Lookup(torch.autograd.Function):
         indices: Tensor,
         padding_idx: int | None,
         rows: EmbeddingRows,
+        delivers: bool,
     ) -> Tensor:
         ctx.save_for_backward(indices)
-        ctx.padding_idx, ctx.rows = padding_idx, rows
-        return F.embedding(indices, weight, padding_idx)
+        ctx.padding_idx, ctx.rows, ctx.delivers = padding_idx, rows, delivers
+        return rows.look_up(indices)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
+    def backward(
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor | None, None, None, None, None]:
         (indices,) = ctx.saved_tensors
-        ctx.rows.deliver(ctx, indices, gradient, ctx.padding_idx)
-        return None, None, None, None
+        if ctx.delivers:
+            ctx.rows.deliver(ctx, indices, gradient, ctx.padding_idx)
+            return None, None, None, None, None
+        # What a re-entrant checkpoint computed again has no first call.
+        dense = ctx.rows.dense_gradient(indices, gradient, ctx.padding_idx)
+        return dense, None, None, None, None

@@ -263,7 +263,7 @@ def become_fsdp_module(module: nn.Module) -> None:
 def _embedding_forward(self: nn.Embedding, input: Tensor) -> Tensor:
     state = unit_state(self)
     assert state is not None
-    if state.embedding_rows is None or torch.compiler.is_compiling():
+    if state.embedding_rows is None:
         return nn.Embedding.forward(self, input)
     return state.embedding_rows.forward(self, input)
 

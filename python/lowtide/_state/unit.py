@@ -279,12 +279,14 @@ class UnitState:
             self._apply_settings()
 
     def choose_rows(self) -> None:
-        """Lets a large embedding's gradient come in blocks of rows."""
+        """Lets a large embedding and its gradient come in blocks of rows."""
         module = self.modules[0]
         alone = len(self.modules) == len(self.parameters) == 1
         rows = alone and self.parameters[0].may_stream_rows
         if rows and wants_rows(module, original_class(module)):
-            self.embedding_rows = EmbeddingRows(self.materialized())
+            unit, weight = self.materialized(), self.parameters[0].full
+            assert weight is not None
+            self.embedding_rows = EmbeddingRows(unit, weight)
 
     # -- hooks ------------------------------------------------------------------
 

@@ -53,7 +53,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add("--sequence", type=int, default=8192, metavar="N", help="tokens; default 8192")
     add("--batch", type=int, default=1, metavar="N", help="sequences; default 1")
     add("--checkpoint", choices=("none", "selective", "full"), default="full")
-    add("--loss", choices=("plain", "chunked"), default="plain")
+    add("--loss", choices=("plain", "chunked", "vocabulary"), default="plain")
     add("--verify", action="store_true", help="plan again with what would save most")
     add("--microbatches", type=int, default=1, metavar="N", help="without sync")
     parser.set_defaults(run=run)

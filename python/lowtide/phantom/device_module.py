@@ -40,8 +40,8 @@ def is_initialized() -> bool:
 
 
 def keeps_time() -> bool:
-    """Whether events have times of the device; otherwise they have the host's."""
-    return False
+    """Whether a timeline runs: events have times of the device, not the host's."""
+    return _phantom.time_on_device() > 0
 
 
 def _is_in_bad_fork() -> bool:

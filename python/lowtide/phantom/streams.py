@@ -78,7 +78,7 @@ def draw(timeline: "clock.timeline", path: str | Path, marks: Marks) -> None:
         if span.kind == "wait" and span.stream == clock.COMPUTE_STREAM
     ]
     rows = _rows(spans)
-    figure = Figure(figsize=(11, 1.2 + 0.5 * len(rows)))
+    figure = Figure(figsize=(11, 1.6 + 0.5 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
     for row, stream in enumerate(rows):
         for kind, colour in _COLOURS.items():
@@ -100,7 +100,6 @@ def draw(timeline: "clock.timeline", path: str | Path, marks: Marks) -> None:
     axes.set_xlim(0, (end - begin) * 1e3)
     axes.set_xlabel(f"ms, simulated on {timeline.accelerator.name}")
     _explain(figure)
-    figure.tight_layout()
     figure.savefig(path, dpi=120)
 
 
@@ -120,4 +119,4 @@ def _explain(figure: Any) -> None:
         "exposed": "the compute stream waits",
     }
     handles = [Patch(color=_COLOURS[k], label=text) for k, text in labels.items()]
-    figure.legend(handles=handles, loc="upper right", ncols=4, fontsize=8)
+    figure.legend(handles=handles, loc="outside upper center", ncols=4, fontsize=8)

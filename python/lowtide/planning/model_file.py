@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from lowtide import api, policies
+from lowtide import api, losses, policies
 from lowtide.planning.recording import Recorder
 from lowtide.planning.request import ModelFile
 
@@ -26,6 +26,7 @@ _LOSS_CHUNKS = 8
 
 
 def train_model_file(program: ModelFile, recorder: Recorder) -> None:
+    _check_loss(program)
     dist.init_process_group("nccl")
     file = load(program.path)
     with torch.device("meta"):
@@ -78,6 +79,15 @@ def load(path: str) -> ModuleType:
     return module
 
 
+def _check_loss(program: ModelFile) -> None:
+    if program.loss == "vocabulary" and program.system == "fsdp2":
+        raise ValueError(
+            "lowtide: plan --loss vocabulary: expected --system lowtide or ddp, got "
+            "fsdp2, whose head is gathered by its own forward only. Choose "
+            "--loss chunked."
+        )
+
+
 class LanguageModel(nn.Module):
     """Tokens [batch, sequence] and targets of the same shape to the mean loss. The
     model's head, if it is known, is applied beside the loss."""
@@ -86,17 +96,20 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.model = model
         self.head = head
-        self._chunks = _LOSS_CHUNKS if loss == "chunked" else 1
+        self._loss = loss
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         hidden = self.model(tokens)
-        if self._chunks == 1:
+        if self._loss == "plain":
             return self._sum(hidden, targets) / targets.numel()
+        if self._loss == "vocabulary":
+            assert isinstance(self.head, nn.Linear)
+            return losses.linear_cross_entropy(hidden, self.head, targets)
         pairs = zip(
-            hidden.chunk(self._chunks, 1), targets.chunk(self._chunks, 1), strict=True
+            hidden.chunk(_LOSS_CHUNKS, 1), targets.chunk(_LOSS_CHUNKS, 1), strict=True
         )
-        losses = [checkpoint(self._sum, *pair, use_reentrant=False) for pair in pairs]
-        return torch.stack(losses).sum() / targets.numel()
+        parts = [checkpoint(self._sum, *pair, use_reentrant=False) for pair in pairs]
+        return torch.stack(parts).sum() / targets.numel()
 
     def _sum(self, hidden: Tensor, targets: Tensor) -> Tensor:
         logits = self.head(hidden) if self.head is not None else hidden
@@ -108,14 +121,23 @@ class LanguageModel(nn.Module):
 def _head(model: nn.Module, name: str | None, program: ModelFile) -> nn.Module | None:
     if name is not None:
         head: nn.Module = model.get_submodule(name)
+        if program.loss == "vocabulary" and not _is_plain_linear(head):
+            raise ValueError(
+                "lowtide: plan --loss vocabulary: expected PLAN_HEAD to name an "
+                f"nn.Linear without bias, got {name!r}. Choose --loss chunked."
+            )
         model.set_submodule(name, nn.Identity())
         return head
-    if program.loss == "chunked":
+    if program.loss != "plain":
         raise ValueError(
-            "lowtide: plan --loss chunked: expected PLAN_HEAD, the name of the output "
-            f"projection, in {program.path}, got none. Add it (docs/plan.md)."
+            f"lowtide: plan --loss {program.loss}: expected PLAN_HEAD, the name of the "
+            f"output projection, in {program.path}, got none. Add it (docs/plan.md)."
         )
     return None
+
+
+def _is_plain_linear(head: nn.Module) -> bool:
+    return isinstance(head, nn.Linear) and head.bias is None
 
 
 def _language_model_step(model: nn.Module, batch: int, sequence: int) -> Tensor:
@@ -204,6 +226,8 @@ def _parallel(model: nn.Module, blocks: list[nn.Module], program: ModelFile) -> 
         shard(module, **settings, reshard_after_forward=not stays)
     shard(model, **settings)
     model.to_empty(device="cuda")
+    if program.loss == "vocabulary":
+        losses.stream_rows(model.head)  # type: ignore[arg-type]
     return model
 
 

@@ -15,7 +15,7 @@ class ModelFile:
     sequence: int = 8192
     batch: int = 1
     checkpoint: Literal["none", "selective", "full"] = "full"
-    loss: Literal["plain", "chunked"] = "plain"
+    loss: Literal["plain", "chunked", "vocabulary"] = "plain"
     microbatches: int = 1
 
 

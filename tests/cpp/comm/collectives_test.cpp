@@ -37,6 +37,10 @@ class CountingCollectives final : public Collectives {
     return nullptr;
   }
 
+  std::unique_ptr<Pending> all_to_all(at::Tensor&, at::Tensor&,
+                                      const std::string&) override {
+    return nullptr;
+  }
   std::unique_ptr<Pending> all_reduce(at::Tensor&, Reduction,
                                       const std::string&) override {
     return nullptr;

@@ -67,6 +67,11 @@ class RankCollectives final : public comm::Collectives {
     check_issue();
     return wrap(recording_.all_reduce(tensor, reduction, label));
   }
+  std::unique_ptr<comm::Pending> all_to_all(at::Tensor& out, at::Tensor& in,
+                                            const std::string& label) override {
+    check_issue();
+    return wrap(recording_.all_to_all(out, in, label));
+  }
   std::vector<std::int64_t> from_rank_zero(std::vector<std::int64_t> values,
                                            const std::string& label) override {
     const device::UnobservedAllocations unobserved;

@@ -1,8 +1,10 @@
-"""A large embedding's gradient leaves block by block: the bits are those of autograd's
-dense one, and the table's gradient never exists."""
+"""A large embedding is read, and its gradient leaves, in blocks of rows: the bits are
+those of the whole table and of the dense gradient, and neither ever exists."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -42,10 +44,20 @@ def ids(step: int) -> torch.Tensor:
     return torch.randint(ROWS // 4, (3, 20), generator=generator) * 4 % ROWS
 
 
+@contextlib.contextmanager
+def tables(*, large: bool) -> Iterator[None]:
+    """Taken to be large, and read some twenty rows at a time; or not."""
+    with (
+        mock.patch.object(embedding, "LARGE_TABLE", 0 if large else 1 << 60),
+        mock.patch.object(embedding, "LOOKUP_BYTES", 20 * 4 * DIM),
+    ):
+        yield
+
+
 def trained(
     large: bool, calls: str, dtype: torch.dtype | None, padding_idx: int | None
 ) -> dict[str, Any]:
-    with mock.patch.object(embedding, "LARGE_TABLE", 0 if large else 1 << 60):
+    with tables(large=large):
         torch.manual_seed(0)
         net: Any = Net(padding_idx)
         policy = lowtide.MixedPrecisionPolicy(dtype, torch.float32)
@@ -70,6 +82,7 @@ def trained(
             "loss": loss,
             "in rows": state.embedding_rows is not None,
             "blocks": state.materialized().plan()["gradient_chunks"],
+            "gathered": state.materialized().plan()["gathered"],
         }
 
 
@@ -86,6 +99,7 @@ def test_bits_are_those_of_the_dense_gradient(
     ):
         assert seen["in rows"] and not expected["in rows"]
         assert seen["blocks"] > 10
+        assert seen["gathered"] < expected["gathered"] / 2  # two blocks of several
         assert same_bits(seen["loss"], expected["loss"])
         for actual, wanted in zip(seen["grads"], expected["grads"], strict=True):
             assert same_bits(actual, wanted), difference(actual, wanted)
@@ -118,7 +132,7 @@ def test_a_retained_graph_of_two_calls_delivers_once_in_each_backward(pool_of):
 
 def largest_allocations(large: bool) -> list[int]:
     """Bytes of a step's allocations of the table's size and more."""
-    with mock.patch.object(embedding, "LARGE_TABLE", 0 if large else 1 << 60):
+    with tables(large=large):
         net: Any = Net(None)
         for unit in (net.embed, net.out, net):
             lowtide.fully_shard(unit)
@@ -137,7 +151,59 @@ def largest_allocations(large: bool) -> list[int]:
         return [size for size in sizes if size >= ROWS * DIM * 4]
 
 
-def test_no_allocation_is_as_large_as_the_table_but_the_gathered_one(pool_of):
+def test_no_allocation_is_as_large_as_the_table(pool_of):
     (rows,) = pool_of(1).run(largest_allocations, True)
     (dense,) = pool_of(1).run(largest_allocations, False)
-    assert len(rows) == len(dense) - 1
+    # All but the sharded gradient, which is whole on one rank: neither the gathered
+    # table nor its gradient.
+    assert len(rows) == len(dense) - 2 == 1
+
+
+def gathered_on_request() -> dict[str, Any]:
+    with tables(large=True):
+        net: Any = Net(None)
+        lowtide.fully_shard(net.embed, reshard_after_forward=False)
+        lowtide.fully_shard(net)
+        net(ids(0), "once").backward()
+        net(ids(1), "once")
+        kept = unit_state(net.embed).materialized().state  # type: ignore[union-attr]
+        net.embed.set_reshard_after_forward(True)
+        net.embed.reshard()
+        net(ids(1), "once")
+        freed = unit_state(net.embed).materialized().state  # type: ignore[union-attr]
+        net.embed.unshard()
+        whole = net.embed(ids(2))
+        net.embed.reshard()
+        return {
+            "kept": kept,
+            "freed": freed,
+            "equal": same_bits(whole, net.embed(ids(2))),
+        }
+
+
+def test_a_table_that_stays_gathered_is_read_whole(pool_of):
+    for seen in pool_of(2).run(gathered_on_request):
+        assert seen == {"kept": "unsharded", "freed": "sharded", "equal": True}
+
+
+def outside_of_the_table(large: bool) -> list[str]:
+    said = []
+    with tables(large=large):
+        net: Any = Net(None)
+        for unit in (net.embed, net.out, net):
+            lowtide.fully_shard(unit)
+        for index in (-1, ROWS):
+            try:
+                net(torch.full((2, 3), index), "once")
+            except IndexError as error:
+                said.append(str(error))
+    return said
+
+
+def test_an_index_outside_of_the_table_raises_as_ever(pool_of):
+    for seen, expected in zip(
+        pool_of(2).run(outside_of_the_table, True),
+        pool_of(2).run(outside_of_the_table, False),
+        strict=True,
+    ):
+        assert len(seen) == 2 and seen == expected
