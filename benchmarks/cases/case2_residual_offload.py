@@ -151,7 +151,7 @@ copy, because on a CPU torch's saves the tensor itself. Bits: SHA-256 of loss, i
 gradient and all parameter gradients of three steps, the second with `retain_graph`
 and a second backward. Time is of a CPU, where a copy takes as long as it takes: see it
 as a sanity check. `programs/region_cost.py`: 32 operators on 4 elements, 48 saved
-tensors, forward and backward, in turns in one process; median CPU time of 400. The
-report's own size is in case2_full_scale.""",
+tensors, forward and backward, in turns in one process; first decile of the CPU
+times of 400. The report's own size is in case2_full_scale.""",
     run=measure,
 )
