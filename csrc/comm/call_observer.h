@@ -3,10 +3,10 @@
 //
 // [Note: Where calls are seen]
 // A Python mode around forward sees nothing of backward and nothing inside an
-// opaque operator.  RecordFunction sees both: a ProcessGroup's methods go
-// through the dispatcher's c10d:: operators, and a call on a backend itself
-// still makes a Work whose title is "<backend>:<collective>".  Backends whose
-// works carry no title ("fake") are seen through their group only.
+// opaque operator.  RecordFunction sees both, as a ProcessGroup's methods go
+// through the dispatcher's c10d:: operators.  A call on a backend below its
+// group is seen only if its Work announces "<backend>:<collective>" in the
+// calling thread; gloo's does not.
 #pragma once
 
 #include <cstdint>

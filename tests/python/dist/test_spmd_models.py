@@ -1,4 +1,4 @@
-"""Regions on gloo: a parallel block against the whole one, and calls on a backend."""
+"""Regions on gloo: a parallel block against the whole one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 from lowtide import spmd
-from lowtide.spmd import LOCAL, I, P, R, V
-from support.spmd import function, inside
+from lowtide.spmd import I, P, R, V
 
 WIDTH = 8
 
@@ -75,30 +74,3 @@ def test_a_sequence_parallel_block_equals_the_whole(pool_of: Any, size: int) -> 
             if dim is not None:
                 all_of_it = all_of_it.chunk(size, dim)[rank]
             torch.testing.assert_close(mine, all_of_it, rtol=1e-12, atol=1e-12)
-
-
-def below_the_group() -> tuple[str, dict[str, tuple[int, int]]]:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    backend = mesh.get_group()._get_backend(torch.device("cpu"))
-
-    def backward(gradient: torch.Tensor) -> torch.Tensor:
-        gradient = gradient.clone()
-        backend.allreduce([gradient]).wait()
-        return gradient
-
-    op = function(lambda x: x * 2, backward)
-    spmd.register_rule(op, LOCAL)
-    x = torch.ones(4, requires_grad=True)
-    y, run = inside(lambda x: op.apply(x), x, in_types=R, out_types=R, mesh=mesh)
-    try:
-        y.sum().backward()
-    except spmd.ReplicationError as error:
-        return str(error), run.sent
-    return "", run.sent
-
-
-def test_a_call_on_the_backend_itself_is_seen(pool_of: Any) -> None:
-    for text, sent in pool_of(2).run(below_the_group):
-        assert "no all-reduce over an unknown group here in backward" in text
-        assert "got one of float32[4] (16 B) from the backward of" in text
-        assert sent == {"all-reduce": (1, 16)}
