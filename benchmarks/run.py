@@ -38,6 +38,7 @@ CASES = (
     "case1_flat_gradients",
     "case2_residual_offload",
     "case2_full_scale",
+    "case3_gather",
     "case4_replication",
     "wire_bytes",
     "host_cost",

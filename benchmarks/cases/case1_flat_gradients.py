@@ -7,12 +7,14 @@ from typing import Any
 
 from case import Case, Row, rows_of
 from launch import run
+from points import Points
 
 NAME = "case1_flat_gradients"
 SYSTEMS = ("per_parameter", "cat", "flat", "lowtide")
 # fairscale pull request 1186, llama3_kv8, one layer, tensor parallel 4, 8 GPUs.
 PUBLISHED_GB = {"per_parameter": 15.1, "cat": 17.4, "flat": 15.1}
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
+CAT_BAR = 0.88  # of what cat reserves
 PEAK = "peak above the full parameters"
 COPIED = "bytes copied besides additions"
 SAME = (
@@ -23,7 +25,28 @@ FIRST_TOUCH = "each gradient is copied into the slab once, by its first microbat
 
 
 def measure() -> list[Row]:
-    return rows(json.loads(run("flat_gradients.py", *SYSTEMS, timeout=300)))
+    measured = rows(json.loads(run("flat_gradients.py", *SYSTEMS, timeout=900)))
+    return measured + simulated_rows()
+
+
+def simulated_rows() -> list[Row]:
+    row = rows_of(NAME)
+    points = Points("flat_gradients_reserved.py", timeout=900)
+    result = []
+    for segments, flags in (("default", ()), ("expandable", ("--expandable",))):
+        found = points.each([(name, *flags) for name in SYSTEMS])
+        seen = dict(zip(SYSTEMS, found, strict=True))
+        quantity = f"reserved at the published widths, {segments} segments"
+        for name, peaks in seen.items():
+            note = f"allocated {peaks['allocated'] / GIB:.2f}"
+            value = round(peaks["reserved"] / GIB, 2)
+            result.append(row(name, quantity, value, "GiB", "simulated", note))
+        quantity = f"of what cat reserves, {segments} segments"
+        for name, peaks in seen.items():
+            share = round(peaks["reserved"] / seen["cat"]["reserved"], 3)
+            result.append(row(name, quantity, share, "", "simulated"))
+        result.append(row("bar", quantity, CAT_BAR, "", "arithmetic"))
+    return result
 
 
 def rows(seen: dict[str, dict[str, Any]]) -> list[Row]:
@@ -72,6 +95,7 @@ allocated in backward, never filled. Live bytes by `AllocationTimeline` up to wh
 the input of the reduce-scatter is there; what is compared for equality is that input,
 for lowtide the `.grad` of a run whose last microbatch reduces, on one rank. The
 published figures are bytes reserved on a GPU, everything included: compare the
-ratios.""",
+ratios. *Simulated*: `programs/flat_gradients_reserved.py`, the published widths, four
+microbatches of 4 x 1024 tokens, rank 0 of 8, reserved on the simulated device.""",
     run=measure,
 )

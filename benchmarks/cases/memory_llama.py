@@ -291,7 +291,21 @@ tried too; fewer chunks (4, 8) were always worse for it, so elsewhere there are 
 `lowtide.losses.linear_cross_entropy` over rows of the head included.
 *bar*: what we set out to reach. Reserved bytes are chaotic in the shapes (rounding of
 segments): the rows on vocabularies near 128256 (128 less to 3 more) show by how much.
-DDP runs in bf16 autocast over fp32 parameters, and does not fit an 80 GB device.""",
+DDP runs in bf16 autocast over fp32 parameters, and does not fit an 80 GB device.
+
+Missed bars. They were set beside a sketch of the allocator in which FSDP2 reserves 24.3
+and 10.4 GiB (8 and 64 ranks, expandable); the model, checked against torch's allocator
+call by call, finds 23.1 and 9.8, and that is what shares are of. *Same loss*: autograd
+sums the chunks' bf16 gradients of the head out of place, three tables of 1 GiB at once
+in both systems. *Reserved / allocated* at 64 ranks: kept 64 MiB inputs of checkpoints
+lie in segments that 224 MiB temporaries left, three in each, and 32 MiB of each stay
+unused.
+
+FSDP2's allocated bytes beside that sketch's: the same at 8 ranks (18.8 GiB); 8.1
+instead of 7.5 at 64 and 7.0 instead of 6.5 at 256 ranks, where the peak is in the last
+block's backward while the head's 2004 MiB in fp32 are still being reduced: rotary
+positions (80 MiB there) and cuBLAS's workspaces (64 MiB) were not in the sketch; the
+rest of the difference is not traced.""",
     run=measure,
     headlines=tuple(
         f"reserved, {setting}, {allocator} segments, {BEST_LOSS}"

@@ -157,6 +157,11 @@ std::unique_ptr<Pending> CustomCollectives::all_reduce(
   return base_->all_reduce(tensor, reduction, label);
 }
 
+std::unique_ptr<Pending> CustomCollectives::all_to_all(
+    at::Tensor& out, at::Tensor& in, const std::string& label) {
+  return base_->all_to_all(out, in, label);
+}
+
 std::vector<std::int64_t> CustomCollectives::from_rank_zero(
     std::vector<std::int64_t> values, const std::string& label) {
   return base_->from_rank_zero(std::move(values), label);

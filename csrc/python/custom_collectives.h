@@ -39,6 +39,8 @@ class CustomCollectives final : public comm::Collectives {
   std::unique_ptr<comm::Pending> all_reduce(at::Tensor& tensor,
                                             comm::Reduction reduction,
                                             const std::string& label) override;
+  std::unique_ptr<comm::Pending> all_to_all(at::Tensor& out, at::Tensor& in,
+                                            const std::string& label) override;
   std::vector<std::int64_t> from_rank_zero(std::vector<std::int64_t> values,
                                            const std::string& label) override;
 

@@ -280,6 +280,75 @@ class Region:
     def figures(self) -> dict[str, Any]: ...
     def reset_figures(self) -> None: ...
 
+class GatherAxis:
+    def __init__(
+        self,
+        collectives: Collectives,
+        memory: DeviceMemory,
+        *,
+        compare: Callable[[list[str]], None],
+    ) -> None: ...
+    @property
+    def size(self) -> int: ...
+    def figures(self) -> dict[str, dict[str, int]]: ...
+    def reset_figures(self) -> None: ...
+
+class GatherSite:
+    def __init__(
+        self, axis: GatherAxis, shard: torch.Tensor, name: str, prefetch_bytes: int
+    ) -> None: ...
+    def watch(self, gathered: torch.Tensor, result: torch.Tensor) -> None: ...
+    def require_unmodified(self) -> None: ...
+    def add_consumer(self) -> int: ...
+    def drop_consumer(self, consumer: int) -> None: ...
+    def take(self, consumer: int) -> torch.Tensor: ...
+
+def push_gather_hooks() -> None: ...
+def pop_gather_hooks() -> None: ...
+def active_gather_hooks() -> str: ...
+def sp_all_gather(
+    axis: GatherAxis,
+    shard: torch.Tensor,
+    name: str,
+    *,
+    regather: bool,
+    prefetch_bytes: int,
+) -> torch.Tensor: ...
+def sp_reduce_scatter(axis: GatherAxis, partial: torch.Tensor) -> torch.Tensor: ...
+def sp_gather_linear(
+    axis: GatherAxis,
+    shard: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    name: str,
+    *,
+    regather: bool,
+    prefetch_bytes: int,
+    addmm: bool,
+) -> list[torch.Tensor]: ...
+def sp_gather_linear_forward(
+    axis: GatherAxis,
+    shard: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor | None],
+    name: str,
+    regather: bool,
+) -> list[torch.Tensor]: ...
+def sp_gather_linear_backward(
+    axis: GatherAxis,
+    input: torch.Tensor,
+    regather: bool,
+    gradients: list[torch.Tensor | None],
+    weights: list[torch.Tensor],
+    needs_shard: bool,
+    needs_weights: list[bool],
+    needs_biases: list[bool],
+    addmm: bool,
+    name: str,
+) -> tuple[
+    torch.Tensor | None, list[torch.Tensor | None], list[torch.Tensor | None]
+]: ...
+
 class ReplicationRule:
     __hash__: Any
     def __eq__(self, arg0: object, /) -> bool: ...

@@ -33,6 +33,15 @@ if TYPE_CHECKING:
     from lowtide.optimizing import local_parameters, sharded_optimizer
     from lowtide.planning import plan
     from lowtide.policies import ActivationPolicy, MixedPrecisionPolicy
+    from lowtide.sequence_parallel import (
+        ColumnParallelLinear,
+        RowParallelLinear,
+        gather_policy,
+        rematerialize_gathers,
+        sp_all_gather,
+        sp_gather_linear,
+        sp_reduce_scatter,
+    )
     from lowtide.wrapping import wrap
 
 __version__: str = _C.build_info()["version"]
@@ -57,28 +66,42 @@ _PUBLIC = {
     "ActivationPolicy": "lowtide.policies",
     "MixedPrecisionPolicy": "lowtide.policies",
     "plan": "lowtide.planning",
+    "ColumnParallelLinear": "lowtide.sequence_parallel",
+    "RowParallelLinear": "lowtide.sequence_parallel",
+    "gather_policy": "lowtide.sequence_parallel",
+    "rematerialize_gathers": "lowtide.sequence_parallel",
+    "sp_all_gather": "lowtide.sequence_parallel",
+    "sp_gather_linear": "lowtide.sequence_parallel",
+    "sp_reduce_scatter": "lowtide.sequence_parallel",
     "wrap": "lowtide.wrapping",
 }
 _PUBLIC_MODULES = ("losses", "spmd")
 
 __all__ = [
     "ActivationPolicy",
+    "ColumnParallelLinear",
     "FSDPModule",
     "MemoryReport",
     "MixedPrecisionPolicy",
+    "RowParallelLinear",
     "UnshardHandle",
     "abort_step",
     "checkpoint",
     "clip_grad_norm_",
     "estimate_offload",
     "fully_shard",
+    "gather_policy",
     "local_parameters",
     "losses",
     "memory_report",
     "plan",
     "register_fsdp_forward_method",
-    "share_comm_ctx",
+    "rematerialize_gathers",
     "sharded_optimizer",
+    "share_comm_ctx",
+    "sp_all_gather",
+    "sp_gather_linear",
+    "sp_reduce_scatter",
     "spmd",
     "tag",
     "wrap",

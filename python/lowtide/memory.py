@@ -23,7 +23,7 @@ CATEGORIES = {
     "gradient_stream": "ring of chunks on their way to the reduce-scatter",
     "gradient_slab": "gradients accumulated without sync",
     "sharded_gradients": "reduced gradients, what .grad shows",
-    "activations": "offloaded values copied back for backward",
+    "activations": "values copied or gathered back for backward",
 }
 
 

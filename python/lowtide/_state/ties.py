@@ -18,20 +18,31 @@ if TYPE_CHECKING:
     from lowtide._state.parameter import UnitParameter
     from lowtide._state.unit import UnitState
 
-# Parameters as they were before sharding, and their shards -> what they became.
-_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# Parameters as they were before sharding -> what they became.
+_became: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# By the id of a shard. Not by a weak reference to it: `Module._apply` refuses to swap
+# a tensor that has one.
+_by_shard: "weakref.WeakValueDictionary[int, UnitParameter]" = (
+    weakref.WeakValueDictionary()
+)
 
 
-def remember(parameter: nn.Parameter, became: "UnitParameter") -> None:
-    # Weakly: a value must not keep its key.
-    _owners[parameter] = weakref.ref(became)
+def remember_original(parameter: nn.Parameter, became: "UnitParameter") -> None:
+    _became[parameter] = weakref.ref(became)
+
+
+def remember_shard(owner: "UnitParameter") -> None:
+    _by_shard[id(owner.shard)] = owner
 
 
 def owner_of(parameter: nn.Parameter) -> "UnitParameter | None":
     """What ``parameter`` became, or is the shard of."""
-    reference = _owners.get(parameter)
-    owner: UnitParameter | None = reference() if reference is not None else None
-    return owner
+    owner = _by_shard.get(id(parameter))
+    if owner is not None and owner.shard is parameter:
+        return owner
+    reference = _became.get(parameter)
+    became: UnitParameter | None = reference() if reference is not None else None
+    return became
 
 
 def move_shared_parameters(root: nn.Module, states: "list[UnitState]") -> None:

@@ -21,7 +21,7 @@ from lowtide._state.groups import groups_of, smaller_group
 from lowtide._state.memory import device_memory
 from lowtide._state.modules import ManagedParameter, check_shardable
 from lowtide._state.parameter import UnitParameter, make_shard
-from lowtide._state.ties import owner_of, remember
+from lowtide._state.ties import owner_of, remember_original, remember_shard
 from lowtide.policies import MixedPrecisionPolicy, ParameterDtypes, parameter_dtypes
 
 # Where a module keeps the state of its unit.
@@ -109,7 +109,8 @@ class UnitState:
                 **make_shard(original, self.mesh, placement, who),
             )
             parameter.register(parameter.shard)
-            remember(original, parameter)
+            remember_original(original, parameter)
+            remember_shard(parameter)
             self.parameters.append(parameter)
         self.refresh()
         self._watch_state_dicts(self.parameters)
@@ -151,7 +152,7 @@ class UnitState:
                 self._require_tied_in_time(parameter, owner)
             elif registered is not parameter.full:
                 parameter.shard = registered
-                remember(registered, parameter)
+                remember_shard(parameter)
         if any(local_of(p.shard).is_meta for p in self.parameters):
             return
         if self.unit is None or not self._dtypes_fit():

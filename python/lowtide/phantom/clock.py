@@ -72,7 +72,7 @@ class StepTime:
 
     def __str__(self) -> str:
         columns = ("seconds", "compute", "communication", "exposed", "idle")
-        rows = [("simulated, ms", *columns)]
+        rows: list[tuple[str, ...]] = [("simulated, ms", *columns)]
         for name, usage in (*self.phases.items(), ("step", self.step)):
             values = [f"{getattr(usage, column) * 1e3:.2f}" for column in columns]
             rows.append((name, *values))

@@ -152,7 +152,7 @@ def _intercept(function: type) -> None:
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         # Looked up at the call: other checkers replace it.
-        plain = super(function, cls).apply  # type: ignore[misc]
+        plain = super(function, cls).apply  # type: ignore[arg-type]
         if apply_function is None:
             return plain(*args, **kwargs)
         return apply_function(cls, plain, args, kwargs)

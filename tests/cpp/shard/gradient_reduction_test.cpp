@@ -37,23 +37,27 @@ TEST_F(GradientReductionTest, IsTheAverageByDefault) {
 }
 
 TEST_F(GradientReductionTest, DividesASumByTheFactorOrTheRanks) {
-  GradientReduction reduction{.divide_factor = 3.0};
+  GradientReduction reduction;
+  reduction.divide_factor = 3.0;
   EXPECT_EQ(reduction.over_shards(shards_), Reduction::sum);
   EXPECT_TRUE(finish(reduction, 6).equal(at::full({2}, 2.0)));
-  reduction = {.sum_only = true};
+  reduction = GradientReduction();
+  reduction.sum_only = true;
   EXPECT_EQ(reduction.over_shards(shards_), Reduction::sum);
   EXPECT_TRUE(finish(reduction, 6).equal(at::full({2}, 1.5)));
 }
 
 TEST_F(GradientReductionTest, AFactorOfTheShardsIsTheirAverage) {
-  const GradientReduction reduction{.replicas = replicas_,
-                                    .divide_factor = 4.0};
+  GradientReduction reduction;
+  reduction.replicas = replicas_;
+  reduction.divide_factor = 4.0;
   EXPECT_EQ(reduction.over_shards(shards_), Reduction::average);
   EXPECT_TRUE(finish(reduction, 6).equal(at::full({2}, 18.0)));
 }
 
 TEST_F(GradientReductionTest, AveragesReplicasOrSumsThemBeforeTheDivision) {
-  GradientReduction reduction{.replicas = replicas_};
+  GradientReduction reduction;
+  reduction.replicas = replicas_;
   EXPECT_TRUE(finish(reduction, 6).equal(at::full({2}, 6.0)));
   ASSERT_EQ(replicas_->calls().size(), 1);
   EXPECT_EQ(replicas_->calls()[0].kind, Kind::all_reduce);
@@ -67,15 +71,18 @@ TEST_F(GradientReductionTest, AveragesReplicasOrSumsThemBeforeTheDivision) {
 }
 
 TEST_F(GradientReductionTest, TheHookRunsBeforeTheDivision) {
-  const GradientReduction reduction{
-      .divide_factor = 2.0, .hook = [](const at::Tensor& row) { row.add_(4); }};
+  GradientReduction reduction;
+  reduction.divide_factor = 2.0;
+  reduction.hook = [](const at::Tensor& row) { row.add_(4); };
   EXPECT_TRUE(finish(reduction, 6).equal(at::full({2}, 5.0)));
 }
 
 TEST_F(GradientReductionTest, KeepsPartialResultsOnlyBesideReplicas) {
-  EXPECT_FALSE(GradientReduction{.all_reduce = false}.keeps_partial());
-  const GradientReduction kept{.replicas = replicas_, .all_reduce = false};
-  EXPECT_TRUE(kept.keeps_partial());
+  GradientReduction reduction;
+  reduction.all_reduce = false;
+  EXPECT_FALSE(reduction.keeps_partial());
+  reduction.replicas = replicas_;
+  EXPECT_TRUE(reduction.keeps_partial());
 }
 
 }  // namespace

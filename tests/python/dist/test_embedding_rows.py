@@ -154,8 +154,9 @@ def largest_allocations(large: bool) -> list[int]:
 def test_no_allocation_is_as_large_as_the_table(pool_of):
     (rows,) = pool_of(1).run(largest_allocations, True)
     (dense,) = pool_of(1).run(largest_allocations, False)
-    assert rows == []
-    assert len(dense) >= 2  # the gathered table and its gradient
+    # All but the sharded gradient, which is whole on one rank: neither the gathered
+    # table nor its gradient.
+    assert len(rows) == len(dense) - 2 == 1
 
 
 def gathered_on_request() -> dict[str, Any]:

@@ -45,6 +45,7 @@ PYTHON_LAYERS = {
     "memory": 3,
     "optimizing": 3,
     "phantom": 3,
+    "sequence_parallel": 3,
     "spmd": 3,
     "planning": 4,  # runs programs: uses every engine, and the phantom
     "wrapping": 4,
