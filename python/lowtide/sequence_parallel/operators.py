@@ -251,3 +251,11 @@ def gather_linear(
         addmm,
     )
     return tuple(outputs)
+
+
+# What regions of lowtide.spmd know of them. The outputs of the pair are what its shard
+# is, varying; a region refuses that it communicates on its own.
+_C.register_rule("lowtide::sp_all_gather", _C.rule_collective("V", "R"))
+_C.register_rule("lowtide::sp_reduce_scatter", _C.rule_collective("P", "V"))
+for _name in ("lowtide::sp_gather_linear", "lowtide::sp_gather_linear_backward"):
+    _C.register_rule(_name, _C.rule_same_as(0))
