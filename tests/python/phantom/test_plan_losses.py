@@ -38,8 +38,8 @@ def test_no_logits_and_no_whole_head(model):
 
 def test_without_sharding(model):
     rows = planned.plan_llama(**model | {"world": 1}, loss="vocabulary", system="ddp")
-    # The head, its gradient and its states in fp32.
-    assert max(tensors.bytes for tensors in rows.largest) == 128 * MIB
+    # DDP's bucket has all gradients in fp32; the logits alone would be 1 GiB.
+    assert max(tensors.bytes for tensors in rows.largest) < 300 * MIB
 
 
 def test_fsdp2_is_refused(model):
