@@ -32,10 +32,14 @@ RESULTS = BENCHMARKS / "results"
 # In the order of the tables.
 CASES = (
     "memory_llama",
+    "time_llama",
     "live_bytes",
     "allocations",
     "case1_flat_gradients",
     "case2_residual_offload",
+    "case2_full_scale",
+    "case3_gather",
+    "case4_replication",
     "wire_bytes",
     "host_cost",
     "host_instructions",

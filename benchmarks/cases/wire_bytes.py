@@ -36,7 +36,7 @@ def record(run: Run) -> dict[str, Any]:
     ids, targets = batch(run.model, 0, 0, dist.get_rank())
     state = unit_state(model)
     assert state is not None
-    groups = (state.gather_group, state.reduce_group)
+    groups = (state.groups.gather, state.groups.reduce)
     for _ in range(2):
         for group in groups:
             group.reset_counters()

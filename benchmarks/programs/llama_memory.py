@@ -39,7 +39,7 @@ KEPT = (
 )
 
 
-def options() -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("--system", choices=SYSTEMS, required=True)
     parser.add_argument("--config", choices=("8b", "70b"), default="8b")
@@ -67,7 +67,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--gradient-budget", type=int, help="bytes of lowtide's ring")
     parser.add_argument("--whole-embedding", action="store_true", help="no rows")
     parser.add_argument("--gather-embedding-in-backward", action="store_true")
-    return parser.parse_args()
+    return parser
 
 
 # -- the model --------------------------------------------------------------------
@@ -319,7 +319,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    args = options()
+    args = parser().parse_args()
     lowtide.phantom.install(mode="meta", expandable=args.expandable)
     lowtide.phantom.init_world(args.world)
     if args.whole_embedding:

@@ -58,8 +58,9 @@ def main() -> None:
         for _ in range(10_000):
             lowtide.tag(x, "x")
     tag = (time.perf_counter_ns() - tag_start) / 10_000
-    medians = {name: statistics.median(each) / 1e3 for name, each in times.items()}
-    print(json.dumps(medians | {"tag_ns": tag}))
+    # Not the median: others on the machine double half of the times.
+    least = {n: statistics.quantiles(each, n=10)[0] / 1e3 for n, each in times.items()}
+    print(json.dumps(least | {"tag_ns": tag}))
 
 
 if __name__ == "__main__":

@@ -57,20 +57,24 @@ class Block(nn.Module):
 
 
 class HostCopies:
-    """``save_on_cpu`` on a CPU would save the tensor itself: this copies it where the
-    device's allocator does not count it."""
+    """``save_on_cpu``'s hooks, which count what they hold on the host. On a CPU torch's
+    would save the tensor itself: these copy it where the device's allocator does not
+    count it."""
 
     def __init__(self) -> None:
         self.live = 0
 
     def pack(self, x: Tensor) -> tuple[Tensor, torch.device]:
-        if x.device.type != "cpu" or x.numel() == 0:
-            return x.cpu(), x.device
-        array = np.empty(x.nbytes, dtype=np.uint8)
-        host = torch.from_numpy(array).view(x.dtype).view(x.shape)
+        if x.numel() == 0:
+            return x, x.device
+        if x.device.type == "cpu":
+            owner = np.empty(x.nbytes, dtype=np.uint8)
+            host = torch.from_numpy(owner).view(x.dtype).view(x.shape)
+        else:
+            owner = host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
         host.copy_(x)
         self.live += x.nbytes
-        weakref.finalize(array, self._freed, x.nbytes)
+        weakref.finalize(owner, self._freed, x.nbytes)
         return host, x.device
 
     def _freed(self, num_bytes: int) -> None:

@@ -12,26 +12,12 @@
 #include <vector>
 
 #include "activation/stash.h"
+#include "base/seen_version.h"
 
 namespace lowtide::activation {
 
-// `tensor` without its autograd history, on the same storage and version
-// counter.
-at::Tensor without_history(const at::Tensor& tensor);
-
-// A version counter and where it stood.
-class SeenVersion {
- public:
-  explicit SeenVersion(const at::Tensor& tensor);
-  // Tensors made in inference mode have no counter and never change.
-  bool changed() const;
-  std::uint32_t seen() const { return version_; }
-  std::uint32_t now() const;
-
- private:
-  c10::VariableVersion counter_;
-  std::uint32_t version_ = 0;
-};
+using base::SeenVersion;
+using base::without_history;
 
 class HeldValue {
  public:

@@ -75,7 +75,7 @@ void Stash::let_go() {
   c10::Storage released;  // destroyed after the lock is
   const std::lock_guard lock(mutex_);
   if (!slot_ || !source_) return;
-  runtime().wait(Stream::compute, copied_out_);
+  memories_.waits->wait(runtime(), copied_out_);
   released = std::move(source_);
 }
 
@@ -110,7 +110,7 @@ c10::Storage Stash::on_device() {
 
 void Stash::await_copy_back() {
   if (std::exchange(awaited_, true)) return;
-  runtime().wait(Stream::compute, copied_back_);
+  memories_.waits->wait(runtime(), copied_back_);
 }
 
 void Stash::drop_fetched() {

@@ -22,6 +22,7 @@
 #include <mutex>
 #include <string>
 
+#include "activation/exposed_wait.h"
 #include "device/runtime.h"
 #include "memory/device_memory.h"
 #include "memory/pinned_pool.h"
@@ -35,6 +36,7 @@ std::string_view place_name(Place place);  // "kept", ...
 struct Memories {
   std::shared_ptr<memory::DeviceMemory> device;
   std::shared_ptr<memory::PinnedPool> host;
+  std::shared_ptr<ExposedWait> waits = std::make_shared<ExposedWait>();
 };
 
 class Stash {

@@ -183,12 +183,15 @@ void Transfers::forget(Batch& batch) {
 
 Transfers::Figures Transfers::figures() const {
   const std::lock_guard lock(mutex_);
-  return figures_;
+  Figures figures = figures_;
+  figures.exposed_ns = memories_.waits->total_ns(memories_.device->runtime());
+  return figures;
 }
 
 void Transfers::reset_figures() {
   const std::lock_guard lock(mutex_);
   figures_ = {};
+  memories_.waits->reset();
 }
 
 }  // namespace lowtide::activation

@@ -16,6 +16,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -101,6 +102,9 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
     std::int64_t fetched_inline = 0;   // stashes nobody had prefetched
     std::int64_t fetched_ahead = 0;    // stashes
     std::int64_t host_ns_copying = 0;  // the host's time in issuing copies
+    // Compute's time in waiting for copies, as far as it has come; nothing on
+    // devices without a clock.
+    std::optional<std::int64_t> exposed_ns;
   };
   Figures figures() const;
   void reset_figures();

@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
 
+#include "comm/call_observer.h"
 #include "comm/tensor_lists.h"
 
 namespace lowtide::comm {
@@ -15,12 +16,15 @@ namespace {
 // Backends implement AVG as the sum followed by a division in the reduced
 // dtype (gloo: bit for bit, plain and coalesced; nccl: by contract).  With one
 // rank the sum is the average.
+c10d::ReduceOp reduce_op(Reduction reduction, std::int64_t size) {
+  return reduction == Reduction::average && size > 1 ? c10d::ReduceOp::AVG
+                                                     : c10d::ReduceOp::SUM;
+}
+
 c10d::ReduceScatterOptions options_for(Reduction reduction, std::int64_t size) {
   c10d::ReduceScatterOptions options;
   options.asyncOp = true;
-  options.reduceOp = reduction == Reduction::average && size > 1
-                         ? c10d::ReduceOp::AVG
-                         : c10d::ReduceOp::SUM;
+  options.reduceOp = reduce_op(reduction, size);
   return options;
 }
 
@@ -62,6 +66,7 @@ class C10dCollectives::Work final : public Pending {
   // `issue(outs, ins)` starts the collective.
   template <typename Issue>
   void start(Issue&& issue) {
+    const IssuedBy issuer(label_);
     try {
       work_ = issue(lists_.outs, lists_.ins);
     } catch (const std::exception& cause) {
@@ -146,6 +151,39 @@ std::unique_ptr<Pending> C10dCollectives::reduce_scatter_coalesced(
         pieces, full, options_for(reduction, size()));
   });
   count(Kind::reduce_scatter, work->lists().full_bytes(Kind::reduce_scatter));
+  return work;
+}
+
+std::unique_ptr<Pending> C10dCollectives::all_reduce(at::Tensor& tensor,
+                                                     Reduction reduction,
+                                                     const std::string& label) {
+  auto work = std::make_unique<Work>(
+      *this, Kind::all_reduce, label,
+      checked_lists(Kind::all_reduce, {tensor}, {tensor}, size()));
+  if (work->lists().empty() || size() == 1) return work;
+  work->start([&](auto& tensors, auto&) {
+    c10d::AllreduceOptions options;
+    options.asyncOp = true;
+    options.reduceOp = reduce_op(reduction, size());
+    return group_->allreduce(tensors, options);
+  });
+  count(Kind::all_reduce, work->lists().full_bytes(Kind::all_reduce));
+  return work;
+}
+
+std::unique_ptr<Pending> C10dCollectives::all_to_all(at::Tensor& out,
+                                                     at::Tensor& in,
+                                                     const std::string& label) {
+  auto work = std::make_unique<Work>(
+      *this, Kind::all_to_all, label,
+      checked_lists(Kind::all_to_all, {out}, {in}, size()));
+  if (work->lists().empty()) return work;
+  work->start([&](auto& received, auto& sent) {
+    std::vector<std::int64_t> equal_parts;
+    return group_->alltoall_base(received[0], sent[0], equal_parts,
+                                 equal_parts);
+  });
+  count(Kind::all_to_all, work->lists().full_bytes(Kind::all_to_all));
   return work;
 }
 

@@ -25,6 +25,8 @@ std::string_view kind_name(Kind kind) {
       return "all-reduce";
     case Kind::broadcast:
       return "broadcast";
+    case Kind::all_to_all:
+      return "all-to-all";
   }
   LOWTIDE_INVARIANT(false, "a collective has a name");
 }

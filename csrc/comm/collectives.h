@@ -32,8 +32,9 @@ enum class Kind : std::uint8_t {
   reduce_scatter,
   all_reduce,
   broadcast,
+  all_to_all,
 };
-inline constexpr std::size_t kNumKinds = 4;
+inline constexpr std::size_t kNumKinds = 5;
 
 // Sum in an order that depends on the rank that gets the slice, not on timing;
 // `average` divides by the group's size in the reduced dtype after the sum.
@@ -42,8 +43,8 @@ enum class Reduction : std::uint8_t { sum, average };
 struct Count {
   std::int64_t calls = 0;
   // Bytes this rank puts on the wire under a bandwidth-optimal algorithm:
-  // (W - 1) / W of the full buffer for all-gather, reduce-scatter and
-  // broadcast, twice that for all-reduce.
+  // (W - 1) / W of the full buffer for all-gather, reduce-scatter, all-to-all
+  // and broadcast, twice that for all-reduce.
   std::int64_t wire_bytes = 0;
 };
 using Counters = std::array<Count, kNumKinds>;
@@ -93,6 +94,17 @@ class Collectives {
   virtual std::unique_ptr<Pending> reduce_scatter_coalesced(
       std::vector<at::Tensor>& outs, std::vector<at::Tensor>& ins,
       Reduction reduction, const std::string& label) = 0;
+
+  // Slice r of `in` goes to rank r, slice r of `out` is from rank r;
+  // contiguous, one dtype and size.
+  virtual std::unique_ptr<Pending> all_to_all(at::Tensor& out, at::Tensor& in,
+                                              const std::string& label) = 0;
+
+  // Every rank's `tensor` becomes the reduction over ranks of it, in place;
+  // contiguous.
+  virtual std::unique_ptr<Pending> all_reduce(at::Tensor& tensor,
+                                              Reduction reduction,
+                                              const std::string& label) = 0;
 
   // Rank 0's `values`, on every rank; the same number of them everywhere.
   // Blocks the host: for agreements outside the steady step.

@@ -52,8 +52,16 @@ struct RecordingCollectives::State {
                     const at::Tensor& mine) const {
     const std::vector<at::Tensor> by_rank = inputs(call, index, mine);
     if (call.kind == Kind::all_gather) return at::cat(by_rank);
+    if (call.kind == Kind::all_to_all) {
+      std::vector<at::Tensor> slices;
+      for (const at::Tensor& sent : by_rank) {
+        slices.push_back(sent.view({size, -1})[rank]);
+      }
+      return at::cat(slices);
+    }
+    const bool whole = call.kind == Kind::all_reduce;
     const auto slice = [&](std::int64_t from) {
-      return by_rank[from].view({size, -1})[rank];
+      return whole ? by_rank[from] : by_rank[from].view({size, -1})[rank];
     };
     at::Tensor sum = slice((rank + size - 1) % size).clone();
     for (std::int64_t i = 2; i <= size; ++i) {
@@ -192,6 +200,20 @@ std::unique_ptr<Pending> RecordingCollectives::reduce_scatter_coalesced(
                 .coalesced = true,
                 .reduction = reduction},
                outs, ins);
+}
+
+std::unique_ptr<Pending> RecordingCollectives::all_reduce(
+    at::Tensor& tensor, Reduction reduction, const std::string& label) {
+  return issue({.kind = Kind::all_reduce,
+                .label = label,
+                .coalesced = false,
+                .reduction = reduction},
+               {tensor}, {tensor});
+}
+
+std::unique_ptr<Pending> RecordingCollectives::all_to_all(
+    at::Tensor& out, at::Tensor& in, const std::string& label) {
+  return issue({.kind = Kind::all_to_all, .label = label}, {out}, {in});
 }
 
 std::vector<std::int64_t> RecordingCollectives::from_rank_zero(

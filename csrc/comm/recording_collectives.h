@@ -67,6 +67,10 @@ class RecordingCollectives final : public Collectives {
   std::unique_ptr<Pending> reduce_scatter_coalesced(
       std::vector<at::Tensor>& outs, std::vector<at::Tensor>& ins,
       Reduction reduction, const std::string& label) override;
+  std::unique_ptr<Pending> all_reduce(at::Tensor& tensor, Reduction reduction,
+                                      const std::string& label) override;
+  std::unique_ptr<Pending> all_to_all(at::Tensor& out, at::Tensor& in,
+                                      const std::string& label) override;
 
   // This process stands for rank 0 too: returns `values`.
   std::vector<std::int64_t> from_rank_zero(std::vector<std::int64_t> values,

@@ -10,10 +10,13 @@ void check(Kind kind, const at::Tensor& out, const at::Tensor& in,
   LOWTIDE_INVARIANT(out.scalar_type() == dtype && in.scalar_type() == dtype,
                     "buffers of a collective have one dtype");
   const bool gathers = kind == Kind::all_gather;
+  const bool whole = kind == Kind::all_reduce || kind == Kind::all_to_all;
   const std::int64_t full = gathers ? out.numel() : in.numel();
   const std::int64_t part = gathers ? in.numel() : out.numel();
-  LOWTIDE_INVARIANT(full == size * part,
+  LOWTIDE_INVARIANT(full == (whole ? 1 : size) * part,
                     "the full buffer holds one piece of every rank");
+  LOWTIDE_INVARIANT(kind != Kind::all_to_all || full % size == 0,
+                    "an all-to-all sends equal parts");
 }
 
 }  // namespace

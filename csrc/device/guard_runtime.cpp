@@ -7,6 +7,7 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/StreamGuard.h>
 
+#include <cmath>
 #include <vector>
 
 #include "base/check.h"
@@ -30,16 +31,20 @@ thread_local std::vector<Scope> scopes;
 // What an Event points to.
 class Point {
  public:
-  Point(const DeviceGuardImplInterface& guard, c10::Stream stream)
+  Point(const DeviceGuardImplInterface& guard, c10::Stream stream,
+        c10::EventFlag flag)
       : guard_(guard), device_index_(stream.device_index()) {
-    guard_.record(&event_, stream, device_index_,
-                  c10::EventFlag::PYTORCH_DEFAULT);
+    guard_.record(&event_, stream, device_index_, flag);
   }
   ~Point() { guard_.destroyEvent(event_, device_index_); }
   Point(const Point&) = delete;
   Point& operator=(const Point&) = delete;
 
   void block(c10::Stream stream) const { guard_.block(event_, stream); }
+  bool reached() const { return guard_.queryEvent(event_); }
+  double ms_until(const Point& later) const {
+    return guard_.elapsedTime(event_, later.event_, device_index_);
+  }
 
  private:
   const DeviceGuardImplInterface& guard_;
@@ -114,7 +119,22 @@ void GuardRuntime::copy(Stream stream, void* to, const void* from,
 }
 
 Event GuardRuntime::record(Stream stream) {
-  return Event(std::make_shared<Point>(guard_, stream_of(stream)));
+  return Event(std::make_shared<Point>(guard_, stream_of(stream),
+                                       c10::EventFlag::PYTORCH_DEFAULT));
+}
+
+// torch's own flag is without time.
+Event GuardRuntime::record_time(Stream stream) {
+  return Event(std::make_shared<Point>(guard_, stream_of(stream),
+                                       c10::EventFlag::BACKEND_DEFAULT));
+}
+
+std::optional<std::int64_t> GuardRuntime::elapsed_ns(const Event& from,
+                                                     const Event& to) const {
+  const auto& first = *static_cast<Point*>(from.get());
+  const auto& second = *static_cast<Point*>(to.get());
+  if (!first.reached() || !second.reached()) return std::nullopt;
+  return std::llround(first.ms_until(second) * 1e6);
 }
 
 void GuardRuntime::wait(Stream stream, const Event& event) {

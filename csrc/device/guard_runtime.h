@@ -1,6 +1,6 @@
 // Streams and events of any device torch has a guard for, memory from the
-// allocator registered for it.  For devices lowtide has no runtime of its own
-// for: those that come to torch from outside, as PrivateUse1.
+// allocator registered for it: devices that come to torch from outside, as
+// PrivateUse1, and, with its own pinned memory and events, CUDA.
 //
 // `compute` is the stream that is current on this thread outside of any
 // StreamScope.  `gather` and `reduce` are new streams of high priority,
@@ -19,7 +19,7 @@
 
 namespace lowtide::device {
 
-class GuardRuntime final : public Runtime {
+class GuardRuntime : public Runtime {
  public:
   // Without an index: the current device.  Throws lowtide::Error if the
   // backend has no streams to spare, c10::Error if there is no backend.
@@ -31,15 +31,19 @@ class GuardRuntime final : public Runtime {
   void copy(Stream stream, void* to, const void* from, std::size_t bytes,
             Copy direction) override;
   Event record(Stream stream) override;
+  Event record_time(Stream stream) override;
+  std::optional<std::int64_t> elapsed_ns(const Event& from,
+                                         const Event& to) const override;
   void wait(Stream stream, const Event& event) override;
   void synchronize(Stream stream) override;
   std::int64_t enter(Stream stream) override;
   void leave(std::int64_t previous) override;
   Stream current() const override;
 
- private:
+ protected:
   c10::Stream stream_of(Stream stream) const;
 
+ private:
   const c10::impl::DeviceGuardImplInterface& guard_;  // registered: immortal
   c10::Stream gather_;
   c10::Stream reduce_;

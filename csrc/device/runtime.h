@@ -24,6 +24,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string_view>
 #include <utility>
 
@@ -81,6 +82,17 @@ class Runtime {
 
   // A point after everything enqueued on `stream` so far.
   virtual Event record(Stream stream) = 0;
+
+  // The same with a time stamp, for `elapsed_ns` only; empty on devices without
+  // a clock and inside a graph capture.
+  virtual Event record_time(Stream /*stream*/) { return {}; }
+
+  // Nanoseconds of the device from one time stamp to a later one; nothing while
+  // the device has not come to both.
+  virtual std::optional<std::int64_t> elapsed_ns(const Event& /*from*/,
+                                                 const Event& /*to*/) const {
+    return std::nullopt;
+  }
 
   // What is enqueued on `stream` from now on runs after `event`.  Never blocks
   // the host on a device with streams.

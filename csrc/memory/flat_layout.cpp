@@ -99,10 +99,14 @@ FlatLayout::FlatLayout(std::int64_t world_size,
   std::iota(order_.begin(), order_.end(), std::size_t{0});
   const auto unpacked =
       std::stable_partition(order_.begin(), order_.end(), [&](std::size_t i) {
-        return parameters[i].may_pack && slices_[i].shard_numel > 0;
+        return (parameters[i].may_pack || parameters[i].must_pack) &&
+               slices_[i].shard_numel > 0;
       });
   const auto num_packed = std::distance(order_.begin(), unpacked);
-  if (world_size == 1 || num_packed < 2) {
+  const bool must_pack =
+      std::any_of(order_.begin(), unpacked,
+                  [&](std::size_t i) { return parameters[i].must_pack; });
+  if (world_size == 1 || (num_packed < 2 && !must_pack)) {
     std::iota(order_.begin(), order_.end(), std::size_t{0});
   } else {
     std::for_each(order_.begin(), unpacked,

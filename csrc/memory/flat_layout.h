@@ -41,6 +41,8 @@ struct ParameterShape {
   std::int64_t storage_itemsize = 4;  // bytes; sharded master
   std::int64_t compute_itemsize = 4;  // bytes; gathered
   bool may_pack = false;              // see [Note: Packed parameters]
+  // It must be copied into place from the packed row, however large it is.
+  bool must_pack = false;
 };
 
 struct ParameterSlice {
@@ -87,7 +89,7 @@ class FlatLayout {
   // All parameters as they follow each other in the buffers.
   const std::vector<std::size_t>& order() const { return order_; }
   // Of one rank; 0 if nothing is packed: with one rank, or fewer than two
-  // parameters that may be.
+  // parameters that may be and none that must.
   std::int64_t packed_row_bytes() const { return packed_row_bytes_; }
 
  private:

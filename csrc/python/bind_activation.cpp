@@ -19,6 +19,7 @@ namespace {
 
 using namespace activation;
 using memory::PinnedPool;
+using pybind11::literals::operator""_a;
 
 Treatment treatment_of(const std::string& name) {
   if (name == "save") return Treatment::save;
@@ -36,16 +37,11 @@ Policy policy_of(const std::map<std::string, std::string>& names,
 }
 
 py::dict as_dict(const NameFigures& figures) {
-  py::dict dict;
-  dict["matched"] = figures.matched;
-  dict["kept"] = figures.kept;
-  dict["kept_bytes"] = figures.kept_bytes;
-  dict["moved"] = figures.moved;
-  dict["moved_bytes"] = figures.moved_bytes;
-  dict["shared"] = figures.shared;
-  dict["recomputed"] = figures.recomputed;
-  dict["skipped"] = figures.skipped;
-  return dict;
+  return py::dict(
+      "matched"_a = figures.matched, "kept"_a = figures.kept,
+      "kept_bytes"_a = figures.kept_bytes, "moved"_a = figures.moved,
+      "moved_bytes"_a = figures.moved_bytes, "shared"_a = figures.shared,
+      "recomputed"_a = figures.recomputed, "skipped"_a = figures.skipped);
 }
 
 py::dict region_figures(CheckpointedCall& call) {
@@ -58,26 +54,23 @@ py::dict region_figures(CheckpointedCall& call) {
 
 py::dict pool_figures(const PinnedPool& pool) {
   const auto figures = pool.figures();
-  py::dict dict;
-  dict["cap_bytes"] = pool.cap_bytes();
-  dict["pinned_bytes"] = figures.pinned_bytes;
-  dict["num_registrations"] = figures.num_registrations;
-  dict["registration_ns"] = figures.registration_ns;
-  dict["pageable_bytes"] = figures.pageable_bytes;
-  dict["peak_pageable_bytes"] = figures.peak_pageable_bytes;
-  return dict;
+  return py::dict("cap_bytes"_a = pool.cap_bytes(),
+                  "pinned_bytes"_a = figures.pinned_bytes,
+                  "num_registrations"_a = figures.num_registrations,
+                  "registration_ns"_a = figures.registration_ns,
+                  "pageable_bytes"_a = figures.pageable_bytes,
+                  "peak_pageable_bytes"_a = figures.peak_pageable_bytes);
 }
 
 py::dict transfer_figures(const Transfers& transfers) {
   const auto figures = transfers.figures();
-  py::dict dict;
-  dict["leaving_peak"] = figures.leaving_peak;
-  dict["device_peak"] = figures.device_peak;
-  dict["peak_moment"] = figures.peak_moment;
-  dict["fetched_inline"] = figures.fetched_inline;
-  dict["fetched_ahead"] = figures.fetched_ahead;
-  dict["host_ns_copying"] = figures.host_ns_copying;
-  return dict;
+  return py::dict("leaving_peak"_a = figures.leaving_peak,
+                  "device_peak"_a = figures.device_peak,
+                  "peak_moment"_a = figures.peak_moment,
+                  "fetched_inline"_a = figures.fetched_inline,
+                  "fetched_ahead"_a = figures.fetched_ahead,
+                  "host_ns_copying"_a = figures.host_ns_copying,
+                  "exposed_ns"_a = figures.exposed_ns);
 }
 
 std::shared_ptr<Region> make_region(

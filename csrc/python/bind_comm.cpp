@@ -10,6 +10,7 @@
 
 #include "comm/c10d_collectives.h"
 #include "python/bindings.h"
+#include "python/custom_collectives.h"
 
 namespace py = pybind11;
 
@@ -25,6 +26,15 @@ std::shared_ptr<Collectives> make_collectives(const std::string& group_name,
                                               const c10::Device& device) {
   return std::make_shared<comm::C10dCollectives>(
       c10d::resolve_process_group(group_name), device.type());
+}
+
+std::shared_ptr<Collectives> with_custom(std::shared_ptr<Collectives> base,
+                                         py::object group,
+                                         py::object all_gather,
+                                         py::object reduce_scatter) {
+  return std::make_shared<CustomCollectives>(std::move(base), std::move(group),
+                                             std::move(all_gather),
+                                             std::move(reduce_scatter));
 }
 
 comm::Reduction reduction_of(bool average) {
@@ -58,6 +68,9 @@ void bind_comm(py::module_& module) {
       .def_property_readonly("counters", &counters,
                              "collective -> (calls, bytes on the wire)")
       .def("reset_counters", &Collectives::reset_counters)
+      .def("with_custom", &with_custom, py::kw_only(), py::arg("group"),
+           py::arg("all_gather"), py::arg("reduce_scatter"),
+           "The same ranks, with FSDP2's comm objects (or None).")
       .def(
           "all_gather",
           [](Collectives& collectives, Tensors outs, Tensors ins,

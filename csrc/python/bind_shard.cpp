@@ -3,6 +3,10 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <functional>
+#include <memory>
+#include <optional>
+
 #include "comm/collectives.h"
 #include "device/make_runtime.h"
 #include "memory/device_memory.h"
@@ -41,11 +45,26 @@ std::shared_ptr<shard::Unit> make_unit(
       std::move(memory));
 }
 
+// Owns a Python callable; dies under the GIL.
+std::function<void(const at::Tensor&)> tensor_hook(const py::object& hook) {
+  if (hook.is_none()) return {};
+  const auto release = [](py::object* dying) {
+    const py::gil_scoped_acquire gil;
+    const std::unique_ptr<py::object> owned(dying);
+  };
+  const std::shared_ptr<py::object> callable(
+      std::make_unique<py::object>(hook).release(), release);
+  return [callable](const at::Tensor& tensor) {
+    const py::gil_scoped_acquire gil;
+    (*callable)(tensor);
+  };
+}
+
 using SlotTuple = std::tuple<py::dict, py::str, std::int32_t>;
 
 void attach(shard::Unit& unit, const std::vector<SlotTuple>& slots,
             std::vector<py::object> shards, std::vector<py::object> full,
-            py::object wrap) {
+            py::object wrap, py::object unwrap) {
   std::vector<PyModuleView::Slot> places;
   places.reserve(slots.size());
   for (const auto& [parameters, name, index] : slots) {
@@ -57,10 +76,10 @@ void attach(shard::Unit& unit, const std::vector<SlotTuple>& slots,
     shard_tensors.push_back(THPVariable_Unpack(shards[i].ptr()));
     full_tensors.push_back(THPVariable_Unpack(full[i].ptr()));
   }
-  unit.attach(
-      std::move(shard_tensors), std::move(full_tensors),
-      std::make_unique<PyModuleView>(std::move(places), std::move(shards),
-                                     std::move(full), std::move(wrap)));
+  unit.attach(std::move(shard_tensors), std::move(full_tensors),
+              std::make_unique<PyModuleView>(
+                  std::move(places), std::move(shards), std::move(full),
+                  std::move(wrap), std::move(unwrap)));
 }
 
 py::dict unit_plan(shard::Unit& unit) {
@@ -107,14 +126,15 @@ void bind_shard(py::module_& module) {
       .def(py::init([](std::string name, std::vector<std::int64_t> sizes,
                        const py::object& storage_dtype,
                        const py::object& compute_dtype,
-                       const py::object& reduce_dtype) {
+                       const py::object& reduce_dtype, std::int64_t shard_dim) {
              return shard::ParameterInfo{
-                 std::move(name), std::move(sizes), dtype_of(storage_dtype),
-                 dtype_of(compute_dtype), dtype_of(reduce_dtype)};
+                 std::move(name),         std::move(sizes),
+                 dtype_of(storage_dtype), dtype_of(compute_dtype),
+                 dtype_of(reduce_dtype),  shard_dim};
            }),
            py::kw_only(), py::arg("name"), py::arg("sizes"),
            py::arg("storage_dtype"), py::arg("compute_dtype"),
-           py::arg("reduce_dtype"));
+           py::arg("reduce_dtype"), py::arg("shard_dim") = 0);
 
   using shard::Unit;
   py::class_<Unit, std::shared_ptr<Unit>>(module, "Unit")
@@ -134,6 +154,41 @@ void bind_shard(py::module_& module) {
       .def_readwrite("gradient_sync", &Unit::gradient_sync)
       .def_readwrite("encloses_units", &Unit::encloses_units)
       .def_readwrite("leaf_module", &Unit::leaf_module)
+      .def_readwrite("unshard_in_backward", &Unit::unshard_in_backward)
+      .def_readwrite("post_forward_group", &Unit::post_forward_group)
+      .def("use_groups",
+           [](Unit& unit, std::shared_ptr<comm::Collectives> gather,
+              std::shared_ptr<comm::Collectives> reduce) {
+             unit.use_groups({std::move(gather), std::move(reduce)});
+           })
+      .def_property(
+          "replica_group",
+          [](Unit& unit) { return unit.gradients().reduction().replicas; },
+          [](Unit& unit, std::shared_ptr<comm::Collectives> replicas) {
+            unit.gradients().reduction().replicas = std::move(replicas);
+          })
+      .def_property(
+          "gradient_divide_factor",
+          [](Unit& unit) { return unit.gradients().reduction().divide_factor; },
+          [](Unit& unit, std::optional<double> factor) {
+            unit.gradients().reduction().divide_factor = factor;
+          })
+      .def_property(
+          "sum_only",
+          [](Unit& unit) { return unit.gradients().reduction().sum_only; },
+          [](Unit& unit, bool sum) {
+            unit.gradients().reduction().sum_only = sum;
+          })
+      .def_property(
+          "all_reduce",
+          [](Unit& unit) { return unit.gradients().reduction().all_reduce; },
+          [](Unit& unit, bool all_reduce) {
+            unit.gradients().reduction().all_reduce = all_reduce;
+          })
+      .def("set_reduce_hook",
+           [](Unit& unit, const py::object& hook) {
+             unit.gradients().reduction().hook = tensor_hook(hook);
+           })
       .def("set_forward_prefetch",
            [](Unit& unit, const std::vector<std::shared_ptr<Unit>>& units) {
              unit.forward_prefetch = weak_units(units);
@@ -152,7 +207,8 @@ void bind_shard(py::module_& module) {
            "bytes of each buffer of this unit when present, and its chunks")
       .def_property_readonly("attached", &Unit::attached)
       .def("attach", &attach, py::kw_only(), py::arg("slots"),
-           py::arg("shards"), py::arg("full"), py::arg("wrap"))
+           py::arg("shards"), py::arg("full"), py::arg("wrap"),
+           py::arg("unwrap"))
       .def("detach", &Unit::detach)
       .def("stream_rows", &Unit::stream_rows,
            py::return_value_policy::reference_internal)
@@ -191,6 +247,7 @@ void bind_shard(py::module_& module) {
       .def("adopt", &Root::adopt)
       .def_property("gradient_budget", &Root::gradient_budget,
                     &Root::set_gradient_budget)
+      .def("reduce_accumulated", &Root::reduce_accumulated, NoGil())
       .def("abort", &Root::abort, NoGil(), py::arg("drop_gradients") = true);
 
   py::class_<ForwardHooks>(module, "ForwardHooks")

@@ -32,4 +32,6 @@ PYBIND11_MODULE(_C, module) {
   lowtide::python::bind_comm(module);
   lowtide::python::bind_shard(module);
   lowtide::python::bind_activation(module);
+  lowtide::python::bind_gather(module);
+  lowtide::python::bind_spmd(module);
 }

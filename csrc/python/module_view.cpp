@@ -9,18 +9,20 @@ namespace lowtide::python {
 
 PyModuleView::PyModuleView(std::vector<Slot> slots,
                            std::vector<py::object> shards,
-                           std::vector<py::object> full, py::object wrap)
+                           std::vector<py::object> full, py::object wrap,
+                           py::object unwrap)
     : slots_(std::move(slots)),
       shards_(std::move(shards)),
       full_(std::move(full)),
-      wrap_(std::move(wrap)) {}
+      wrap_(std::move(wrap)),
+      unwrap_(std::move(unwrap)) {}
 
 PyModuleView::~PyModuleView() {
   const py::gil_scoped_acquire gil;
   slots_.clear();
   shards_.clear();
   full_.clear();
-  wrap_ = py::object();
+  wrap_ = unwrap_ = py::object();
 }
 
 void PyModuleView::show(const std::vector<py::object>& parameters) {
@@ -55,6 +57,14 @@ std::vector<at::Tensor> PyModuleView::wrap_gradients(
     wrapped.push_back(THPVariable_Unpack(gradient.ptr()));
   }
   return wrapped;
+}
+
+at::Tensor PyModuleView::local_gradient(std::int32_t parameter,
+                                        const at::Tensor& gradient) {
+  const py::gil_scoped_acquire gil;
+  const auto wrapped =
+      py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient));
+  return THPVariable_Unpack(unwrap_(parameter, wrapped).ptr());
 }
 
 }  // namespace lowtide::python

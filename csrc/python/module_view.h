@@ -20,9 +20,10 @@ class PyModuleView final : public shard::ModuleView {
     std::int32_t index;
   };
 
-  // `wrap(indices, locals) -> list[DTensor]`.
+  // `wrap(indices, locals) -> list[DTensor]`, `unwrap(index, grad) -> Tensor`.
   PyModuleView(std::vector<Slot> slots, std::vector<pybind11::object> shards,
-               std::vector<pybind11::object> full, pybind11::object wrap);
+               std::vector<pybind11::object> full, pybind11::object wrap,
+               pybind11::object unwrap);
   ~PyModuleView() override;
 
   void show_full() override;
@@ -30,6 +31,8 @@ class PyModuleView final : public shard::ModuleView {
   std::vector<at::Tensor> wrap_gradients(
       const std::vector<std::int32_t>& parameters,
       const std::vector<at::Tensor>& locals) override;
+  at::Tensor local_gradient(std::int32_t parameter,
+                            const at::Tensor& gradient) override;
 
  private:
   void show(const std::vector<pybind11::object>& parameters);
@@ -38,6 +41,7 @@ class PyModuleView final : public shard::ModuleView {
   std::vector<pybind11::object> shards_;
   std::vector<pybind11::object> full_;
   pybind11::object wrap_;
+  pybind11::object unwrap_;
 };
 
 }  // namespace lowtide::python

@@ -1,12 +1,12 @@
 #include "python/saved_tensor_hooks.h"
 
-#include <ATen/SavedTensorHooks.h>
 #include <torch/csrc/Exceptions.h>
-#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <utility>
 #include <vector>
+
+#include "python/hook_functions.h"
 
 namespace py = pybind11;
 
@@ -31,26 +31,6 @@ struct Token {
   std::size_t place;
   ~Token() { frame->drop(place); }
 };
-
-constexpr const char* kCapsule = "lowtide.saved_tensor";
-
-// The capsule owns `value`.
-template <typename Value>
-py::object capsule_of(std::unique_ptr<Value> value) {
-  PyObject* const capsule =
-      PyCapsule_New(value.get(), kCapsule, [](PyObject* self) {
-        const std::unique_ptr<Value> owned(
-            static_cast<Value*>(PyCapsule_GetPointer(self, kCapsule)));
-      });
-  if (capsule == nullptr) throw py::error_already_set();
-  value.release();
-  return py::reinterpret_steal<py::object>(capsule);
-}
-
-template <typename Value>
-Value& value_of(PyObject* capsule) {
-  return *static_cast<Value*>(PyCapsule_GetPointer(capsule, kCapsule));
-}
 
 PyObject*& stop_type() {
   static PyObject* type = PyErr_NewException("lowtide._C.StopRecomputation",
@@ -96,18 +76,6 @@ PyObject* unpack_recomputed(PyObject* self, PyObject* place) {
   return THPVariable_Wrap(
       value_of<TargetPtr>(self)->saved.at(PyLong_AsSize_t(place)));
   END_HANDLE_TH_ERRORS
-}
-
-py::object function_of(PyMethodDef* definition, PyObject* self) {
-  return py::reinterpret_steal<py::object>(PyCFunction_New(definition, self));
-}
-
-void push_hooks(const py::object& pack, const py::object& unpack) {
-  at::SavedTensorDefaultHooks::lazy_initialize();
-  const auto safe = [](py::object function) {
-    return c10::SafePyObject(function.release().ptr(), getPyInterpreter());
-  };
-  at::SavedTensorDefaultHooks::push_hooks(safe(pack), safe(unpack));
 }
 
 PyMethodDef pack_forward_def = {"pack", &pack_forward, METH_O, nullptr};

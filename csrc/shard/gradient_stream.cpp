@@ -62,7 +62,9 @@ void GradientStream::append(UnitGradients& unit) {
       entries_.push_back(std::move(chunk));
     }
   }
-  ring_.fit(unit.slot_bytes());
+  if (!unit.own_slots()) {
+    ring_.fit(unit.slot_bytes());
+  }
 }
 
 bool GradientStream::contains(const UnitGradients& unit) const {
@@ -135,8 +137,9 @@ void GradientStream::accept_rows(UnitGradients& unit, std::int32_t i,
         base::concat(
             "block ", block,
             parameter.source.defined() ? " beside a whole gradient" : ""),
-        "A head whose rows are streamed is used once in a step; gather it "
-        "whole to use it more often."));
+        "A parameter whose gradient comes in rows (a head inside its loss, a "
+        "large embedding) gets one gradient in a backward: call its module, "
+        "and do not use its weight otherwise."));
   }
   ++parameter.blocks_seen;
   parameter.fired = true;
@@ -171,8 +174,7 @@ void GradientStream::expects(UnitGradients& unit) {
     ring_.reclaim(std::max(unit.source_bytes() / 4, unit.slot_bytes()));
   }
   // What outlives the unit's backward is leased ahead of what does not.
-  if (contains(unit) && !unit.sharded().prepared()) {
-    unit.sharded().prepare(unit.trainable());
+  if (contains(unit) && prepare(unit)) {
     ring_.compute_has_moved();
   }
 }
@@ -184,10 +186,17 @@ void GradientStream::produces(const UnitGradients& unit) {
   }
 }
 
-void GradientStream::produced(UnitGradients& unit, std::int32_t i) {
-  if (!unit.sharded().prepared()) {
-    unit.sharded().prepare(unit.trainable());
+// Results that stay with the shards have no place in `.grad` yet.
+bool GradientStream::prepare(UnitGradients& unit) {
+  if (unit.sharded().prepared() || unit.reduction().keeps_partial()) {
+    return false;
   }
+  unit.sharded().prepare(unit.trainable());
+  return true;
+}
+
+void GradientStream::produced(UnitGradients& unit, std::int32_t i) {
+  prepare(unit);
   if (!unit.parameter(i).produced) {
     unit.completed(i);
   }
@@ -258,6 +267,7 @@ void GradientStream::open_slot(std::size_t place) {
   if (place >= static_cast<std::size_t>(GradientRing::kNumSlots)) {
     land(place - static_cast<std::size_t>(GradientRing::kNumSlots));
   }
+  ring_.fit(entry.unit->slot_bytes());
   const auto& storage = ring_.slot(slot);
   const auto& chunk = chunk_of(entry);
   const auto dtype =
@@ -309,8 +319,7 @@ void GradientStream::complete(std::size_t place) {
   if (entry.pieces_missing == 0 && chunk.flags_column < 0) {
     return;
   }
-  if (!unit.sharded().prepared()) {
-    unit.sharded().prepare(unit.trainable());
+  if (prepare(unit)) {
     ring_.compute_has_moved();
   }
   ring_.catch_up_reduce();
@@ -350,7 +359,8 @@ void GradientStream::send(std::size_t place) {
   auto& unit = *entry.unit;
   const device::StreamScope scope(memory_->runtime(), Stream::reduce);
   entry.pending = unit.group().reduce_scatter(
-      entry.output, entry.input, comm::Reduction::average, unit.unit());
+      entry.output, entry.input, unit.reduction().over_shards(unit.group()),
+      unit.unit());
   entry.sent = true;
 }
 
@@ -361,9 +371,7 @@ void GradientStream::send_slab(std::size_t place) {
   auto& entry = entries_[place];
   auto& unit = *entry.unit;
   auto& lane = unit.lanes()[static_cast<std::size_t>(entry.lane)];
-  if (!unit.sharded().prepared()) {
-    unit.sharded().prepare(unit.trainable());
-  }
+  prepare(unit);
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     lane.slab.complete(lane.members);
@@ -388,8 +396,8 @@ void GradientStream::send_slab(std::size_t place) {
   ring_.catch_up_reduce();
   const device::StreamScope scope(memory_->runtime(), Stream::reduce);
   entry.pending = unit.group().reduce_scatter_coalesced(
-      entry.slab_outputs, entry.slab_inputs, comm::Reduction::average,
-      unit.unit());
+      entry.slab_outputs, entry.slab_inputs,
+      unit.reduction().over_shards(unit.group()), unit.unit());
   entry.sent = true;
 }
 
@@ -410,28 +418,59 @@ void GradientStream::land(std::size_t place) {
     return;
   }
   const auto& chunk = chunk_of(entry);
-  entry.unit->sharded().land(chunk.pieces, entry.output);
-  if (chunk.flags_column >= 0) {
-    const auto& lane =
-        entry.unit->lanes()[static_cast<std::size_t>(entry.lane)];
-    read_flags(entry, slice_of(entry.output, chunk.flags_column,
-                               lane.plan.num_parameters));
+  const auto& lane = entry.unit->lanes()[static_cast<std::size_t>(entry.lane)];
+  const auto flags =
+      chunk.flags_column >= 0
+          ? slice_of(entry.output, chunk.flags_column, lane.plan.num_parameters)
+          : at::Tensor();
+  if (after_shards(*entry.unit, lane, chunk.pieces, entry.output, flags)) {
+    entry.unit->reduction().finish(entry.output, entry.unit->group(),
+                                   entry.unit->unit());
+    entry.unit->sharded().land(chunk.pieces, entry.output);
+    if (flags.defined()) {
+      read_flags(entry, flags);
+    }
   }
   entry.input.reset();
   entry.output.reset();
 }
 
-void GradientStream::land_slab(Entry& entry) {
-  auto& lane = entry.unit->lanes()[static_cast<std::size_t>(entry.lane)];
-  auto output = entry.slab_outputs.begin();
-  for (const auto i : lane.members) {
-    if (lane.slab.columns(i) > 0) {
-      const auto columns = entry.unit->parameter(i).shard_numel;
-      entry.unit->sharded().land({{i, 0, columns, 0}}, *output);
-      ++output;
+// False: the results stay with the shards.
+bool GradientStream::after_shards(UnitGradients& unit, const Lane& lane,
+                                  const std::vector<Piece>& pieces,
+                                  const at::Tensor& row,
+                                  const at::Tensor& flags) {
+  if (unit.reduction().replicas) {
+    unit.exchange_partial(pieces, row);
+    if (flags.defined()) {
+      unit.exchange_partial_flags(lane, flags);
     }
   }
-  read_flags(entry, *output);
+  return !unit.reduction().keeps_partial();
+}
+
+void GradientStream::land_slab(Entry& entry) {
+  auto& unit = *entry.unit;
+  auto& lane = unit.lanes()[static_cast<std::size_t>(entry.lane)];
+  auto output = entry.slab_outputs.begin();
+  const auto finish = [&](const at::Tensor& row) {
+    unit.reduction().finish(row, unit.group(), unit.unit());
+  };
+  for (const auto i : lane.members) {
+    if (lane.slab.columns(i) == 0) {
+      continue;
+    }
+    const std::vector<Piece> pieces{{i, 0, unit.parameter(i).shard_numel, 0}};
+    if (after_shards(unit, lane, pieces, *output, {})) {
+      finish(*output);
+      unit.sharded().land(pieces, *output);
+    }
+    ++output;
+  }
+  if (after_shards(unit, lane, {}, *output, *output)) {
+    finish(*output);
+    read_flags(entry, *output);
+  }
   // The slab and the results go back in the compute stream's order.
   ring_.catch_up_compute();
   entry.slab_inputs.clear();

@@ -86,6 +86,7 @@ class GradientStream {
   void write_ready_pieces(std::size_t place);
   void write_piece(std::size_t place, std::size_t piece);
   void open_slot(std::size_t place);
+  bool prepare(UnitGradients& unit);
   void produces(const UnitGradients& unit);
   void produced(UnitGradients& unit, std::int32_t i);
   void pump();
@@ -93,6 +94,9 @@ class GradientStream {
   void send(std::size_t place);
   void send_slab(std::size_t place);
   void land(std::size_t place);
+  bool after_shards(UnitGradients& unit, const Lane& lane,
+                    const std::vector<Piece>& pieces, const at::Tensor& row,
+                    const at::Tensor& flags);
   void land_slab(Entry& entry);
   void read_flags(Entry& entry, const at::Tensor& flags);
   void clear();

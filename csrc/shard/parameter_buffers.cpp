@@ -16,6 +16,39 @@ std::int64_t itemsize(at::ScalarType dtype) {
   return static_cast<std::int64_t>(c10::elementSize(dtype));
 }
 
+// [Note: Other dimensions]
+// Split along another dimension than the first, a rank's contiguous piece is
+// not a run of the full parameter: pieces always travel packed and are copied
+// from [N, outer, width] to [outer, N, width].  Everything else (master,
+// gradients, results) sees a flat parameter of numel / N elements a rank.
+void require_splittable(const ParameterInfo& info, std::int64_t world_size,
+                        bool travels_packed) {
+  if (info.shard_dim == 0) {
+    return;
+  }
+  const auto size = info.sizes[static_cast<std::size_t>(info.shard_dim)];
+  if (size % world_size != 0) {
+    throw InvalidArgument(
+        base::error_text(info.name,
+                         base::concat("dimension ", info.shard_dim,
+                                      ", which is to be split, of a "
+                                      "multiple of ",
+                                      world_size, " elements"),
+                         base::concat(size),
+                         "Return Shard(0) for it from shard_placement_fn, "
+                         "which may be uneven."));
+  }
+  if (!travels_packed) {
+    throw InvalidArgument(base::error_text(
+        info.name,
+        "a dtype that is cast as the rest of its unit is, to split another "
+        "dimension than the first",
+        base::concat(c10::toString(info.storage_dtype), " to ",
+                     c10::toString(info.compute_dtype)),
+        "Make it a unit of its own, or shard it on dim 0."));
+  }
+}
+
 memory::FlatLayout lay_out(const std::vector<ParameterInfo>& infos,
                            std::int64_t world_size) {
   const auto casts = [](const ParameterInfo& info) {
@@ -28,9 +61,12 @@ memory::FlatLayout lay_out(const std::vector<ParameterInfo>& infos,
   for (const auto& info : infos) {
     const auto numel = c10::multiply_integers(info.sizes);
     const bool small = numel * itemsize(info.compute_dtype) <= kPackedBytes;
-    shapes.push_back({info.name, info.sizes, itemsize(info.storage_dtype),
-                      itemsize(info.compute_dtype),
-                      small && casts(info) == any});
+    const bool dim0 = info.shard_dim == 0;
+    require_splittable(info, world_size, casts(info) == any);
+    shapes.push_back(
+        {info.name, dim0 ? info.sizes : std::vector<std::int64_t>{numel},
+         itemsize(info.storage_dtype), itemsize(info.compute_dtype),
+         small && casts(info) == any, !dim0});
   }
   return {world_size, shapes};
 }
@@ -49,6 +85,25 @@ using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
 
 }  // namespace
 
+std::array<std::int64_t, 3> ParameterInfo::split(
+    std::int64_t world_size) const {
+  std::int64_t outer = 1;
+  for (std::int64_t d = 0; d < shard_dim; ++d) {
+    outer *= sizes[static_cast<std::size_t>(d)];
+  }
+  const auto numel = c10::multiply_integers(sizes);
+  const auto parts = outer * world_size;
+  return {outer, world_size, parts == 0 ? 0 : numel / parts};
+}
+
+std::vector<std::int64_t> ParameterInfo::local_sizes(std::int64_t world_size,
+                                                     std::int64_t rows) const {
+  auto local = sizes;
+  auto& size = local[static_cast<std::size_t>(shard_dim)];
+  size = shard_dim == 0 ? rows : size / world_size;
+  return local;
+}
+
 ParameterBuffers::ParameterBuffers(UnitName unit,
                                    const std::vector<ParameterInfo>& infos,
                                    std::int64_t world_size, std::int64_t rank,
@@ -59,6 +114,7 @@ ParameterBuffers::ParameterBuffers(UnitName unit,
       memory_(std::move(memory)),
       layout_(lay_out(infos, world_size)),
       input_(memory_->runtime().device()),
+      kept_(memory_->runtime().device()),
       gathered_(memory_->runtime().device()) {
   auto lease = memory_->lease(memory::Category::parameters, *unit_,
                               layout_.shard_bytes());
@@ -147,20 +203,25 @@ void ParameterBuffers::build_unpacks() {
       continue;
     }
     const auto dtype = infos_[i].compute_dtype;
+    const auto [outer, ranks, width] =
+        infos_[i].shard_dim == 0
+            ? std::array<std::int64_t, 3>{1, size, slice.shard_numel}
+            : infos_[i].split(size);
+    const std::int64_t sizes[] = {outer, ranks, width};
+    const std::int64_t packed[] = {width, row / itemsize(dtype), 1};
+    const std::int64_t in_place[] = {ranks * width, width, 1};
     unpacks_.push_back(
-        {input_.view(dtype, {size, slice.shard_numel},
-                     {row / itemsize(dtype), 1},
+        {input_.view(dtype, sizes, packed,
                      (cast_bytes() + slice.input_offset) / itemsize(dtype)),
-         gathered_.view(dtype, {size, slice.shard_numel},
-                        {slice.shard_numel, 1},
+         gathered_.view(dtype, sizes, in_place,
                         slice.gathered_offset / itemsize(dtype))});
   }
 }
 
 at::Tensor ParameterBuffers::local_shard(std::size_t i) const {
   const auto& info = infos_[i];
-  auto sizes = info.sizes;
-  sizes[0] = layout_[i].local_rows(rank_);
+  const auto sizes =
+      info.local_sizes(layout_.world_size(), layout_[i].local_rows(rank_));
   const BelowAutograd guard;
   return flat_view(sub_storage(master_, layout_[i].shard_offset,
                                layout_[i].shard_bytes),
@@ -205,12 +266,7 @@ std::unique_ptr<comm::Pending> ParameterBuffers::gather(
         memory_->lease(memory::Category::gather_input, *unit_, input_bytes());
   }
   const auto allocated = runtime.record(device::Stream::compute);
-  auto* base = static_cast<char*>(gathered.get());
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    parameters_[i].storage.bind(base + layout_[i].gathered_offset,
-                                layout_[i].gathered_bytes);
-  }
-  gathered_.own(std::move(gathered), layout_.gathered_bytes());
+  bind_gathered(std::move(gathered));
   if (input_bytes() > 0) {
     input_.own(std::move(input), input_bytes());
   }
@@ -230,6 +286,77 @@ std::unique_ptr<comm::Pending> ParameterBuffers::gather(
   }
 }
 
+void ParameterBuffers::bind_gathered(c10::DataPtr lease) {
+  auto* base = static_cast<char*>(lease.get());
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    parameters_[i].storage.bind(base + layout_[i].gathered_offset,
+                                layout_[i].gathered_bytes);
+  }
+  gathered_.own(std::move(lease), layout_.gathered_bytes());
+}
+
+template <typename Visit>
+std::int64_t ParameterBuffers::for_each_part(std::int64_t parts,
+                                             Visit visit) const {
+  std::int64_t kept = 0;
+  for (std::size_t i = 0; i < layout_.size(); ++i) {
+    const auto bytes = layout_[i].gathered_bytes / parts;
+    if (bytes > 0) {
+      visit(layout_[i].gathered_offset, kept, bytes);
+    }
+    kept += (bytes + memory::kAlignment - 1) / memory::kAlignment *
+            memory::kAlignment;
+  }
+  return kept;
+}
+
+void ParameterBuffers::keep_part(std::int64_t index, std::int64_t parts) {
+  const BelowAutograd guard;
+  kept_bytes_ = for_each_part(parts, [](auto, auto, auto) {});
+  if (kept_bytes_ > 0) {
+    kept_.own(memory_->lease(memory::Category::gathered, *unit_, kept_bytes_),
+              kept_bytes_);
+    auto& runtime = memory_->runtime();
+    for_each_part(parts, [&](auto from, auto to, auto bytes) {
+      auto kept = kept_.view(at::kByte, {bytes}, {1}, to);
+      const auto part =
+          gathered_.view(at::kByte, {bytes}, {1}, from + index * bytes);
+      runtime.touches(device::Stream::compute, part.const_data_ptr(),
+                      part.nbytes(), device::Access::read);
+      runtime.touches(device::Stream::compute, kept.const_data_ptr(),
+                      kept.nbytes(), device::Access::write);
+      kept.copy_(part);
+    });
+  }
+  release();
+}
+
+std::unique_ptr<comm::Pending> ParameterBuffers::gather_parts(
+    comm::Collectives& group) {
+  auto& runtime = memory_->runtime();
+  bind_gathered(memory_->lease(memory::Category::gathered, *unit_,
+                               layout_.gathered_bytes()));
+  runtime.wait(device::Stream::gather, runtime.record(device::Stream::compute));
+  const device::StreamScope scope(runtime, device::Stream::gather);
+  std::vector<at::Tensor> outs;
+  std::vector<at::Tensor> ins;
+  for_each_part(group.size(), [&](auto to, auto from, auto bytes) {
+    outs.push_back(gathered_.view(at::kByte, {group.size() * bytes}, {1}, to));
+    ins.push_back(kept_.view(at::kByte, {bytes}, {1}, from));
+  });
+  try {
+    return group.all_gather(outs, ins, *unit_);
+  } catch (...) {
+    release();
+    throw;
+  }
+}
+
+void ParameterBuffers::drop_part() {
+  kept_.unbind();
+  kept_bytes_ = 0;
+}
+
 void ParameterBuffers::cast_masters() {
   auto& runtime = memory_->runtime();
   const BelowAutograd guard;
@@ -246,8 +373,8 @@ void ParameterBuffers::unpack() {
   auto& runtime = memory_->runtime();
   const BelowAutograd guard;
   for (auto& one : unpacks_) {
-    const auto extent =
-        (one.packed.size(0) - 1) * one.packed.stride(0) + one.packed.size(1);
+    const auto extent = (one.packed.size(1) - 1) * one.packed.stride(1) +
+                        one.packed.size(0) * one.packed.size(2);
     runtime.touches(device::Stream::compute, one.packed.const_data_ptr(),
                     static_cast<std::size_t>(extent) * one.packed.itemsize(),
                     device::Access::read);

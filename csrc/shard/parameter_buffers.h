@@ -16,6 +16,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Storage.h>
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -38,6 +39,16 @@ struct ParameterInfo {
   at::ScalarType storage_dtype;     // of the shards
   at::ScalarType compute_dtype;     // of the full parameter
   at::ScalarType reduce_dtype;      // of its gradient on the wire
+  // Which dimension is split over the ranks.  Another than the first one must
+  // be a multiple of their number, see [Note: Other dimensions].
+  std::int64_t shard_dim = 0;
+
+  // Of one rank; `rows`: its rows if dim 0 is split.
+  std::vector<std::int64_t> local_sizes(std::int64_t world_size,
+                                        std::int64_t rows) const;
+  // [outer, N, width]: what comes before the split dimension, the ranks, and
+  // one rank's part of what comes from it on.
+  std::array<std::int64_t, 3> split(std::int64_t world_size) const;
 };
 
 class ParameterBuffers {
@@ -67,7 +78,7 @@ class ParameterBuffers {
   }
 
   // Copies this rank's rows of a full tensor / a local tensor into the master.
-  void load_full(std::size_t i, const at::Tensor& full);
+  void load_full(std::size_t i, const at::Tensor& full);  // dim 0 only
   void load_local(std::size_t i, const at::Tensor& local);
 
   // Leases the gathered buffer, points every parameter at it and issues one
@@ -76,6 +87,19 @@ class ParameterBuffers {
   // After the gather was waited for, on the compute stream: copies packed
   // parameters into place.
   void unpack();
+  // [Note: Kept parts]
+  // Instead of giving all gathered bytes back, the unit may keep one of `parts`
+  // equal parts of every parameter, in the compute dtype, and gather the rest
+  // from that many ranks, each with another part.  Rank order must be part
+  // order.
+  //
+  // Copies part `index` out of the gathered buffer, which is then released.
+  void keep_part(std::int64_t index, std::int64_t parts);
+  bool keeps_part() const { return kept_bytes_ > 0; }
+  // The same as `gather`, from the parts that the ranks of `group` kept.
+  std::unique_ptr<comm::Pending> gather_parts(comm::Collectives& group);
+  void drop_part();
+
   // Gives the input buffer back.
   void arrived();
   // Gives the gathered buffer back; every parameter's storage is unbound.
@@ -98,7 +122,8 @@ class ParameterBuffers {
     at::Tensor master;
   };
 
-  // What a packed parameter is copied from and to, both [N, shard_numel].
+  // What a packed parameter is copied from and to: [N, shard_numel], or
+  // [outer, N, width] if another dimension is split.
   struct Unpack {
     at::Tensor packed;
     at::Tensor gathered;
@@ -114,6 +139,10 @@ class ParameterBuffers {
   void build_casts();
   void build_unpacks();
   void cast_masters();
+  void bind_gathered(c10::DataPtr lease);
+  // Calls `visit(gathered offset, kept offset, bytes of a part)`.
+  template <typename Visit>
+  std::int64_t for_each_part(std::int64_t parts, Visit visit) const;
 
   UnitName unit_;
   std::vector<ParameterInfo> infos_;
@@ -122,6 +151,8 @@ class ParameterBuffers {
   memory::FlatLayout layout_;
   c10::Storage master_;
   RepointedStorage input_;
+  RepointedStorage kept_;
+  std::int64_t kept_bytes_ = 0;
   // What the collective writes to.  Not the parameters' own storages: a process
   // group may drop its references late, and use counts of those storages tell
   // what autograd saved (see unit.cpp).

@@ -106,7 +106,7 @@ void Root::replan(Unit& unit) {
         "gradients of it that are not reduced yet",
         "Call lowtide.losses.stream_rows before the first backward."));
   }
-  unit.plan_gradients(ring_bytes());
+  plan_gradients_of(unit, ring_bytes());
 }
 
 void Root::end_forward() {
@@ -146,7 +146,7 @@ void Root::plan_gradients() {
       complete = false;  // again after its slab has been reduced
       continue;
     }
-    unit->plan_gradients(ring);
+    plan_gradients_of(*unit, ring);
   }
   planned_ = complete;
   planned_trainable_ = std::move(trainable);
@@ -159,7 +159,59 @@ std::int64_t Root::ring_bytes() const {
       largest = std::max(largest, unit->gradients().wire_bytes());
     }
   }
-  return GradientRing::bytes_for(gradient_budget_, largest);
+  return GradientRing::bytes_for(gradient_budget(), largest);
+}
+
+std::int64_t Root::gradient_budget() const {
+  std::int64_t ranks = 1;
+  for (const auto* unit : units_) {
+    if (unit != nullptr) {
+      ranks = std::max(ranks, unit->groups().reduce->size());
+    }
+  }
+  return gradient_budget_.value_or(GradientRing::default_budget(ranks));
+}
+
+// [Note: The end of backward]
+// Nothing hides the reduction of the last unit, usually the embedding, so it
+// leaves in few collectives.  Where the unit before it held its parameters and
+// the next one's, its gradients and its activations, a ring three times as long
+// as those parameters fits.  A budget below the default is kept.
+std::int64_t Root::ring_bytes_of(const Unit& unit, std::int64_t ring) const {
+  constexpr std::int64_t kHeldByUnit = 3;
+  const auto [last, before] = last_to_reduce();
+  const auto wire = unit.gradients().wire_bytes();
+  if (&unit != last || before == nullptr ||
+      gradient_budget() < GradientRing::kDefaultBudget ||
+      wire <= GradientRing::kNumSlots * ring) {
+    return ring;
+  }
+  const auto held = kHeldByUnit * before->planned_gathered_bytes();
+  return std::max(ring, std::min(wire, held));
+}
+
+void Root::plan_gradients_of(Unit& unit, std::int64_t ring) {
+  const auto bytes = ring_bytes_of(unit, ring);
+  unit.gradients().set_own_slots(bytes > ring);
+  unit.plan_gradients(bytes);
+}
+
+// The last two of those that do not enclose others: these are small.
+std::pair<const Unit*, const Unit*> Root::last_to_reduce() const {
+  const Unit* last = nullptr;
+  for (auto number = last_order_.rbegin(); number != last_order_.rend();
+       ++number) {
+    const auto* unit = units_[static_cast<std::size_t>(*number)];
+    if (unit == nullptr || unit->encloses_units ||
+        unit->gradients().wire_bytes() == 0) {
+      continue;
+    }
+    if (last != nullptr) {
+      return {last, unit};
+    }
+    last = unit;
+  }
+  return {last, nullptr};
 }
 
 // [Note: Refining the order]
@@ -168,33 +220,48 @@ std::int64_t Root::ring_bytes() const {
 // gradients completed: one broadcast, once.  A wrong expectation costs memory
 // (a source waits for its turn), never correctness.
 void Root::agree_on_order() {
-  std::vector<comm::Collectives*> groups;
+  std::vector<UnitGradients*> remaining;
   for (auto* unit : in_backward_) {
-    auto* group = unit->groups().reduce.get();
-    if (std::find(groups.begin(), groups.end(), group) == groups.end()) {
-      groups.push_back(group);
+    // The user's hook may reduce over ranks that are not known here.
+    if (!unit->gradients().reduction().hook) {
+      remaining.push_back(&unit->gradients());
     }
   }
-  for (auto* group : groups) {
+  while (!remaining.empty()) {
+    auto& shards = remaining.front()->group();
+    const auto& replicas = remaining.front()->reduction().replicas;
+    const auto others = std::stable_partition(
+        remaining.begin(), remaining.end(), [&](const auto* unit) {
+          return &unit->group() == &shards &&
+                 unit->reduction().replicas == replicas;
+        });
     std::vector<std::int64_t> orders;
-    for (const auto* unit : in_backward_) {
-      if (unit->groups().reduce.get() == group) {
-        const auto order = unit->gradients().observed_order();
-        orders.insert(orders.end(), order.begin(), order.end());
-      }
+    for (auto it = remaining.begin(); it != others; ++it) {
+      const auto order = (*it)->observed_order();
+      orders.insert(orders.end(), order.begin(), order.end());
     }
-    const auto agreed = group->from_rank_zero(std::move(orders), name_);
-    auto next = agreed.begin();
-    for (auto* unit : in_backward_) {
-      if (unit->groups().reduce.get() == group) {
-        const auto size = static_cast<std::ptrdiff_t>(unit->gradients().size());
-        unit->expect_gradients({next, next + size});
-        next += size;
-      }
+    auto agreed = shards.from_rank_zero(std::move(orders), name_);
+    if (replicas) {
+      agreed = replicas->from_rank_zero(std::move(agreed), name_);
     }
+    adopt_orders({remaining.begin(), others}, agreed);
+    remaining.erase(remaining.begin(), others);
   }
   order_agreed_ = true;
   planned_ = false;
+}
+
+void Root::adopt_orders(const std::vector<UnitGradients*>& gradients,
+                        const std::vector<std::int64_t>& orders) {
+  auto next = orders.begin();
+  for (const auto* of : gradients) {
+    const auto size = static_cast<std::ptrdiff_t>(of->size());
+    const auto unit = std::find_if(
+        in_backward_.begin(), in_backward_.end(),
+        [&](auto* candidate) { return &candidate->gradients() == of; });
+    (*unit)->expect_gradients({next, next + size});
+    next += size;
+  }
 }
 
 std::vector<Unit*> Root::participants() {
@@ -247,6 +314,24 @@ bool Root::nested_backward() const { return current_backward() != backward_; }
 Unit* Root::enter_backward(Unit& unit) {
   const auto next = schedule_.enter_backward(unit.number());
   return next ? units_[static_cast<std::size_t>(*next)] : nullptr;
+}
+
+void Root::reduce_accumulated() {
+  if (failed_) {
+    abort();
+  }
+  LOWTIDE_INVARIANT(backward_ == -1 && current_backward() == -1,
+                    "no backward is under way");
+  std::vector<UnitGradients*> streamed;
+  for (auto* unit : participants()) {
+    if (unit->gradients().accumulating()) {
+      unit->begin_backward();
+      in_backward_.push_back(unit);
+      streamed.push_back(&unit->gradients());
+    }
+  }
+  stream_.begin(streamed);
+  close_backward();
 }
 
 void Root::close_backward() {

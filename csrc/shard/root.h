@@ -5,7 +5,9 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "memory/device_memory.h"
@@ -26,9 +28,10 @@ class Root : public std::enable_shared_from_this<Root> {
   void forget(const Unit& unit);
 
   // Byte budget of the ring of gradient chunks; takes effect when the next
-  // forward begins.  The same on every rank.
+  // forward begins.  The same on every rank.  If never set, it grows with the
+  // number of ranks, and the last unit to reduce has a longer ring of its own.
   void set_gradient_budget(std::int64_t bytes);
-  std::int64_t gradient_budget() const { return gradient_budget_; }
+  std::int64_t gradient_budget() const;
 
   // --- called by units ------------------------------------------------------
   // Returns the unit to gather ahead, or null.
@@ -48,6 +51,10 @@ class Root : public std::enable_shared_from_this<Root> {
   Unit* enter_backward(Unit& unit);
   GradientStream& stream() { return stream_; }
 
+  // Reduces what backwards without sync have accumulated, outside of any
+  // backward: `.grad` is set when it returns.
+  void reduce_accumulated();
+
   // --- recovery -------------------------------------------------------------
   // Waits for what is in flight, frees every gathered parameter and buffer,
   // and, with `drop_gradients`, every gradient accumulated so far.  The next
@@ -65,7 +72,13 @@ class Root : public std::enable_shared_from_this<Root> {
   void close_backward();
   void plan_gradients();
   std::int64_t ring_bytes() const;
+  std::int64_t ring_bytes_of(const Unit& unit, std::int64_t ring) const;
+  void plan_gradients_of(Unit& unit, std::int64_t ring);
+  std::pair<const Unit*, const Unit*> last_to_reduce() const;
   void agree_on_order();
+  // `orders`: of `gradients`, one after the other.
+  void adopt_orders(const std::vector<UnitGradients*>& gradients,
+                    const std::vector<std::int64_t>& orders);
   std::vector<Unit*> participants();
 
   std::string name_;
@@ -73,7 +86,7 @@ class Root : public std::enable_shared_from_this<Root> {
   std::vector<Unit*> units_;
   Schedule schedule_{0};
   GradientStream stream_;
-  std::int64_t gradient_budget_ = GradientRing::kDefaultBudget;
+  std::optional<std::int64_t> gradient_budget_;  // as set
   bool planned_ = false;
   bool order_agreed_ = false;
   std::vector<std::vector<bool>> planned_trainable_;

@@ -1,5 +1,6 @@
 #include "shard/unit.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Logging.h>
 
@@ -37,8 +38,9 @@ void Unit::attach(std::vector<at::Tensor> shards, std::vector<at::Tensor> full,
   full_ = std::move(full);
   std::vector<ShardedGradients::Parameter> parameters;
   for (std::size_t i = 0; i < shards_.size(); ++i) {
-    auto sizes = infos_[i].sizes;
-    sizes[0] = buffers_.slice(i).local_rows(groups_.gather->rank());
+    auto sizes = infos_[i].local_sizes(
+        groups_.gather->size(),
+        buffers_.slice(i).local_rows(groups_.gather->rank()));
     parameters.push_back({shards_[i], std::move(sizes),
                           buffers_.slice(i).local_numel(groups_.gather->rank()),
                           buffers_.slice(i).shard_numel,
@@ -95,6 +97,11 @@ void Unit::rename(std::string name,
   gradients_.rename_parameters(parameters);
 }
 
+void Unit::use_groups(UnitGroups groups) {
+  gradients_.use_group(groups.reduce);
+  groups_ = std::move(groups);
+}
+
 void Unit::join(std::shared_ptr<Root> root, std::int32_t number) {
   root_ = std::move(root);
   number_ = number;
@@ -116,7 +123,14 @@ void Unit::gather() {
     return;
   }
   const base::TraceRange trace("lowtide::gather", *name_);
-  pending_gather_ = buffers_.gather(*groups_.gather);
+  // Outside of backward the kept parts may be older than the shards.
+  if (buffers_.keeps_part() && current_backward() != -1) {
+    pending_gather_ = buffers_.gather_parts(*post_forward_group);
+    gathers_parts_ = true;
+  } else {
+    buffers_.drop_part();
+    pending_gather_ = buffers_.gather(*groups_.gather);
+  }
   state_.on(UnitEvent::gather);
 }
 
@@ -128,8 +142,12 @@ void Unit::wait_for_gather() {
   if (pending_gather_) {
     pending_gather_->wait();
     pending_gather_.reset();
-    buffers_.unpack();
+    if (!gathers_parts_) {
+      buffers_.unpack();
+    }
   }
+  gathers_parts_ = false;
+  buffers_.drop_part();
   buffers_.arrived();
   state_.on(UnitEvent::arrive);
 }
@@ -153,10 +171,24 @@ void Unit::reshard() {
     view_->show_shards();
   }
   shown_ = prefetched_ = false;
+  buffers_.drop_part();
   if (state() == UnitState::unsharded) {
     buffers_.release();
     state_.on(UnitEvent::reshard);
   }
+}
+
+void Unit::reshard_after_forward_now() {
+  if (!post_forward_group || state() != UnitState::unsharded) {
+    reshard();
+    return;
+  }
+  if (shown_ && view_) {
+    view_->show_shards();
+  }
+  shown_ = prefetched_ = false;
+  buffers_.keep_part(post_forward_group->rank(), post_forward_group->size());
+  state_.on(UnitEvent::reshard);
 }
 
 void Unit::prefetch(Unit& other) {
@@ -233,7 +265,7 @@ void Unit::post_forward(const std::vector<at::Tensor>& outputs) {
     saved_ = saved_ || autograd_saved_parameters();
   }
   if (reshard_after_forward) {
-    reshard();
+    reshard_after_forward_now();
   }
   next_in_forward_ = nullptr;
   root_->leave_forward(*this);
@@ -270,7 +302,9 @@ bool Unit::autograd_saved_parameters() const {
 
 // --- backward ---------------------------------------------------------------
 
-bool Unit::needs_gather_in_backward() const { return saved_ || !leaf_module; }
+bool Unit::needs_gather_in_backward() const {
+  return unshard_in_backward && (saved_ || !leaf_module);
+}
 
 void Unit::on_output_gradient() {
   const base::TraceRange trace("lowtide::pre_backward", *name_);
@@ -320,9 +354,13 @@ void Unit::on_parameter_gradient(std::int32_t i, at::Tensor gradient) {
     return;  // frozen since its forward; AccumulateGrad ignores it, too
   }
   if (gradient.defined()) {
+    if (gradient.key_set().has(c10::DispatchKey::Python) && view_) {
+      gradient = view_->local_gradient(i, gradient);
+    }
     // Here and not where it is copied: memory comes from compute's pool.
     gradient = gradient.layout() == at::kStrided ? gradient.contiguous()
                                                  : gradient.to_dense();
+    gradient = rank_major(i, std::move(gradient));
   }
   if (gradients_.sync()) {
     if (!root_->stream().contains(gradients_)) {
@@ -333,6 +371,18 @@ void Unit::on_parameter_gradient(std::int32_t i, at::Tensor gradient) {
   } else if (gradient.defined()) {
     gradients_.accumulate(i, gradient);
   }
+}
+
+// Of a contiguous gradient whose parameter is split along another dimension
+// than the first: every rank's part, one after the other.
+at::Tensor Unit::rank_major(std::int32_t i, at::Tensor gradient) const {
+  const auto& info = infos_[static_cast<std::size_t>(i)];
+  const auto size = groups_.gather->size();
+  if (info.shard_dim == 0 || size == 1) {
+    return gradient;
+  }
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return gradient.view(info.split(size)).transpose(0, 1).contiguous();
 }
 
 void Unit::on_inputs_done(const torch::autograd::Node* node) {
@@ -402,7 +452,6 @@ void Unit::end_backward(bool more_backwards) {
     gradients_.end();
   }
   in_backward_ = output_gradient_ = false;
-  saved_ = saved_ && more_backwards;
   calls_without_grad_ = nested_calls_done_ = 0;
   if (!more_backwards) {
     calls_without_inputs_ = 0;
@@ -426,6 +475,8 @@ void Unit::abort(bool drop_gradients) {
     }
     pending_gather_.reset();
   }
+  gathers_parts_ = false;
+  buffers_.drop_part();
   buffers_.arrived();
   if (rows_) {
     rows_->abort();

@@ -41,6 +41,9 @@ class ModuleView {
   virtual std::vector<at::Tensor> wrap_gradients(
       const std::vector<std::int32_t>& parameters,
       const std::vector<at::Tensor>& locals) = 0;
+  // This rank's part of a gradient that is a DTensor.
+  virtual at::Tensor local_gradient(std::int32_t parameter,
+                                    const at::Tensor& gradient) = 0;
 };
 
 struct UnitGroups {
@@ -89,21 +92,31 @@ class Unit final : public BackwardReceiver,
   // --- settings, between steps ----------------------------------------------
   bool reshard_after_forward = true;
   bool reshard_after_backward = true;
+  // If set, what `reshard_after_forward` leaves is not this rank's shard but
+  // its part of the parameters over this smaller group, from which backward
+  // gathers; see [Note: Kept parts].
+  std::shared_ptr<comm::Collectives> post_forward_group;
   bool gradient_sync = true;
   // Other units run inside this one's forward: its gradients leave last.
   bool encloses_units = false;
   // A single torch.nn leaf module: nothing inside it can recompute, so when
   // autograd saved none of its parameters backward does not gather them.
   bool leaf_module = false;
+  // False: the user knows that backward does not read the parameters.
+  bool unshard_in_backward = true;
   // Replace the recorded order when not empty.
   std::vector<std::weak_ptr<Unit>> forward_prefetch;
   std::vector<std::weak_ptr<Unit>> backward_prefetch;
+
+  // Other collectives over the same ranks.
+  void use_groups(UnitGroups groups);
 
   // --- parameters -----------------------------------------------------------
   void gather();           // issues the all-gather unless one is under way
   void wait_for_gather();  // compute may read the parameters afterwards
   void unshard();          // gather, wait, show
-  void reshard();          // free and show the shards; waits for a gather first
+  void reshard_after_forward_now();
+  void reshard();  // free and show the shards; waits for a gather first
   bool prefetched_in_vain() const { return prefetched_; }
 
   // --- forward --------------------------------------------------------------
@@ -162,6 +175,7 @@ class Unit final : public BackwardReceiver,
   std::vector<bool> trainable() const;
 
  private:
+  at::Tensor rank_major(std::int32_t i, at::Tensor gradient) const;
   void show_full();
   void count_references();
   bool autograd_saved_parameters() const;
@@ -193,13 +207,14 @@ class Unit final : public BackwardReceiver,
   std::unique_ptr<comm::Pending> pending_gather_;
   std::unique_ptr<RowStream> rows_;
   bool streams_rows_ = false;
-  std::int64_t lookup_rows_ = 0;   // of every rank at once; 0: gathered whole
+  bool gathers_parts_ = false;
+  std::int64_t lookup_rows_ = 0;     // of every rank at once; 0: gathered whole
   Unit* next_in_forward_ = nullptr;  // to be gathered behind the last rows
   bool shown_ = false;
   bool prefetched_ = false;
 
   // References to the full parameters before the module's forward ran, and
-  // whether any forward since the last backward added to them.
+  // whether any forward added to them: a retained graph may still hold them.
   std::vector<std::pair<std::int64_t, std::int64_t>> references_;
   bool saved_ = false;
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/check.h"
+#include "shard/storage.h"
 
 namespace lowtide::shard {
 namespace {
@@ -220,6 +221,9 @@ void UnitGradients::end() {
   for (auto& lane : lanes_) {
     lane.slab.reset();
   }
+  if (!reduction_.keeps_partial()) {
+    drop_partial();
+  }
 }
 
 bool UnitGradients::used_here(std::int32_t i) const {
@@ -242,8 +246,64 @@ bool UnitGradients::used_by_any_rank(std::int32_t i) const {
   return !flags.empty() && flags[static_cast<std::size_t>(i)] != 0.0F;
 }
 
+// [Note: Partial gradients]
+// FSDP2 keeps one flat tensor a unit; here a parameter's slice is kept by
+// itself, because two backwards may cut the unit differently.  Untouched
+// elements are -0.0, so that keeping is adding from the first time on.
+at::Tensor& UnitGradients::partial_of(std::int32_t i) {
+  auto& p = parameter(i);
+  if (!p.partial.defined()) {
+    const auto dtype = infos_[static_cast<std::size_t>(i)].reduce_dtype;
+    const auto bytes = (p.shard_numel + 1) * itemsize(dtype);
+    const auto storage = owning_storage(
+        memory_->lease(memory::Category::sharded_gradients, *unit_, bytes),
+        bytes);
+    p.partial = flat_view(storage, dtype, 0, p.shard_numel);
+    p.partial_flag =
+        flat_view(storage, dtype, p.shard_numel * itemsize(dtype), 1);
+    p.partial.fill_(-0.0);
+    p.partial_flag.fill_(-0.0);
+  }
+  return p.partial;
+}
+
+void UnitGradients::drop_partial() {
+  for (auto& p : parameters_) {
+    p.partial.reset();
+    p.partial_flag.reset();
+  }
+}
+
+void UnitGradients::exchange_partial(const std::vector<Piece>& pieces,
+                                     const at::Tensor& row) {
+  for (const auto& piece : pieces) {
+    const auto of_row = slice_of(row, piece.column, piece.size());
+    if (!reduction_.all_reduce) {
+      slice_of(partial_of(piece.parameter), piece.begin, piece.size())
+          .add_(of_row);
+    } else if (const auto& kept = parameter(piece.parameter).partial;
+               kept.defined()) {
+      of_row.add_(slice_of(kept, piece.begin, piece.size()));
+    }
+  }
+}
+
+void UnitGradients::exchange_partial_flags(const Lane& lane,
+                                           const at::Tensor& flags) {
+  for (const auto i : lane.members) {
+    const auto flag = slice_of(flags, i, 1);
+    if (!reduction_.all_reduce) {
+      partial_of(i);
+      parameter(i).partial_flag.add_(flag);
+    } else if (parameter(i).partial_flag.defined()) {
+      flag.add_(parameter(i).partial_flag);
+    }
+  }
+}
+
 void UnitGradients::abort() {
   begin(true);
+  drop_partial();
   accumulating_ = false;
   for (auto& lane : lanes_) {
     lane.slab.reset();

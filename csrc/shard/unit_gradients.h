@@ -15,6 +15,7 @@
 #include "memory/device_memory.h"
 #include "memory/flat_layout.h"
 #include "shard/gradient_plan.h"
+#include "shard/gradient_reduction.h"
 #include "shard/gradient_rows.h"
 #include "shard/gradient_slab.h"
 #include "shard/parameter_buffers.h"
@@ -58,6 +59,10 @@ class UnitGradients {
     std::int64_t block_rows = 0;
     std::int64_t blocks_seen = 0;
     std::vector<at::Tensor> blocks;
+    // Reduced over the shards but not yet over the replicas, flat, and whether
+    // any rank used it, as a flag column says; undefined without.
+    at::Tensor partial;
+    at::Tensor partial_flag;
     std::int32_t pieces_written = 0;
     bool fired = false;
     bool produced = false;  // fired with a defined gradient
@@ -98,12 +103,27 @@ class UnitGradients {
   std::vector<std::int32_t> observed_order() const;
   void completed(std::int32_t i) { completed_.push_back(i); }
   ShardedGradients& sharded() { return sharded_; }
+  GradientReduction& reduction() { return reduction_; }
+  const GradientReduction& reduction() const { return reduction_; }
+  void use_group(std::shared_ptr<comm::Collectives> group) {
+    group_ = std::move(group);
+  }
+
+  // With replicas: keeps `pieces` of a reduced row for a later all-reduce, or
+  // adds to the row what was kept.  On the current stream; so for the flags.
+  void exchange_partial(const std::vector<Piece>& pieces,
+                        const at::Tensor& row);
+  void exchange_partial_flags(const Lane& lane, const at::Tensor& flags);
 
   GradientColumns columns(std::int32_t i, std::int64_t begin,
                           std::int64_t end) const;
   std::int64_t num_chunks() const;
   // Bytes of one chunk slot: [N + 1, max columns] of the widest lane.
   std::int64_t slot_bytes() const;
+  // Its slots are longer than other units' and leased when its own gradients
+  // come; takes effect with the next backward.
+  void set_own_slots(bool own) { own_slots_ = own; }
+  bool own_slots() const { return own_slots_; }
   // Bytes of all gradients, padded, in the dtypes they travel in.
   std::int64_t wire_bytes() const;
   // Bytes of all slabs once allocated.
@@ -141,6 +161,8 @@ class UnitGradients {
   void abort();
 
  private:
+  at::Tensor& partial_of(std::int32_t i);
+  void drop_partial();
   void choose_blocks(std::int64_t budget_bytes, std::int64_t num_slots);
 
   UnitName unit_;
@@ -152,7 +174,9 @@ class UnitGradients {
   std::vector<std::int32_t> completed_;
   std::vector<Lane> lanes_;
   ShardedGradients sharded_;
+  GradientReduction reduction_;
   std::int64_t source_bytes_ = 0;
+  bool own_slots_ = false;
   bool sync_ = true;
   bool accumulating_ = false;
   bool sealed_ = false;

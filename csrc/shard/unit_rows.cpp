@@ -12,13 +12,17 @@ RowStream& Unit::gradient_rows() {
   if (rows_) {
     return *rows_;
   }
-  if (infos_.size() != 1 || infos_[0].sizes.size() < 2) {
-    throw InvalidArgument(
-        base::error_text(base::concat("unit '", *name_, "'"),
-                         "one parameter with rows, to stream them",
-                         base::concat(infos_.size(), " parameters"),
-                         "Make the weight a unit of its own, without bias, or "
-                         "gather it whole."));
+  if (infos_.size() != 1 || infos_[0].sizes.size() < 2 ||
+      infos_[0].shard_dim != 0) {
+    throw InvalidArgument(base::error_text(
+        base::concat("unit '", *name_, "'"),
+        "one parameter with rows, to stream them",
+        infos_.size() == 1 && infos_[0].shard_dim != 0
+            ? base::concat("one that is split along dimension ",
+                           infos_[0].shard_dim)
+            : base::concat(infos_.size(), " parameters"),
+        "Make the weight a unit of its own, without bias, or "
+        "gather it whole."));
   }
   gradients_.stream_rows(0, buffers_.slice(0).inner);
   if (root_) {

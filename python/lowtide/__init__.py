@@ -17,13 +17,32 @@ _version_check.check_torch(built_for=_built_for.TORCH, built_for_cuda=_built_for
 from lowtide import _C  # noqa: E402
 
 if TYPE_CHECKING:
-    from lowtide import losses
+    from lowtide import losses, spmd
     from lowtide.activations import checkpoint, tag
-    from lowtide.api import FSDPModule, UnshardHandle, abort_step, fully_shard
+    from lowtide.api import (
+        FSDPModule,
+        UnshardHandle,
+        abort_step,
+        fully_shard,
+        register_fsdp_forward_method,
+        share_comm_ctx,
+    )
+    from lowtide.clipping import clip_grad_norm_
     from lowtide.estimate import estimate_offload
     from lowtide.memory import MemoryReport, memory_report
+    from lowtide.optimizing import local_parameters, sharded_optimizer
     from lowtide.planning import plan
     from lowtide.policies import ActivationPolicy, MixedPrecisionPolicy
+    from lowtide.sequence_parallel import (
+        ColumnParallelLinear,
+        RowParallelLinear,
+        gather_policy,
+        rematerialize_gathers,
+        sp_all_gather,
+        sp_gather_linear,
+        sp_reduce_scatter,
+    )
+    from lowtide.wrapping import wrap
 
 __version__: str = _C.build_info()["version"]
 
@@ -36,29 +55,56 @@ _PUBLIC = {
     "UnshardHandle": "lowtide.api",
     "abort_step": "lowtide.api",
     "fully_shard": "lowtide.api",
+    "register_fsdp_forward_method": "lowtide.api",
+    "share_comm_ctx": "lowtide.api",
     "estimate_offload": "lowtide.estimate",
+    "clip_grad_norm_": "lowtide.clipping",
+    "local_parameters": "lowtide.optimizing",
+    "sharded_optimizer": "lowtide.optimizing",
     "MemoryReport": "lowtide.memory",
     "memory_report": "lowtide.memory",
     "ActivationPolicy": "lowtide.policies",
     "MixedPrecisionPolicy": "lowtide.policies",
     "plan": "lowtide.planning",
+    "ColumnParallelLinear": "lowtide.sequence_parallel",
+    "RowParallelLinear": "lowtide.sequence_parallel",
+    "gather_policy": "lowtide.sequence_parallel",
+    "rematerialize_gathers": "lowtide.sequence_parallel",
+    "sp_all_gather": "lowtide.sequence_parallel",
+    "sp_gather_linear": "lowtide.sequence_parallel",
+    "sp_reduce_scatter": "lowtide.sequence_parallel",
+    "wrap": "lowtide.wrapping",
 }
-_PUBLIC_MODULES = ("losses",)
+_PUBLIC_MODULES = ("losses", "spmd")
 
 __all__ = [
     "ActivationPolicy",
+    "ColumnParallelLinear",
     "FSDPModule",
     "MemoryReport",
     "MixedPrecisionPolicy",
+    "RowParallelLinear",
     "UnshardHandle",
     "abort_step",
     "checkpoint",
+    "clip_grad_norm_",
     "estimate_offload",
     "fully_shard",
+    "gather_policy",
+    "local_parameters",
     "losses",
     "memory_report",
     "plan",
+    "register_fsdp_forward_method",
+    "rematerialize_gathers",
+    "sharded_optimizer",
+    "share_comm_ctx",
+    "sp_all_gather",
+    "sp_gather_linear",
+    "sp_reduce_scatter",
+    "spmd",
     "tag",
+    "wrap",
 ]
 
 

@@ -85,3 +85,66 @@ class GlooBackend:
     """Collectives of phantom tensors over gloo."""
 
     def __init__(self, gloo: Any) -> None: ...
+
+class FakeGroup:
+    """torch's fake group, which tells the timeline."""
+
+    def __init__(self, rank: int, size: int, ranks: Sequence[int]) -> None: ...
+
+# -- time ---------------------------------------------------------------------------
+
+class Accelerator:
+    """csrc/phantom/time/machine.h; :mod:`lowtide.phantom.machines` has figures."""
+
+    peak_flops: Sequence[float]
+    memory_bandwidth: float
+    product_efficiency: float
+    attention_efficiency: float
+    memory_efficiency: float
+    kernel_floor: float
+    host_bandwidth: float
+    def __init__(self) -> None: ...
+
+class Protocol:
+    """csrc/phantom/time/machine.h."""
+
+    base_latency: float
+    hop_in_node: float
+    hop_beside_network: float
+    hop_between_nodes: float
+    share_in_node: float
+    share_between_nodes: float
+    most: Sequence[float]
+    def __init__(self) -> None: ...
+
+class Network:
+    """csrc/phantom/time/machine.h."""
+
+    bandwidth_in_node: float
+    bandwidth_between_nodes: float
+    ranks_per_node: int
+    rings: Sequence[Protocol]
+    trees: Sequence[Protocol]
+    def __init__(self) -> None: ...
+
+class Timeline:
+    """What a device did, and when; in seconds."""
+
+    def spans(
+        self,
+    ) -> list[tuple[str, int, float, float, float, str, float, float]]:
+        """(kind, stream, begin, end, issued, name, flops, bytes) each."""
+    def marks(self) -> list[tuple[str, float]]:
+        """(phase, begin) each."""
+    def usage(self, begin: float, end: float) -> dict[str, float]:
+        """csrc/phantom/time/exposure.h."""
+
+def start_timeline(
+    accelerator: Accelerator, network: Network, issue_cost: float
+) -> None: ...
+def stop_timeline() -> Timeline: ...
+def mark_phase(phase: str) -> None:
+    """On the compute stream; nothing while no timeline runs."""
+
+def time_on_device() -> float:
+    """Seconds until what was issued on the compute stream is done."""

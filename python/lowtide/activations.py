@@ -1,6 +1,7 @@
 """``checkpoint`` and ``tag``: which activations are saved, offloaded or recomputed."""
 
 import functools
+import types
 import weakref
 from typing import Any, TypeVar
 
@@ -34,9 +35,10 @@ def tag(x: Tensor, name: str) -> Tensor:
                 "a checkpointed module's arguments. Choose another."
             )
         if torch.compiler.is_compiling():
-            state.name_in_compiled_code(name)
-        else:
-            _C.name_value(_BOOK, x, name)
+            from lowtide._state import compiled
+
+            return compiled.tag(x, name)
+        _C.name_value(_BOOK, x, name)
     elif state.observers:
         for observer in state.observers:
             observer(x, name)
@@ -107,12 +109,27 @@ def _tag_output(name: str, module: nn.Module, args: Any, output: Any) -> None:
 
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
-        torch._dynamo.graph_break(
-            msg="lowtide.checkpoint: expected code outside a checkpointed module to be "
-            "compiled without fullgraph, got fullgraph=True. Compile the modules "
-            "inside: block.compile(fullgraph=True)."
-        )
-    return self.__dict__[state.REGION].region.run(self, args, kwargs)
+        return _call_in_graph(self, *args, **kwargs)
+    compiled = self.__dict__[state.REGION].compiled_call
+    if compiled is not None:
+        return compiled(*args, **kwargs)
+    return state.run_region(self, args, kwargs)
+
+
+def _call_in_graph(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # Dynamo imports it when it traces this, and finds its way around `run_region`.
+    from lowtide._state import compiled  # noqa: F401
+
+    return state.run_region(self, args, kwargs)
+
+
+def _compile(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    region: state.RegionState = self.__dict__[state.REGION]
+    if region.treats_inside_a_graph():
+        call = types.MethodType(_call_in_graph, self)
+        region.compiled_call = torch.compile(call, *args, **kwargs)
+    else:
+        nn.Module.compile(self, *args, **kwargs)
 
 
 _classes: "weakref.WeakKeyDictionary[type, type]" = weakref.WeakKeyDictionary()
@@ -124,7 +141,9 @@ def _become_checkpointed(module: nn.Module) -> None:
     checkpointed = _classes.get(original)
     if checkpointed is None:
         checkpointed = type(
-            f"Checkpointed{original.__name__}", (original,), {"__call__": _call}
+            f"Checkpointed{original.__name__}",
+            (original,),
+            {"__call__": _call, "compile": _compile},
         )
         checkpointed.__module__ = original.__module__
         _classes[original] = checkpointed

@@ -23,7 +23,7 @@ CATEGORIES = {
     "gradient_stream": "ring of chunks on their way to the reduce-scatter",
     "gradient_slab": "gradients accumulated without sync",
     "sharded_gradients": "reduced gradients, what .grad shows",
-    "activations": "offloaded values copied back for backward",
+    "activations": "values copied or gathered back for backward",
 }
 
 
@@ -69,8 +69,9 @@ def memory_report(model: nn.Module, *, reset_peaks: bool = False) -> MemoryRepor
     activation_report = activations.activation_report(model)
     if not states and activation_report is None:
         raise ValueError(
-            "lowtide: memory_report: expected a model sharded by lowtide, got "
-            f"{type(model).__name__} without a unit. Call fully_shard first."
+            "lowtide: memory_report: expected a model sharded or checkpointed by "
+            f"lowtide, got {type(model).__name__} without a unit or a checkpointed "
+            "module. Call lowtide.fully_shard or lowtide.checkpoint first."
         )
     device = states[0].device if states else activations.device_of(model)
     book = ledger(device)

@@ -1,25 +1,9 @@
 #include "device/cuda/cuda_runtime.h"
 
-#include <c10/cuda/CUDACachingAllocator.h>
-#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
-
-#include <vector>
-
-#include "base/check.h"
 
 namespace lowtide::device {
 namespace {
-
-using c10::cuda::CUDAStream;
-
-// The scopes this thread is in, outermost first; of all runtimes, because two
-// roots on one device share the user's stream.
-struct Scope {
-  Stream entered;
-  CUDAStream previous;
-};
-thread_local std::vector<Scope> scopes;
 
 // What an Event points to.  `event` goes back to `pool` when it dies.
 struct Point {
@@ -27,46 +11,18 @@ struct Point {
   c10::cuda::CUDAEventPool::Event event;
 };
 
-c10::DeviceIndex index_of(c10::Device device) {
-  return device.has_index() ? device.index() : c10::cuda::current_device();
-}
-
 }  // namespace
 
 CudaRuntime::CudaRuntime(c10::Device device)
-    : gather_(c10::cuda::getStreamFromPool(/*isHighPriority=*/true,
-                                           index_of(device))),
-      reduce_(c10::cuda::getStreamFromPool(/*isHighPriority=*/true,
-                                           gather_.device_index())),
-      offload_(c10::cuda::getStreamFromPool(/*isHighPriority=*/false,
-                                            gather_.device_index())),
-      reload_(c10::cuda::getStreamFromPool(/*isHighPriority=*/false,
-                                           gather_.device_index())),
+    : GuardRuntime(device),
       events_(std::make_shared<c10::cuda::CUDAEventPool>()) {}
 
-CUDAStream CudaRuntime::stream_of(Stream stream) const {
-  if (stream == Stream::gather) return gather_;
-  if (stream == Stream::reduce) return reduce_;
-  if (stream == Stream::offload) return offload_;
-  if (stream == Stream::reload) return reload_;
-  LOWTIDE_INVARIANT(stream == Stream::compute,
-                    "only a process group runs on the wire stream");
-  // What was current before this thread's outermost scope on this device.
-  for (const Scope& scope : scopes) {
-    if (scope.previous.device_index() == gather_.device_index()) {
-      return scope.previous;
-    }
-  }
-  return c10::cuda::getCurrentCUDAStream(gather_.device_index());
-}
-
-c10::DataPtr CudaRuntime::allocate(std::size_t bytes) {
-  const c10::cuda::CUDAStreamGuard guard(stream_of(Stream::compute));
-  return c10::cuda::CUDACachingAllocator::get()->allocate(bytes);
+c10::cuda::CUDAStream CudaRuntime::cuda_stream(Stream stream) const {
+  return c10::cuda::CUDAStream(stream_of(stream));
 }
 
 c10::DataPtr CudaRuntime::allocate_pinned(std::size_t bytes) {
-  const c10::cuda::CUDAGuard guard(gather_.device_index());
+  const c10::cuda::CUDAGuard guard(device().index());
   void* data = nullptr;
   if (cudaHostAlloc(&data, bytes, cudaHostAllocDefault) != cudaSuccess) {
     cudaGetLastError();  // the caller falls back; the next call must not see it
@@ -78,54 +34,33 @@ c10::DataPtr CudaRuntime::allocate_pinned(std::size_t bytes) {
 
 void CudaRuntime::copy(Stream stream, void* to, const void* from,
                        std::size_t bytes, Copy direction) {
-  const c10::cuda::CUDAGuard guard(gather_.device_index());
+  const c10::cuda::CUDAGuard guard(device().index());
   C10_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes,
                                  direction == Copy::to_host
                                      ? cudaMemcpyDeviceToHost
                                      : cudaMemcpyHostToDevice,
-                                 stream_of(stream)));
+                                 cuda_stream(stream)));
 }
 
 Event CudaRuntime::record(Stream stream) {
-  const CUDAStream on = stream_of(stream);
+  const auto on = cuda_stream(stream);
   auto point =
       std::make_shared<Point>(Point{events_, events_->get(on.device_index())});
   point->event->record(on);
   return Event(std::move(point));
 }
 
+// A capture has no time.
+Event CudaRuntime::record_time(Stream stream) {
+  const auto capture = c10::cuda::currentStreamCaptureStatusMayInitCtx();
+  return capture == c10::cuda::CaptureStatus::None
+             ? GuardRuntime::record_time(stream)
+             : Event();
+}
+
 void CudaRuntime::wait(Stream stream, const Event& event) {
   if (event.empty()) return;
-  static_cast<Point*>(event.get())->event->block(stream_of(stream));
-}
-
-void CudaRuntime::synchronize(Stream stream) {
-  stream_of(stream).synchronize();
-}
-
-std::int64_t CudaRuntime::enter(Stream stream) {
-  const CUDAStream target = stream_of(stream);
-  const auto depth = static_cast<std::int64_t>(scopes.size());
-  scopes.push_back(
-      {stream, c10::cuda::getCurrentCUDAStream(target.device_index())});
-  c10::cuda::setCurrentCUDAStream(target);
-  return depth;
-}
-
-void CudaRuntime::leave(std::int64_t previous) {
-  while (static_cast<std::int64_t>(scopes.size()) > previous) {
-    c10::cuda::setCurrentCUDAStream(scopes.back().previous);
-    scopes.pop_back();
-  }
-}
-
-Stream CudaRuntime::current() const {
-  for (auto scope = scopes.rbegin(); scope != scopes.rend(); ++scope) {
-    if (scope->previous.device_index() == gather_.device_index()) {
-      return scope->entered;
-    }
-  }
-  return Stream::compute;
+  static_cast<Point*>(event.get())->event->block(cuda_stream(stream));
 }
 
 }  // namespace lowtide::device

@@ -1,53 +1,40 @@
-// CUDA streams and events through c10, memory through its caching allocator.
+// CUDA: streams, scopes and the caching allocator's bytes as for any device
+// (guard_runtime.h); page-locked bytes of exact sizes, copies and recycled
+// events of its own.
 //
-// `compute` is the stream that is current on this thread outside of any
-// StreamScope.  `gather` and `reduce` come from the high-priority pool, so that
-// a collective's small kernels are not queued behind the user's; `offload` and
+// `gather` and `reduce` come from the high-priority pool, so that a
+// collective's small kernels are not queued behind the user's; `offload` and
 // `reload`, one for each direction of the link, carry copies only.  The `wire`
 // is the process group's own: nothing here runs on it.
-//
-// Nothing waits on the host except synchronize(), and no block of the caching
-// allocator is ever marked as used on another stream: bytes belong to compute,
-// events order everybody else.
 //
 // Thread-safe; scopes are per thread.
 #pragma once
 
 #include <c10/cuda/CUDAEvent.h>
-#include <c10/cuda/CUDAStream.h>
 
 #include <memory>
 
-#include "device/runtime.h"
+#include "device/guard_runtime.h"
 
 namespace lowtide::device {
 
-class CudaRuntime final : public Runtime {
+class CudaRuntime final : public GuardRuntime {
  public:
   // Without an index: the current device.
   explicit CudaRuntime(c10::Device device);
 
-  c10::Device device() const override { return gather_.device(); }
-  c10::DataPtr allocate(std::size_t bytes) override;
   // From cudaHostAlloc: torch's own pinned allocator rounds sizes up to powers
   // of two.
   c10::DataPtr allocate_pinned(std::size_t bytes) override;
   void copy(Stream stream, void* to, const void* from, std::size_t bytes,
             Copy direction) override;
   Event record(Stream stream) override;
+  Event record_time(Stream stream) override;
   void wait(Stream stream, const Event& event) override;
-  void synchronize(Stream stream) override;
-  std::int64_t enter(Stream stream) override;
-  void leave(std::int64_t previous) override;
-  Stream current() const override;
 
  private:
-  c10::cuda::CUDAStream stream_of(Stream stream) const;
+  c10::cuda::CUDAStream cuda_stream(Stream stream) const;
 
-  c10::cuda::CUDAStream gather_;
-  c10::cuda::CUDAStream reduce_;
-  c10::cuda::CUDAStream offload_;
-  c10::cuda::CUDAStream reload_;
   // Shared with the events, which may outlive the runtime.
   std::shared_ptr<c10::cuda::CUDAEventPool> events_;
 };

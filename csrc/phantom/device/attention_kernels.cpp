@@ -16,10 +16,12 @@
 #include <vector>
 
 #include "phantom/cuda_kernels/attention.h"
+#include "phantom/device/device_clock.h"
 #include "phantom/device/generator.h"
 #include "phantom/device/host_autograd.h"
 #include "phantom/device/host_call.h"
 #include "phantom/device/kernels.h"
+#include "phantom/device/operator_work.h"
 #include "phantom/device/phantom_device.h"
 #include "phantom/device/random_scope.h"
 
@@ -98,6 +100,8 @@ Forward forward(const Tensor& query, const Tensor& key, const Tensor& value,
                             host_inputs(call, query, key, value, mask),
                             require_grad));
   }
+  time_kernel("attention", {query, key, value, made.output},
+              attention_flops(query, key, value, is_causal, false), true);
   return {made.output, made.logsumexp, Tensor(),    Tensor(), query.size(2),
           key.size(2), made.seed,      made.offset, Tensor()};
 }
@@ -134,6 +138,10 @@ Backward backward(const Tensor& gradient, const Tensor& query,
       if (wanted[i]) call.host(gradients[i]).copy_(found[i]);
     }
   }
+  time_kernel("attention backward",
+              {query, key, value, output, gradient, gradients[0], gradients[1],
+               gradients[2], gradients[3]},
+              attention_flops(query, key, value, is_causal, true), true);
   return {gradients[0], gradients[1], gradients[2], gradients[3]};
 }
 

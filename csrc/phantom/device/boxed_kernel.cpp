@@ -8,8 +8,10 @@
 #include <vector>
 
 #include "base/check.h"
+#include "phantom/device/device_clock.h"
 #include "phantom/device/host_call.h"
 #include "phantom/device/operator_list.h"
+#include "phantom/device/operator_work.h"
 #include "phantom/device/phantom_device.h"
 #include "phantom/device/random_scope.h"
 
@@ -149,9 +151,30 @@ void compute(const c10::OperatorHandle& op, Stack* stack, bool exact) {
   }
 }
 
-}  // namespace
+// What the device's clock has to know, collected before the arguments go.
+class TimedCall {
+ public:
+  TimedCall(const c10::OperatorHandle& op, const Stack& stack) : op_(op) {
+    if (!device_clock().runs()) return;
+    arguments_ = torch::jit::last(stack, op.schema().arguments().size()).vec();
+  }
 
-void boxed_kernel(const c10::OperatorHandle& op, Stack* stack) {
+  void ended(const Stack& stack) const {
+    const auto timeline = device_clock().timeline();
+    if (!timeline) return;
+    timeline->issue();
+    const auto results = torch::jit::last(stack, op_.schema().returns().size());
+    if (const auto work = operator_work(op_, arguments_, results)) {
+      timeline->run(current_stream(), op_.schema().name(), *work);
+    }
+  }
+
+ private:
+  const c10::OperatorHandle& op_;
+  std::vector<IValue> arguments_;
+};
+
+void allocate_and_compute(const c10::OperatorHandle& op, Stack* stack) {
   const bool exact = phantom_device().exact();
   const auto rule = exact ? find_rule(op) : required_rule(op);
   require_one_device(op, *stack);
@@ -167,6 +190,14 @@ void boxed_kernel(const c10::OperatorHandle& op, Stack* stack) {
     computed = true;
   }));
   LOWTIDE_INVARIANT(computed, "a rule runs the operator");
+}
+
+}  // namespace
+
+void boxed_kernel(const c10::OperatorHandle& op, Stack* stack) {
+  const TimedCall timed(op, *stack);
+  allocate_and_compute(op, stack);
+  timed.ended(*stack);
 }
 
 }  // namespace lowtide::phantom

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "phantom/cuda_kernels/cuda_call.h"
+#include "phantom/device/device_clock.h"
 #include "phantom/device/host_call.h"
 #include "phantom/device/kernels.h"
 #include "phantom/device/phantom_device.h"
@@ -21,6 +22,9 @@ bool is_phantom(const Tensor& tensor) {
 
 void synchronize_current_stream() {
   phantom_device().memory().synchronize(current_stream());
+  if (auto timeline = device_clock().timeline()) {
+    timeline->synchronize(current_stream());
+  }
 }
 
 // What CUDA's copy holds on the device when host and device tensors differ in
@@ -71,11 +75,18 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     HostCall call;
     call.host(self).copy_(call.host(source));
   }
+  if (transfer) {
+    time_transfer(is_phantom(self) ? "copy to device" : "copy to host",
+                  self.nbytes());
+  } else {
+    time_kernel("aten::copy_", {self, source});
+  }
   if (transfer && !non_blocking) synchronize_current_stream();
   return self;
 }
 
 at::Scalar item(const Tensor& self) {
+  time_transfer("copy to host", self.nbytes());
   synchronize_current_stream();
   if (phantom_device().exact()) {
     HostCall call;

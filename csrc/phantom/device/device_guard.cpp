@@ -2,9 +2,11 @@
 
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "phantom/device/device_allocator.h"
+#include "phantom/device/device_clock.h"
 #include "phantom/device/phantom_device.h"
 
 namespace lowtide::phantom {
@@ -18,6 +20,7 @@ using c10::Stream;
 struct Event {
   StreamTable::Point point;
   double host_ms = 0;
+  std::optional<Moment> moment;  // while time is kept
 };
 
 double host_ms() {
@@ -29,6 +32,8 @@ double host_ms() {
 Stream stream_of(StreamId id) {
   return Stream(Stream::UNSAFE, kPhantomDevice, id);
 }
+
+DeviceClock::Access timeline() { return device_clock().timeline(); }
 
 const Event& event_at(void* event) { return *static_cast<Event*>(event); }
 
@@ -73,20 +78,27 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   void synchronizeStream(const Stream& stream) const override {
     phantom_device().streams().synchronize(stream.id());
     phantom_device().memory().synchronize(stream.id());
+    if (auto line = timeline()) line->synchronize(stream.id());
   }
   void synchronizeDevice(const DeviceIndex) const override {
     phantom_device().memory().synchronize();
+    if (auto line = timeline()) line->synchronize_all();
   }
 
   void record(void** event, const Stream& stream, const DeviceIndex,
               const c10::EventFlag) const override {
     if (*event == nullptr) *event = std::make_unique<Event>().release();
+    std::optional<Moment> moment;
+    if (auto line = timeline()) moment = line->record(stream.id());
     *static_cast<Event*>(*event) = {
-        phantom_device().streams().record(stream.id()), host_ms()};
+        phantom_device().streams().record(stream.id()), host_ms(), moment};
   }
   void block(void* event, const Stream& stream) const override {
     if (event == nullptr) return;
     phantom_device().streams().wait(stream.id(), event_at(event).point);
+    if (!event_at(event).moment) return;
+    if (auto line = timeline())
+      line->wait(stream.id(), *event_at(event).moment);
   }
   bool queryEvent(void* event) const override {
     return event == nullptr ||
@@ -95,13 +107,18 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     if (event == nullptr) return;
     phantom_device().streams().synchronize(event_at(event).point);
+    if (!event_at(event).moment) return;
+    if (auto line = timeline()) line->synchronize(*event_at(event).moment);
   }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override {
     const std::unique_ptr<Event> owned(static_cast<Event*>(event));
   }
   double elapsedTime(void* first, void* second,
                      const DeviceIndex) const override {
-    return event_at(second).host_ms - event_at(first).host_ms;
+    const Event &from = event_at(first), &to = event_at(second);
+    // Simulated where time is kept; otherwise the host's.
+    if (from.moment && to.moment) return (*to.moment - *from.moment) * 1e3;
+    return to.host_ms - from.host_ms;
   }
 
   void recordDataPtrOnStream(const c10::DataPtr& data,

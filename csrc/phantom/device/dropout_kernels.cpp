@@ -7,6 +7,7 @@
 #include <optional>
 #include <tuple>
 
+#include "phantom/device/device_clock.h"
 #include "phantom/device/generator.h"
 #include "phantom/device/host_call.h"
 #include "phantom/device/kernels.h"
@@ -29,7 +30,9 @@ std::tuple<Tensor, Tensor> dropout(const Tensor& input, double p,
   }
   const Tensor mask = call.phantom(noise.to(at::kBool));
   if (drops) noise.div_(1 - p);
-  return {call.phantom(x * noise), mask};
+  const Tensor result = call.phantom(x * noise);
+  time_kernel("aten::native_dropout", {input, result, mask});
+  return {result, mask};
 }
 
 Tensor dropout_backward(const Tensor& gradient, const Tensor& mask,
@@ -37,7 +40,10 @@ Tensor dropout_backward(const Tensor& gradient, const Tensor& mask,
   HostCall call;
   const Tensor g = call.host(gradient);
   const Tensor noise = call.host(mask).to(g.scalar_type());
-  return call.phantom(g * (scale == 0 ? noise : noise.div_(1 / scale)));
+  const Tensor result =
+      call.phantom(g * (scale == 0 ? noise : noise.div_(1 / scale)));
+  time_kernel("aten::native_dropout_backward", {gradient, mask, result});
+  return result;
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 
 #include <tuple>
 
+#include "phantom/device/device_clock.h"
 #include "phantom/device/host_call.h"
 #include "phantom/device/kernels.h"
 #include "phantom/device/phantom_device.h"
@@ -21,14 +22,18 @@ std::tuple<Tensor, Tensor> forward(const Tensor& self) {
   if (phantom_device().exact()) {
     return {call.phantom(output), call.phantom(buffer)};
   }
-  return {call.phantom(output), at::empty({0}, self.options())};
+  const Tensor result = call.phantom(output);
+  time_kernel("aten::log_sigmoid_forward", {self, result});
+  return {result, at::empty({0}, self.options())};
 }
 
 Tensor backward(const Tensor& gradient, const Tensor& self,
                 const Tensor& buffer) {
   HostCall call;
-  return call.phantom(at::log_sigmoid_backward(
+  const Tensor result = call.phantom(at::log_sigmoid_backward(
       call.host(gradient), call.host(self), call.host(buffer)));
+  time_kernel("aten::log_sigmoid_backward", {gradient, self, result});
+  return result;
 }
 
 }  // namespace

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "phantom/cuda_kernels/cuda_call.h"
+#include "phantom/device/device_clock.h"
 #include "phantom/device/host_call.h"
 #include "phantom/device/kernels.h"
 #include "phantom/device/rms_norm.h"
@@ -42,8 +43,9 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm(
   auto [output, mean, rstd] = at::native_layer_norm(
       call.host(input), shape, host(call, weight), host(call, bias), eps);
   const auto dtype = accumulator_of(input.scalar_type());
-  return {call.phantom(output), call.phantom(mean.to(dtype)),
-          call.phantom(rstd.to(dtype))};
+  const Tensor result = call.phantom(output);
+  time_kernel("aten::native_layer_norm", {input, result});
+  return {result, call.phantom(mean.to(dtype)), call.phantom(rstd.to(dtype))};
 }
 
 // With many rows of few columns, the gradient of a weight or bias is first
@@ -99,6 +101,12 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
   const Tensor bias_sums = columns.first_pass(d_bias);
   ColumnSums::second_pass(weight_sums, d_weight);
   ColumnSums::second_pass(bias_sums, d_bias);
+  // One kernel for the input, one for the parameters.
+  time_kernel("aten::native_layer_norm_backward", {gradient, input, d_input});
+  if (d_weight.defined() || d_bias.defined()) {
+    time_kernel("aten::native_layer_norm_backward",
+                {gradient, input, d_weight, d_bias});
+  }
   return {d_input, d_weight, d_bias};
 }
 
@@ -122,6 +130,10 @@ std::tuple<Tensor, Tensor> rms_norm_backward(
   const auto gradient_copy = temporary(bytes_to_be_contiguous(gradient));
   const Tensor sums = ColumnSums(input, shape).first_pass(d_weight);
   ColumnSums::second_pass(sums, d_weight);
+  time_kernel("aten::_fused_rms_norm_backward", {gradient, input, d_input});
+  if (d_weight.defined()) {
+    time_kernel("aten::_fused_rms_norm_backward", {gradient, input, d_weight});
+  }
   return {d_input, d_weight};
 }
 

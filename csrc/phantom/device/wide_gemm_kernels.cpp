@@ -5,6 +5,7 @@
 #include <ATen/ops/mm.h>
 
 #include "phantom/device/cublas_workspace.h"
+#include "phantom/device/device_clock.h"
 #include "phantom/device/host_call.h"
 #include "phantom/device/kernels.h"
 
@@ -13,6 +14,12 @@ namespace {
 
 using at::ScalarType;
 using at::Tensor;
+
+void time_product(const Tensor& a, const Tensor& b, const Tensor& result) {
+  time_kernel(
+      "aten::mm", {a, b, result},
+      2 * static_cast<double>(a.numel()) * static_cast<double>(b.size(-1)));
+}
 
 // `make(a, b)` gives the host's result for the two operands in `dtype`.
 template <typename Make>
@@ -24,8 +31,10 @@ Tensor product(HostCall& call, const Tensor& a, const Tensor& b,
 
 Tensor wide_mm(const Tensor& a, const Tensor& b, ScalarType dtype) {
   HostCall call;
-  return call.phantom(
+  Tensor out = call.phantom(
       product(call, a, b, dtype, [](auto x, auto y) { return at::mm(x, y); }));
+  time_product(a, b, out);
+  return out;
 }
 
 Tensor& wide_mm_out(const Tensor& a, const Tensor& b, ScalarType dtype,
@@ -34,6 +43,7 @@ Tensor& wide_mm_out(const Tensor& a, const Tensor& b, ScalarType dtype,
   const auto result =
       product(call, a, b, dtype, [](auto x, auto y) { return at::mm(x, y); });
   call.host(out).copy_(result);
+  time_product(a, b, out);
   return out;
 }
 
@@ -41,9 +51,11 @@ Tensor wide_addmm(const Tensor& self, const Tensor& a, const Tensor& b,
                   ScalarType dtype, const at::Scalar& beta,
                   const at::Scalar& alpha) {
   HostCall call;
-  return call.phantom(product(call, a, b, dtype, [&](auto x, auto y) {
+  Tensor out = call.phantom(product(call, a, b, dtype, [&](auto x, auto y) {
     return at::addmm(call.host(self).to(dtype), x, y, beta, alpha);
   }));
+  time_product(a, b, out);
+  return out;
 }
 
 Tensor& wide_addmm_out(const Tensor& self, const Tensor& a, const Tensor& b,
@@ -54,6 +66,7 @@ Tensor& wide_addmm_out(const Tensor& self, const Tensor& a, const Tensor& b,
     return at::addmm(call.host(self).to(dtype), x, y, beta, alpha);
   });
   call.host(out).copy_(result);
+  time_product(a, b, out);
   return out;
 }
 

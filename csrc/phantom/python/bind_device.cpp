@@ -9,6 +9,7 @@
 
 #include "base/check.h"
 #include "phantom/device/cublas_workspace.h"
+#include "phantom/device/fake_group.h"
 #include "phantom/device/generator.h"
 #include "phantom/device/gloo_backend.h"
 #include "phantom/device/install.h"
@@ -65,6 +66,13 @@ void bind_device(py::module_& module) {
              return c10::make_intrusive<GlooBackend>(std::move(gloo));
            }),
            py::arg("gloo"));
+  py::class_<FakeGroup, c10d::Backend, c10::intrusive_ptr<FakeGroup>>(
+      module, "FakeGroup", "torch's fake group, which tells the timeline.")
+      .def(py::init([](int rank, int size, std::vector<std::int64_t> ranks) {
+             return c10::make_intrusive<FakeGroup>(rank, size,
+                                                   std::move(ranks));
+           }),
+           py::arg("rank"), py::arg("size"), py::arg("ranks"));
   module.attr("HOPPER_CUBLAS_WORKSPACE") = kHopperWorkspace;
   module.attr("CUBLASLT_WORKSPACE") = kCublasLtWorkspace;
   module.def("cublas_workspace_bytes", &cublas_workspace_bytes,

@@ -9,4 +9,5 @@ PYBIND11_MODULE(_phantom, module) {
   lowtide::phantom::python::bind_allocator(module);
   lowtide::phantom::python::bind_device(module);
   lowtide::phantom::python::bind_listener(module);
+  lowtide::phantom::python::bind_time(module);
 }

@@ -28,6 +28,14 @@ REGION = "_lowtide_region"
 # Told of every name given without grad mode.
 observers: list[Callable[[torch.Tensor, str], None]] = []
 
+# Names that compiled code gave to values outside of any region in the same graph.
+names_in_compiled_code: set[str] = set()
+# Of regions inside compiled graphs: in the latest graph of a policy, name -> values.
+names_in_graphs: dict[ActivationPolicy, dict[str, int]] = {}
+# Dynamo sees constants, and the same ones in all modules of a class and policy, so that
+# they share a graph.
+policies_by_key: dict[str, ActivationPolicy] = {}
+
 
 @functools.cache
 def book() -> _C.NameBook:
@@ -58,7 +66,11 @@ class RegionState:
         self.region = self._make(type(module).__call__)
 
     def _make(self, call: Any) -> _C.Region:
-        self._call = call
+        self.call = call  # the module's own
+        # The region as one compiled graph.
+        self.compiled_call: Callable[..., Any] | None = None
+        self.policy_key = repr(self.policy)
+        policies_by_key[self.policy_key] = self.policy
         return _C.Region(
             who=f"checkpoint({self.module_name})",
             names=self.policy.treatments(),
@@ -77,10 +89,18 @@ class RegionState:
             ),
         )
 
+    def treats_inside_a_graph(self) -> bool:
+        """Whether a graph of this module alone can do all that the policy says, and
+        more than a region around it."""
+        policy = self.policy
+        if not any(name != INPUT for name in (*policy.save, *policy.recompute)):
+            return False
+        return not policy.offload
+
     def __deepcopy__(self, memo: dict[int, Any]) -> RegionState:
         copy = object.__new__(RegionState)
         copy.policy, copy.module_name = self.policy, self.module_name
-        copy.region = copy._make(self._call)
+        copy.region = copy._make(self.call)
         return copy
 
 
@@ -98,7 +118,13 @@ def regions(model: nn.Module) -> Iterator[tuple[str, RegionState]]:
 def attach(module: nn.Module, policy: ActivationPolicy) -> RegionState:
     state = RegionState(module, policy)
     module.__dict__[REGION] = state
+    names_in_graphs.pop(policy, None)
     return state
+
+
+def run_region(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """A call of a checkpointed module; in a graph ``compiled`` replaces it."""
+    return module.__dict__[REGION].region.run(module, args, kwargs)
 
 
 def _is_state(module: nn.Module, tensor: torch.Tensor) -> bool:
@@ -144,18 +170,6 @@ def _descendants(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, descendant in module.named_modules():
         if name:
             yield name.replace("_orig_mod.", ""), descendant
-
-
-_names_in_compiled_code: set[str] = set()
-
-
-def name_in_compiled_code(name: str) -> None:
-    """Called while Dynamo traces; leaves nothing in the graph."""
-    _names_in_compiled_code.add(name)
-
-
-# What torch._dynamo.assume_constant_result does, without importing it.
-name_in_compiled_code._dynamo_marked_constant = True
 
 
 def transfers_in_use(states: Iterable[RegionState]) -> _C.Transfers | None:
@@ -217,12 +231,16 @@ def _policy_problems(
     for name, treatment in policy.treatments().items():
         of_name = [each[name] for each in figures if name in each]
         who = f"ActivationPolicy.{treatment}"
+        if name in names_in_graphs.get(policy, ()):
+            continue
         if not any(each["matched"] for each in of_name):
-            if name in _names_in_compiled_code:
+            if name in names_in_compiled_code:
                 yield (
                     f"lowtide: {who}: expected {name!r} to name a value in eager code "
                     f"of {kind}, got it inside compiled code, which the region around "
-                    f"it can not see into. List {INPUT!r}, or compile the submodules."
+                    f"it can not see into. List {INPUT!r}, or compile the submodules; "
+                    "save and recompute also work when compile() is called after "
+                    "lowtide.checkpoint."
                 )
                 continue
             yield (

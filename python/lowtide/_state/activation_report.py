@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide._state.activation import RegionState, problems, regions, transfers_in_use
+from lowtide._state.activation import (
+    RegionState,
+    names_in_graphs,
+    problems,
+    regions,
+    transfers_in_use,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +31,7 @@ class NameReport:
     moved_bytes: int
     shared: int  # bytes counted under another name, or by another region
     recomputed: int
+    in_graph: int  # of regions inside compiled graphs: values in the latest graph
     skipped: dict[str, int]  # reason -> values
     host_live: int  # bytes, now
     host_peak: int
@@ -46,7 +53,9 @@ class ActivationReport:
     leaving_peak: int  # bytes on their way out at once
     fetched_ahead: int  # values whose copy back was issued a region ahead
     fetched_inline: int  # values whose copy back had to be waited for
-    # Seconds in which the device did nothing but copy; None where it is not measured.
+    # Seconds in which compute stood still for copies, as far as the device has come: on
+    # a CPU the time they took, elsewhere between time stamps of the device, simulated
+    # ones if its time is. None on a device without time.
     exposed_wait: float | None
     pinned_bytes: int  # registered, in use or not
     pinned_cap: int
@@ -67,7 +76,6 @@ def activation_report(model: nn.Module) -> ActivationReport | None:
     device = used.device_ledger if used else None
     figures = used.figures() if used else {}
     pool = used.pool_figures() if used else {}
-    on_cpu = used is None or used.device.type == "cpu"
     return ActivationReport(
         num_regions=len(states),
         names=dict(_names(states, host, device)),
@@ -79,12 +87,23 @@ def activation_report(model: nn.Module) -> ActivationReport | None:
         leaving_peak=figures.get("leaving_peak", 0),
         fetched_ahead=figures.get("fetched_ahead", 0),
         fetched_inline=figures.get("fetched_inline", 0),
-        exposed_wait=figures.get("host_ns_copying", 0) / 1e9 if on_cpu else None,
+        exposed_wait=_exposed_wait(used.device, figures) if used else 0.0,
         pinned_bytes=pool.get("pinned_bytes", 0),
         pinned_cap=pool.get("cap_bytes", 0),
         registration_seconds=pool.get("registration_ns", 0) / 1e9,
         pageable_peak=pool.get("peak_pageable_bytes", 0),
     )
+
+
+def _exposed_wait(device: torch.device, figures: dict[str, Any]) -> float | None:
+    if device.type == "cpu":
+        return float(figures["host_ns_copying"]) / 1e9
+    # A simulated device may not keep time; its stamps are then the host's.
+    keeps_time = getattr(torch.get_device_module(device), "keeps_time", None)
+    exposed = figures["exposed_ns"]
+    if exposed is None or (keeps_time is not None and not keeps_time()):
+        return None
+    return float(exposed) / 1e9
 
 
 def planned_bytes(model: nn.Module) -> int:
@@ -115,6 +134,7 @@ def _names(
     on_host = host.by_name("activations") if host else {}
     on_device = device.by_name("activations") if device else {}
     treatments: dict[str, dict[str, None]] = {}
+    in_graphs = [names_in_graphs.get(p, {}) for p in {s.policy for s in states}]
     for state in states:
         for name, one in state.policy.treatments().items():
             treatments.setdefault(name, {})[one] = None
@@ -132,6 +152,7 @@ def _names(
                 treatment="/".join(several),
                 **counts,
                 recomputed=sum(each["recomputed"] for each in mine),
+                in_graph=sum(each.get(name, 0) for each in in_graphs),
                 skipped=skipped,
                 host_live=on_host.get(name, (0, 0))[0],
                 host_peak=on_host.get(name, (0, 0))[1],
@@ -153,6 +174,8 @@ def lines(report: ActivationReport, human: Callable[[int], str]) -> Iterable[str
             f"{human(row.moved_bytes):>12}{human(row.host_peak):>12}"
             f"{human(row.device_peak):>12}"
         )
+        if row.in_graph:
+            yield f"  in the latest compiled graph: {row.in_graph} values"
         for reason, count in row.skipped.items():
             yield f"  skipped {count}: {reason}"
     for problem in report.problems:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from lowtide._state.groups import mesh_groups
+
 if TYPE_CHECKING:
     from lowtide._state.unit import UnitState
 
@@ -16,12 +18,11 @@ def require_agreement(states: "list[UnitState]") -> None:
     the descriptions only if those differ."""
     by_group: dict[str, tuple[dist.ProcessGroup, torch.device, list[str]]] = {}
     for state in states:
-        group = state.mesh.get_group()
-        entry = by_group.setdefault(group.group_name, (group, state.device, []))
-        entry[2].extend(describe(state))
+        for group in mesh_groups(state.mesh):
+            entry = by_group.setdefault(group.group_name, (group, state.device, []))
+            entry[2].extend(describe(state))
     for group, device, lines in by_group.values():
-        if group.size() > 1 and dist.get_backend(group) != "fake":
-            _compare(group, device, lines)
+        require_same_lines(group, device, lines)
 
 
 def describe(state: "UnitState") -> list[str]:
@@ -40,7 +41,19 @@ def describe(state: "UnitState") -> list[str]:
     return lines
 
 
-def _compare(group: dist.ProcessGroup, device: torch.device, lines: list[str]) -> None:
+def require_same_lines(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    lines: list[str],
+    *,
+    who: str = "fully_shard",
+    expected: str = "the same units and parameters in the same order",
+    advice: str = "Build and wrap the model the same way on every rank.",
+) -> None:
+    """Raises RuntimeError where the ranks of ``group`` differ in ``lines``, showing
+    both sides. One all-gather of 32 bytes, and the lines only if those differ."""
+    if group.size() == 1 or dist.get_backend(group) == "fake":
+        return
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
     all_digests = mine.new_empty(group.size() * mine.numel())
@@ -60,9 +73,7 @@ def _compare(group: dist.ProcessGroup, device: torch.device, lines: list[str]) -
     ]
     place = next(i for i in range(length) if padded[0][i] != padded[1][i])
     raise RuntimeError(
-        "lowtide: fully_shard: expected the same units and parameters in the same "
-        f"order on every rank, got {padded[0][place]} on rank 0 and "
-        f"{padded[1][place]} on rank {other} (entry {place} of {length}, "
-        f"rank {group.rank()} of {group.size()}). Build and wrap the model the same "
-        "way on every rank."
+        f"lowtide: {who}: expected {expected} on every rank, got {padded[0][place]} on "
+        f"rank 0 and {padded[1][place]} on rank {other} (entry {place} of {length}, "
+        f"rank {group.rank()} of {group.size()}). {advice}"
     )

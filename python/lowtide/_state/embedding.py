@@ -54,12 +54,12 @@ class EmbeddingRows:
         most = max(1, LOOKUP_BYTES // (self._stream.world_size * row_bytes))
         # Of equal size: one's bytes then serve the next.
         unit.look_up_rows(-(-shard // -(-shard // most)))
-        # Recorded calls whose gradients have not come.
-        self._open: list[weakref.ref[Any]] = []
-        # Those that came in this backward before the last: its graph task, and
+        # Recorded calls whose graphs are alive.
+        self._calls: list[weakref.ref[Any]] = []
+        # Those whose gradients came in this backward: its graph task, and
         # (indices, gradient of the output) in the order they came.
         self._task = -1
-        self._arrived: list[tuple[Tensor, Tensor]] = []
+        self._arrived: dict[Any, tuple[Tensor, Tensor]] = {}
 
     def forward(self, module: nn.Embedding, indices: Tensor) -> Tensor:
         """Not for torch.compile: it is a loop of collectives."""
@@ -73,8 +73,8 @@ class EmbeddingRows:
         assert isinstance(output, Tensor)
         if recomputed:
             return output
-        self._open = [call for call in self._open if call() is not None]
-        self._open.append(weakref.ref(output.grad_fn))
+        self._calls = [call for call in self._calls if call() is not None]
+        self._calls.append(weakref.ref(output.grad_fn))
         return output
 
     # What torch.compiler.disable sets, without importing the compiler.
@@ -110,17 +110,18 @@ class EmbeddingRows:
     ) -> None:
         task = torch._C._current_graph_task_id()
         if task != self._task:
-            self._task, self._arrived = task, []
-        self._arrived.append((indices.flatten(), gradient.flatten(0, -2)))
-        self._open = [call for call in self._open if call() not in (None, node)]
-        if any(torch._C._will_engine_execute_node(call()) for call in self._open):
+            self._task, self._arrived = task, {}
+        self._arrived[node] = indices.flatten(), gradient.flatten(0, -2)
+        calls = (call() for call in self._calls)
+        waiting = (c for c in calls if c is not None and c not in self._arrived)
+        if any(torch._C._will_engine_execute_node(call) for call in waiting):
             return
-        arrived, self._arrived = self._arrived, []
+        arrived, self._arrived = self._arrived, {}
         self._stream.begin_backward()
         for block, chunk in enumerate(self._chunks()):
             rows = functools.reduce(
                 Tensor.add_,
-                (_gradient_of(chunk, padding_idx, *call) for call in arrived),
+                (_gradient_of(chunk, padding_idx, *call) for call in arrived.values()),
             )
             self._stream.put(block, rows)
 

@@ -1,13 +1,14 @@
-"""The two communicators of a mesh.
+"""The communicators of a mesh.
 
 [Note: Two communicators]
 Gathers are ordered by the units' forwards and backwards, reduce-scatters by the
 gradient plan. Each order is the same on every rank, but how the two interleave is
 not: a rank that leaves a parameter unused completes its chunks later. One
 communicator for both would deadlock or mix them up; two can not, and on NCCL they
-also overlap.
+also overlap. Sums over replicas follow the plan's order on a third.
 """
 
+import dataclasses
 import datetime
 
 import torch
@@ -16,35 +17,64 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lowtide import _C
 
-Pair = tuple[_C.Collectives, _C.Collectives]
 
-# By the name of the mesh's group, so every unit on a mesh shares the pair. The group
-# itself tells whether it is still that one: names come again after
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    gather: _C.Collectives
+    reduce: _C.Collectives
+    replicas: _C.Collectives | None
+    # What they stand for.
+    gather_process_group: dist.ProcessGroup
+    reduce_process_group: dist.ProcessGroup
+
+
+# By the names of the mesh's groups, so every unit on a mesh shares them. The groups
+# themselves tell whether they are still those: names come again after
 # destroy_process_group.
-_pairs: dict[str, tuple[dist.ProcessGroup, Pair]] = {}
+_known: dict[tuple[str, ...], tuple[list[dist.ProcessGroup], Groups]] = {}
 
 
-def gather_and_reduce(mesh: DeviceMesh, device: torch.device) -> Pair:
-    """The mesh's own group for gathers and a second one over the same ranks for
-    reduce-scatters. Collective over the mesh on first use."""
-    group = mesh.get_group()
-    known = _pairs.get(group.group_name)
-    if known is not None and known[0] is group:
+def groups_of(mesh: DeviceMesh, device: torch.device) -> Groups:
+    """The mesh's own group of shards for gathers, a second one over the same ranks for
+    reduce-scatters, and its group of replicas if it has two dimensions. Collective
+    over the mesh on first use."""
+    groups = mesh_groups(mesh)
+    names = tuple(group.group_name for group in groups)
+    known = _known.get(names)
+    if known is not None and all(
+        one is other for one, other in zip(known[0], groups, strict=True)
+    ):
         return known[1]
+    *replicas, shards = groups
     reduce_group = dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout=_timeout(group, device),
-        backend=dist.get_backend(group),
+        dist.get_process_group_ranks(shards),
+        timeout=_timeout(shards, device),
+        backend=dist.get_backend(shards),
         use_local_synchronization=True,
         group_desc="lowtide_reduce",
     )
     assert reduce_group is not None
-    pair = (
-        _C.Collectives(group.group_name, device),
+    made = Groups(
+        _C.Collectives(shards.group_name, device),
         _C.Collectives(reduce_group.group_name, device),
+        _C.Collectives(replicas[0].group_name, device) if replicas else None,
+        shards,
+        reduce_group,
     )
-    _pairs[group.group_name] = (group, pair)
-    return pair
+    _known[names] = (groups, made)
+    return made
+
+
+def mesh_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """Of every dimension: replicas, if there are any, then shards."""
+    return [mesh.get_group(dim) for dim in range(mesh.ndim)]
+
+
+def smaller_group(mesh: DeviceMesh, size: int, device: torch.device) -> _C.Collectives:
+    """Over runs of ``size`` ranks of shards: where parameters stay after forward.
+    Collective over the mesh."""
+    runs = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size))
+    return _C.Collectives(runs.get_group(1).group_name, device)
 
 
 def _timeout(

@@ -5,8 +5,6 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 
 @dataclasses.dataclass
@@ -15,10 +13,6 @@ class ManagedParameter:
 
     parameter: nn.Parameter
     slots: list[tuple[nn.Module, str]]
-
-
-# Parameters that were replaced by their shards -> what they were called.
-_sharded_originals: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def managed_modules(roots: tuple[nn.Module, ...]) -> list[nn.Module]:
@@ -54,36 +48,17 @@ def managed_parameters(
                 continue
             managed = found.setdefault(id(parameter), ManagedParameter(parameter, []))
             managed.slots.append((module, name))
-    for managed in found.values():
-        _check(managed)
     return list(found.values())
 
 
-def remember_original(parameter: nn.Parameter, name: str) -> None:
-    _sharded_originals[parameter] = name
-
-
-def _check(managed: ManagedParameter) -> None:
+def check_shardable(managed: ManagedParameter) -> None:
     module, name = managed.slots[0]
     who = f"{type(module).__name__}.{name}"
     parameter = managed.parameter
-    if parameter in _sharded_originals:
-        raise ValueError(
-            f"lowtide: {who}: expected a parameter that belongs to one unit, got one "
-            f"that is tied to {_sharded_originals[parameter]}, which is already "
-            "sharded. Pass the modules that share it to one call: "
-            "fully_shard([module_a, module_b])."
-        )
     if parameter.dim() == 0:
         raise ValueError(
             f"lowtide: {who}: expected a parameter with at least one dimension to "
             "shard, got a scalar. Make it a 1-D tensor with one element."
-        )
-    if isinstance(parameter, DTensor):
-        raise NotImplementedError(
-            f"lowtide: {who}: expected a plain parameter, got a DTensor "
-            f"{parameter.placements}. Tensor-parallel parameters are not supported "
-            "yet: shard the model before parallelising it, or use torch's FSDP2."
         )
     if not parameter.is_contiguous():
         raise NotImplementedError(

@@ -6,6 +6,7 @@ from torch import nn
 from lowtide import _C
 from lowtide._state.agreement import require_agreement
 from lowtide._state.memory import device_memory
+from lowtide._state.ties import move_shared_parameters
 from lowtide._state.unit import UnitState, original_class, unit_state
 
 
@@ -28,6 +29,7 @@ def build_root(state: UnitState) -> None:
                 f"'{type(root_module).__name__}', got a forward of its own before "
                 "that of its root. Run forward through the root module first."
             )
+    move_shared_parameters(root_module, states)
     _name(root_module, states)
     for other in states:
         other.set("encloses_units", _encloses(other, states))
@@ -78,8 +80,11 @@ def _encloses(state: UnitState, states: list[UnitState]) -> bool:
 
 
 def _is_torch_leaf(state: UnitState) -> bool:
-    if len(state.modules) != 1:
+    if len(state.modules) != 1 or any(p.parallel for p in state.parameters):
         return False
     module = state.modules[0]
     original = original_class(module)
-    return original.__module__.startswith("torch.nn.") and not any(module.children())
+    # A forward of the user's may checkpoint the module's own.
+    own_forward = "forward" not in module.__dict__
+    of_torch = original.__module__.startswith("torch.nn.")
+    return of_torch and own_forward and not any(module.children())

@@ -1,45 +1,28 @@
 """One ``fully_shard`` call: its modules, its parameters, its C++ unit."""
 
-import dataclasses
 import functools
+import types
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from lowtide import _C
 from lowtide._state.embedding import EmbeddingRows, wants_rows
-from lowtide._state.groups import gather_and_reduce
+from lowtide._state.groups import groups_of, smaller_group
 from lowtide._state.memory import device_memory
-from lowtide._state.modules import ManagedParameter, remember_original
+from lowtide._state.modules import ManagedParameter, check_shardable
+from lowtide._state.parameter import UnitParameter, make_shard
+from lowtide._state.ties import owner_of, remember_original, remember_shard
 from lowtide.policies import MixedPrecisionPolicy, ParameterDtypes, parameter_dtypes
-
-
-@dataclasses.dataclass
-class UnitParameter:
-    """A parameter of the unit in its two forms."""
-
-    slots: list[tuple[nn.Module, str]]
-    spec: DTensorSpec
-    shard: nn.Parameter  # a DTensor, registered between steps
-    name: str  # "Linear.weight", the fully qualified name once there is a root
-    full: nn.Parameter | None = None  # registered while the unit is unsharded
-
-    @property
-    def registered(self) -> nn.Parameter:
-        module, name = self.slots[0]
-        parameter = module._parameters[name]
-        assert parameter is not None
-        return parameter
-
-    def register(self, parameter: nn.Parameter) -> None:
-        for module, name in self.slots:
-            module._parameters[name] = parameter
-
 
 # Where a module keeps the state of its unit.
 _STATE = "_lowtide_state"
@@ -58,7 +41,7 @@ class UnitState:
         mesh: DeviceMesh,
         device: torch.device,
         policy: MixedPrecisionPolicy,
-        reshard_after_forward: bool | None,
+        reshard_after_forward: bool | int | None,
     ) -> None:
         self.modules = modules
         self.mesh = mesh
@@ -67,7 +50,8 @@ class UnitState:
         self.auto_reshard = reshard_after_forward is None
         self.name = ", ".join(type(module).__name__ for module in modules)
         self.parameters: list[UnitParameter] = []
-        self.gather_group, self.reduce_group = gather_and_reduce(mesh, device)
+        self.groups = groups_of(mesh, device)
+        self.post_forward_group: _C.Collectives | None = None
         self.unit: _C.Unit | None = None
         self.root: _C.Root | None = None  # of the tree this unit is in
         self.embedding_rows: EmbeddingRows | None = None  # of a large nn.Embedding
@@ -78,7 +62,16 @@ class UnitState:
             "gradient_sync": True,
             "encloses_units": False,
             "leaf_module": False,
+            "unshard_in_backward": True,
+            "all_reduce": True,
+            "sum_only": False,
+            "gradient_divide_factor": None,
         }
+        self.reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self.custom_all_gather: AllGather | None = None
+        self.custom_reduce_scatter: ReduceScatter | None = None
+        if not isinstance(reshard_after_forward, bool | None):
+            self.post_forward_group = smaller_group(mesh, reshard_after_forward, device)
         self.hooks = _C.ForwardHooks(
             cast_inputs=policy.param_dtype if policy.cast_forward_inputs else None,
             cast_outputs=policy.output_dtype,
@@ -87,44 +80,63 @@ class UnitState:
         )
         for module in modules:
             module.__dict__[_STATE] = self
+            # So that torch.distributed.fsdp.fully_shard.state(module) finds it.
+            states = module.__dict__.setdefault(STATE_KEY, {})
+            states[torch_fully_shard.__wrapped__] = self
 
     # -- wrapping ---------------------------------------------------------------
 
     @torch.no_grad()
-    def shard(self, managed: list[ManagedParameter]) -> None:
+    def shard(
+        self,
+        managed: list[ManagedParameter],
+        place: Callable[[nn.Parameter], Shard | None] | None = None,
+    ) -> None:
         """Replaces every parameter by its shard. Frees each full one in turn."""
         for item in managed:
+            if (owner := owner_of(item.parameter)) is not None:
+                owner.tie(item.slots)
+                continue
+            check_shardable(item)
             module, name = item.slots[0]
             original = item.parameter
             who = f"{type(module).__name__}.{name}"
             parameter_dtypes(original.dtype, self.policy, who=who)  # raises
-            rows = original.chunk(self.gather_group.size)
-            rank = self.gather_group.rank
-            local = (
-                rows[rank].clone()
-                if rank < len(rows)
-                else original.new_empty((0, *original.shape[1:]))
+            placement = place(original) if place is not None else None
+            parameter = UnitParameter(
+                item.slots,
+                name=who,
+                **make_shard(original, self.mesh, placement, who),
             )
-            spec = DTensorSpec(
-                self.mesh,
-                (Shard(0),),
-                tensor_meta=TensorMeta(
-                    original.shape, original.stride(), original.dtype
-                ),
-            )
-            shard = nn.Parameter(
-                DTensor(local, spec, requires_grad=False),
-                requires_grad=original.requires_grad,
-            )
-            parameter = UnitParameter(item.slots, spec, shard, who)
-            parameter.register(shard)
-            remember_original(original, who)
+            parameter.register(parameter.shard)
+            remember_original(original, parameter)
+            remember_shard(parameter)
             self.parameters.append(parameter)
         self.refresh()
-        for module in {slot[0] for p in self.parameters for slot in p.slots}:
+        self._watch_state_dicts(self.parameters)
+
+    def _watch_state_dicts(self, parameters: list[UnitParameter]) -> None:
+        for module in {slot[0] for p in parameters for slot in p.slots}:
             module.register_state_dict_pre_hook(self._show_shards)
             module._register_load_state_dict_pre_hook(self._show_shards)
             module.register_load_state_dict_post_hook(self._after_load)
+
+    # -- tied parameters (see ties.py) ------------------------------------------
+
+    def give_up(self, parameter: UnitParameter) -> None:
+        self.parameters.remove(parameter)
+        self._forget_unit()
+
+    def take(self, parameter: UnitParameter) -> None:
+        self.parameters.append(parameter)
+        self._forget_unit()
+        self._watch_state_dicts([parameter])
+
+    def _forget_unit(self) -> None:
+        """The next `refresh` makes another, with the parameters there are then."""
+        if self.unit is not None:
+            self.unit.reshard()
+        self.unit = None
 
     # -- the C++ unit -----------------------------------------------------------
 
@@ -135,8 +147,12 @@ class UnitState:
         flat buffer. Does nothing while any is on the meta device."""
         for parameter in self.parameters:
             registered = parameter.registered
-            if registered is not parameter.full:
+            owner = owner_of(registered)
+            if owner is not None and owner is not parameter:
+                self._require_tied_in_time(parameter, owner)
+            elif registered is not parameter.full:
                 parameter.shard = registered
+                remember_shard(parameter)
         if any(local_of(p.shard).is_meta for p in self.parameters):
             return
         if self.unit is None or not self._dtypes_fit():
@@ -150,11 +166,19 @@ class UnitState:
                 parameter.shard._local_tensor = own
                 moved = True
             if parameter.full is None:
-                parameter.full = nn.Parameter(
-                    self.unit.full(i), requires_grad=parameter.shard.requires_grad
-                )
+                parameter.make_full(self.unit.full(i))
         if moved or not self.unit.attached:
             self.attach()
+
+    def _require_tied_in_time(
+        self, parameter: UnitParameter, owner: UnitParameter
+    ) -> None:
+        if self.root is not None:
+            raise ValueError(
+                f"lowtide: {parameter.name}: expected weights to be tied before the "
+                f"first forward, got one that has been tied to {owner.name} since. "
+                "Tie it when the model is built."
+            )
 
     def _dtypes_fit(self) -> bool:
         return all(
@@ -173,17 +197,18 @@ class UnitState:
             infos.append(
                 _C.ParameterInfo(
                     name=parameter.name,
-                    sizes=list(shard.shape),
+                    sizes=list(parameter.sizes),
                     storage_dtype=dtypes.storage,
                     compute_dtype=dtypes.compute,
                     reduce_dtype=dtypes.reduce,
+                    shard_dim=parameter.shard_dim,
                 )
             )
         self.unit = _C.Unit(
             name=self.name,
             infos=infos,
-            gather_group=self.gather_group,
-            reduce_group=self.reduce_group,
+            gather_group=self.groups.gather,
+            reduce_group=self.groups.reduce,
             memory=device_memory(self.device),
         )
         self.embedding_rows = None
@@ -208,6 +233,7 @@ class UnitState:
             wrap=functools.partial(
                 _wrap_gradients, [parameter.spec for parameter in self.parameters]
             ),
+            unwrap=functools.partial(_unwrap_gradient, self.parameters[:]),
         )
 
     def detach(self) -> None:
@@ -225,19 +251,63 @@ class UnitState:
             setattr(self.unit, name, value)
 
     def _apply_settings(self) -> None:
+        unit = self.unit
+        assert unit is not None
         for name, value in self.settings.items():
-            setattr(self.unit, name, value)
+            setattr(unit, name, value)
+        unit.replica_group = self.groups.replicas
+        unit.post_forward_group = self.post_forward_group
+        unit.set_reduce_hook(self.reduce_hook)
+        gather, reduce = self.groups.gather, self.groups.reduce
+        if self.custom_all_gather is not None:
+            gather = gather.with_custom(
+                group=self.groups.gather_process_group,
+                all_gather=self.custom_all_gather,
+                reduce_scatter=None,
+            )
+        if self.custom_reduce_scatter is not None:
+            reduce = reduce.with_custom(
+                group=self.groups.reduce_process_group,
+                all_gather=None,
+                reduce_scatter=self.custom_reduce_scatter,
+            )
+        unit.use_groups(gather, reduce)
+
+    def settings_changed(self) -> None:
+        """After one of the attributes that are not in ``settings``."""
+        if self.unit is not None:
+            self._apply_settings()
 
     def choose_rows(self) -> None:
         """Lets a large embedding and its gradient come in blocks of rows."""
         module = self.modules[0]
         alone = len(self.modules) == len(self.parameters) == 1
-        if alone and wants_rows(module, original_class(module)):
+        rows = alone and self.parameters[0].may_stream_rows
+        if rows and wants_rows(module, original_class(module)):
             unit, weight = self.materialized(), self.parameters[0].full
             assert weight is not None
             self.embedding_rows = EmbeddingRows(unit, weight)
 
     # -- hooks ------------------------------------------------------------------
+
+    # What torch.distributed.fsdp.register_fsdp_forward_method calls.
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        changed = self.hooks.pre(module, args, kwargs)
+        return (args, kwargs) if changed is None else changed
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        changed = self.hooks.post(module, args, output)
+        return output if changed is None else changed
+
+    # What torch's pipeline schedules call: their backwards never reduce, afterwards
+    # they ask every unit to, and then the root.
+    _state_ctx = types.SimpleNamespace(all_states=())
+    _fsdp_param_group = None
+    _comm_ctx: Any = None
+
+    def _root_post_backward_final_callback(self) -> None:
+        if self.root is not None:
+            self.root.reduce_accumulated()
 
     def materialized(self) -> _C.Unit:
         """The C++ unit; raises while a parameter is on the meta device."""
@@ -268,7 +338,7 @@ def local_of(parameter: nn.Parameter) -> torch.Tensor:
 def original_class(module: nn.Module) -> type:
     """Of a module that ``fully_shard`` has made an ``FSDPModule``."""
     mro = type(module).__mro__
-    original: type = mro[type(module)._orig_cls_mro_index]  # type: ignore[attr-defined]
+    original: type = mro[type(module)._orig_cls_mro_index]
     return original
 
 
@@ -284,6 +354,12 @@ def _lazy_init(state: "weakref.ref[UnitState]") -> None:
     alive = state()
     assert alive is not None
     build_root(alive)
+
+
+def _unwrap_gradient(
+    parameters: list[UnitParameter], i: int, gradient: torch.Tensor
+) -> torch.Tensor:
+    return parameters[i].local_gradient(gradient)
 
 
 def _wrap_gradients(

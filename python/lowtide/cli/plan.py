@@ -44,6 +44,8 @@ def add_parser(subparsers: Subparsers) -> None:
     add("--timeline", metavar="FILE", help="bytes over a step, .png, .svg or .html")
     add("--snapshot", metavar="FILE", help="for https://pytorch.org/memory_viz")
     add("--output", metavar="FILE", help="append what the program prints")
+    add("--time", metavar="GPU", help="time of a step too: h100 or h200")
+    add("--trace", metavar="FILE", help="with --time: the last step for Perfetto")
     model = parser.add_argument_group("model files")
     add = model.add_argument
     add("--config", metavar="NAME", help="passed to plan_model")
@@ -113,7 +115,24 @@ def request_of(options: argparse.Namespace) -> Request:
         allocator=_allocator(options),
         snapshot=options.snapshot,
         output=options.output,
+        time=_accelerator(options),
+        trace=options.trace,
     )
+
+
+def _accelerator(options: argparse.Namespace) -> str | None:
+    if options.trace and not options.time:
+        raise ValueError(
+            "lowtide: plan --trace: expected --time too, got none. Pass --time h100 "
+            "or --time h200."
+        )
+    if not options.time:
+        return None
+    from lowtide.phantom.machines import accelerator_named
+
+    accelerator_named(options.time)
+    name: str = options.time
+    return name
 
 
 def _allocator(options: argparse.Namespace) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def stream_rows(head: nn.Linear) -> None:
 
 def can_stream(state: UnitState) -> bool:
     """Rows are streamed for a unit whose only parameter is one weight."""
-    return len(state.parameters) == 1 and len(state.parameters[0].slots) == 1
+    return len(state.parameters) == 1 and state.parameters[0].may_stream_rows
 
 
 class ShardedRows:

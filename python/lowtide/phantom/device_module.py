@@ -39,6 +39,11 @@ def is_initialized() -> bool:
     return True
 
 
+def keeps_time() -> bool:
+    """Whether a timeline runs: events have times of the device, not the host's."""
+    return _phantom.time_on_device() > 0
+
+
 def _is_in_bad_fork() -> bool:
     return False
 

@@ -1,6 +1,7 @@
 """The process group of a simulated world."""
 
 import datetime
+from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
@@ -19,8 +20,9 @@ def init_world(
     phantom device.
 
     In meta mode no other process is needed: the group is torch's ``fake`` one, whose
-    collectives move nothing. In exact mode it is gloo on the tensors' bytes, with one
-    process a rank; they find each other through ``store``, or as ``torchrun`` says.
+    collectives move nothing and take time only on a timeline. In exact mode it is gloo
+    on the tensors' bytes, with one process a rank; they find each other through
+    ``store``, or as ``torchrun`` says.
 
     Raises RuntimeError before :func:`lowtide.phantom.install`.
     """
@@ -42,9 +44,20 @@ def _init_fake(world: int, rank: int) -> None:
     supported = dist.Backend.backend_capability[dist.Backend.FAKE]
     if "phantom" not in supported:
         supported.append("phantom")
+    # Its groups tell the device's timeline; dist.get_backend() says "fake" as before.
+    fake = dist.Backend._plugins[dist.Backend.FAKE.upper()]
+    dist.Backend._plugins[dist.Backend.FAKE.upper()] = fake._replace(
+        creator_fn=_fake_group
+    )
     dist.init_process_group(
         dist.Backend.FAKE, store=FakeStore(), rank=rank, world_size=world
     )
+
+
+def _fake_group(common: Any, options: object) -> _phantom.FakeGroup:
+    size = common.group_size
+    ranks = common.global_ranks_in_group or range(size)
+    return _phantom.FakeGroup(common.group_rank, size, list(ranks))
 
 
 def _over_gloo(

@@ -9,6 +9,7 @@ import torch
 
 from lowtide.memory import memory_report
 from lowtide.phantom.allocator import AllocatorModel
+from lowtide.phantom.clock import StepTime
 from lowtide.phantom.traces import replay, reserved_bounds
 from lowtide.planning.analysis import Analysis, Life
 from lowtide.planning.categories import CATEGORIES
@@ -26,6 +27,7 @@ def build_plan(
     world: int,
     rank: int,
     device_memory: int | None,
+    step_time: StepTime | None,
     notes: list[str],
     seconds: float,
 ) -> Plan:
@@ -55,6 +57,7 @@ def build_plan(
         savings=savings_of(analysis, world),
         lowtide=_lowtide_report(analysis),
         timeline=_timeline(analysis, steps[-1]),
+        step_time=step_time,
         notes=notes,
         seconds=seconds,
         host_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,

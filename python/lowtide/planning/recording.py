@@ -43,6 +43,7 @@ class Allocation:
     sequence: int  # in backward: of the forward operator; forward: own; -1: none
     owner: str  # what FSDP2 says it is for, a parameter or unit; "" if nothing
     near_parameter: bool  # the backward of an operator on a parameter
+    time: float  # seconds on the compute stream; 0 while no time is kept
     lease: tuple[str, str] | None = None  # lowtide's category and unit
 
 
@@ -68,6 +69,7 @@ class Recorder:
     labels: list[Label] = field(default_factory=list)
     step_ends: list[int] = field(default_factory=list)  # in allocations
     step_frees: list[int] = field(default_factory=list)  # at the same ends
+    step_times: list[float] = field(default_factory=list)  # at the same ends
     sharded: bool = False
     workspace_frees: range = range(0)  # which frees are those of cuBLAS's workspaces
     forward_sequences: dict[int, int] = field(default_factory=dict)  # -> allocation
@@ -120,6 +122,7 @@ class Recorder:
                 sequence,
                 clean(owner),
                 node is not None and _reaches_parameter(node, depth=3),
+                _phantom.time_on_device(),
             )
         )
 
@@ -156,9 +159,11 @@ class Recorder:
         if done <= len(self.step_ends):  # another optimizer's part of the step
             self.step_ends.pop()
             self.step_frees.pop()
+            self.step_times.pop()
         else:
             self.progress(done)
         self.step_frees.append(_num_frees())
+        self.step_times.append(_phantom.time_on_device())
         self.step_ends.append(len(self.allocations))
         # Programs with several optimizers step all of them equally often.
         if min(self._steps.values()) >= self.num_steps:

@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from lowtide.phantom.clock import StepTime
+
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
@@ -80,6 +82,7 @@ class Plan:
     savings: list[Saving]
     lowtide: dict[str, Any] | None  # lowtide.memory_report(model)
     timeline: Timeline
+    step_time: StepTime | None  # of the last step, simulated; None: not asked for
     notes: list[str]
     seconds: float
     host_memory: int  # peak RSS of the simulation
@@ -104,6 +107,8 @@ class Plan:
         values["largest"] = [Tensors(**v) for v in fields["largest"]]
         values["savings"] = [Saving(**v) for v in fields["savings"]]
         values["timeline"] = Timeline(**fields["timeline"])
+        if step_time := fields["step_time"]:
+            values["step_time"] = StepTime.from_dict(step_time)
         return cls(**values)
 
     def __str__(self) -> str:

@@ -45,3 +45,5 @@ class Request:
     allocator: dict[str, Any] = field(default_factory=dict)  # of phantom.install
     snapshot: str | None = None  # file for PyTorch's memory visualiser
     output: str | None = None  # file for what the program prints; None: nowhere
+    time: str | None = None  # accelerator whose time is kept; None: no time
+    trace: str | None = None  # file for a Chrome trace of the last step

@@ -9,9 +9,15 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from lowtide.phantom.clock import StepTime
 from lowtide.planning.categories import CATEGORIES
 from lowtide.planning.moments import MOMENTS
 from lowtide.planning.report import Plan, Saving, gib
+
+_NUMBERS = {
+    *("bytes", "each", "share", "allocated", "reserved", "less"),
+    *("total", "compute", "communication", "exposed", "other waits", "idle"),
+}
 
 
 @contextlib.contextmanager
@@ -44,6 +50,8 @@ def render(plan: Plan) -> Group:
         parts.append(_savings(plan))
     if plan.lowtide is not None:
         parts.append(_lowtide(plan))
+    if plan.step_time is not None:
+        parts.append(_step_time(plan.step_time))
     parts.append(Text("\n".join(_notes(plan)), style="dim"))
     return Group(*parts)
 
@@ -76,8 +84,7 @@ def _verdict(plan: Plan) -> Text:
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
     for column in columns:
-        number = column in ("bytes", "each", "share", "allocated", "reserved", "less")
-        table.add_column(column, justify="right" if number else "left")
+        table.add_column(column, justify="right" if column in _NUMBERS else "left")
     return table
 
 
@@ -137,6 +144,19 @@ def _lowtide(plan: Plan) -> Table:
     table = _table("lowtide's ledger", "", "peak", "planned")
     for name, row in plan.lowtide["categories"].items():
         table.add_row(name, gib(row["peak"]), gib(row["planned"]))
+    return table
+
+
+def _step_time(time: StepTime) -> Table:
+    table = _table(
+        f"Last step on {time.assumptions['accelerator']['name']}, ms, simulated",
+        "",
+        *("total", "compute", "communication", "exposed", "other waits", "idle"),
+    )
+    for name, usage in (*time.phases.items(), ("step", time.step)):
+        parts = (usage.seconds, usage.compute, usage.communication, usage.exposed)
+        cells = (*parts, usage.other_waits, usage.idle)
+        table.add_row(name, *(f"{cell * 1e3:.1f}" for cell in cells))
     return table
 
 

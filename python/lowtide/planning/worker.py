@@ -1,5 +1,6 @@
 """The process that runs a program on the phantom device, and records it."""
 
+import contextlib
 import gc
 import os
 import runpy
@@ -14,7 +15,7 @@ import torch
 
 import lowtide.phantom
 from lowtide.phantom.allocator import AllocatorModel
-from lowtide.planning import cuda, snapshot
+from lowtide.planning import cuda, snapshot, step_times
 from lowtide.planning.analysis import Analysis
 from lowtide.planning.build import build_plan
 from lowtide.planning.model_file import require_file, train_model_file
@@ -53,25 +54,31 @@ def run(request: Request, progress: Callable[[int], None]) -> Plan:
         notes=notes,
     )
     recorder = Recorder(num_steps=request.steps, progress=progress)
+    clock = lowtide.phantom.timeline(request.time) if request.time else None
     recorder.start()
-    try:
-        _run_program(request.program, recorder)
-    except Finished:
-        pass
-    finally:
-        recorder.stop()
+    with clock or contextlib.nullcontext():
+        try:
+            _run_program(request.program, recorder)
+        except Finished:
+            pass
+        finally:
+            recorder.stop()
     _check_steps(request, recorder, notes)
     progress(request.steps + 1)
     gc.freeze()
     analysis = Analysis.of(recorder, allocator)
     if request.snapshot is not None:
         snapshot.write(analysis, allocator, request.snapshot)
+    step_time = None
+    if clock is not None:
+        step_time = step_times.of_last_step(analysis, clock, request.trace, notes)
     return build_plan(
         analysis,
         program=name_of(request.program),
         world=request.world,
         rank=request.rank,
         device_memory=request.device_memory,
+        step_time=step_time,
         notes=notes,
         seconds=time.perf_counter() - begin,
     )

@@ -54,6 +54,16 @@ Findings skip_each(Use&& use) {
   return findings;
 }
 
+// Sends a value to the host that nobody else holds, and lets it go.
+std::unique_ptr<Stash> sent(Device& device) {
+  at::Tensor value = device.produce(1);
+  auto stash = std::make_unique<Stash>(device.memories, "residual", value);
+  stash->copy_out(device.now());
+  value.reset();
+  stash->let_go();
+  return stash;
+}
+
 void train(Device& device, Window window) {
   Stack stack(device, window);
   for (int step = 0; step < 2; ++step) stack.step(5);
@@ -89,13 +99,7 @@ TEST(WaitsTest, WithoutTheReadyEventTheCopyReadsTooEarly) {
 
 // Nobody else holds the argument when its bytes are let go.
 TEST(WaitsTest, WithoutTheWaitForTheCopyTheSourceIsFreedTooEarly) {
-  const Findings findings = skip_each([](Device& device) {
-    at::Tensor value = device.produce(1);
-    Stash stash(device.memories, "residual", value);
-    stash.copy_out(device.now());
-    value.reset();
-    stash.let_go();
-  });
+  const Findings findings = skip_each([](Device& device) { sent(device); });
   EXPECT_THAT(findings.superfluous, IsEmpty());
   EXPECT_THAT(findings.broken,
               Contains(AllOf(HasSubstr("compute after offload: release"),
@@ -107,14 +111,7 @@ TEST(WaitsTest, WithoutTheWaitForTheSlotItIsReusedTooEarly) {
   const Findings findings = skip_each([](Device& device) {
     at::Tensor late = device.produce(2);
     const device::Event ready = device.now();
-    {
-      at::Tensor value = device.produce(1);
-      Stash stash(device.memories, "residual", value);
-      stash.copy_out(device.now());
-      value.reset();
-      stash.let_go();
-      device.consume(stash.on_device());
-    }
+    device.consume(sent(device)->on_device());
     Stash stash(device.memories, "residual", late);
     late.reset();
     stash.copy_out(ready);
@@ -135,14 +132,8 @@ TEST(WaitsTest, WithoutTheWaitForTheCopyBackItIsReadTooEarly) {
   EXPECT_THAT(findings.broken,
               Contains(AllOf(HasSubstr("compute after reload: read on compute"),
                              HasSubstr("does not wait for the write"))));
-  const Findings unused = skip_each([](Device& device) {
-    at::Tensor value = device.produce(1);
-    Stash stash(device.memories, "residual", value);
-    stash.copy_out(device.now());
-    value.reset();
-    stash.let_go();
-    stash.fetch();
-  });
+  const Findings unused =
+      skip_each([](Device& device) { sent(device)->fetch(); });
   EXPECT_THAT(
       unused.broken,
       Contains(AllOf(HasSubstr("compute after reload: release"),

@@ -37,6 +37,15 @@ class CountingCollectives final : public Collectives {
     return nullptr;
   }
 
+  std::unique_ptr<Pending> all_to_all(at::Tensor&, at::Tensor&,
+                                      const std::string&) override {
+    return nullptr;
+  }
+  std::unique_ptr<Pending> all_reduce(at::Tensor&, Reduction,
+                                      const std::string&) override {
+    return nullptr;
+  }
+
   std::vector<std::int64_t> from_rank_zero(std::vector<std::int64_t> values,
                                            const std::string&) override {
     return values;

@@ -32,6 +32,7 @@ struct Log {
   c10::StreamId next_stream = 1;
   bool hands_out_one_stream = false;
   int live_events = 0;
+  bool events_reached = false;
 };
 Log* log_of_test = nullptr;
 
@@ -60,13 +61,18 @@ class FakeGuard final : public c10::impl::DeviceGuardImplInterface {
     return stream(std::exchange(current_id, to.id()));
   }
   void record(void** event, const c10::Stream& on, const c10::DeviceIndex,
-              const c10::EventFlag) const override {
+              const c10::EventFlag flag) const override {
     ++log_of_test->live_events;
+    if (flag == c10::EventFlag::BACKEND_DEFAULT) note("time stamp on", on.id());
     *event = std::make_unique<c10::StreamId>(on.id()).release();
   }
   void block(void* event, const c10::Stream& waiting) const override {
     note(std::to_string(waiting.id()) + " waits for",
          *static_cast<c10::StreamId*>(event));
+  }
+  bool queryEvent(void*) const override { return log_of_test->events_reached; }
+  double elapsedTime(void*, void*, const c10::DeviceIndex) const override {
+    return 1.5;  // ms
   }
   void destroyEvent(void* event,
                     const c10::DeviceIndex) const noexcept override {
@@ -177,6 +183,20 @@ TEST_F(GuardRuntimeTest, WaitsAreForTheStreamAnEventWasRecordedOn) {
   }
   EXPECT_THAT(log_.calls, ElementsAre("0 waits for 1", "2 waits for 1",
                                       "host waits for 2"));
+}
+
+TEST_F(GuardRuntimeTest, TimeStampsTellTheDevicesTimeOnceReached) {
+  GuardRuntime runtime(kDevice);
+  log_.calls.clear();
+  {
+    const Event from = runtime.record_time(Stream::compute);
+    const Event to = runtime.record_time(Stream::compute);
+    EXPECT_EQ(runtime.elapsed_ns(from, to), std::nullopt);
+    log_.events_reached = true;
+    EXPECT_EQ(runtime.elapsed_ns(from, to), 1'500'000);
+    runtime.record(Stream::compute);
+  }
+  EXPECT_THAT(log_.calls, ElementsAre("time stamp on 0", "time stamp on 0"));
 }
 
 TEST_F(GuardRuntimeTest, ComputeIsTheUsersStreamInNestedScopes) {

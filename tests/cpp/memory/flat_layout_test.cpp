@@ -119,6 +119,13 @@ TEST_P(FlatLayoutWorldTest, PackedParametersComeFirstInOneRow) {
   EXPECT_FALSE(layout[0].packed || layout[2].packed || layout[3].packed);
 }
 
+TEST(FlatLayoutTest, AParameterThatMustBePackedIsWithMoreThanOneRank) {
+  const ParameterShape alone{.name = "w", .sizes = {64}, .must_pack = true};
+  EXPECT_TRUE(FlatLayout(4, {alone})[0].packed);
+  EXPECT_EQ(FlatLayout(4, {alone}).packed_row_bytes(), 64);
+  EXPECT_FALSE(FlatLayout(1, {alone})[0].packed);
+}
+
 TEST(FlatLayoutTest, ASingleSmallParameterIsNotPacked) {
   const FlatLayout layout(4,
                           {{"large", {64, 8}, 4, 2}, {"n", {8}, 4, 2, true}});

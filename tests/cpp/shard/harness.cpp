@@ -34,6 +34,10 @@ class Rank::View final : public ModuleView {
     if (rank_.on_wrap) rank_.on_wrap(unit_);
     return locals;
   }
+  at::Tensor local_gradient(std::int32_t /*parameter*/,
+                            const at::Tensor& gradient) override {
+    return gradient;
+  }
   bool shown = false;
 
  private:

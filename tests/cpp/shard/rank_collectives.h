@@ -61,6 +61,17 @@ class RankCollectives final : public comm::Collectives {
     return wrap(
         recording_.reduce_scatter_coalesced(outs, ins, reduction, label));
   }
+  std::unique_ptr<comm::Pending> all_reduce(at::Tensor& tensor,
+                                            comm::Reduction reduction,
+                                            const std::string& label) override {
+    check_issue();
+    return wrap(recording_.all_reduce(tensor, reduction, label));
+  }
+  std::unique_ptr<comm::Pending> all_to_all(at::Tensor& out, at::Tensor& in,
+                                            const std::string& label) override {
+    check_issue();
+    return wrap(recording_.all_to_all(out, in, label));
+  }
   std::vector<std::int64_t> from_rank_zero(std::vector<std::int64_t> values,
                                            const std::string& label) override {
     const device::UnobservedAllocations unobserved;

@@ -267,7 +267,8 @@ TEST(RowStreamTest, ASecondLossInOneBackwardIsRefused) {
     const auto loss = rank.call(kModel, tokens(r, at::kFloat), twice).sum();
     EXPECT_THAT([&] { loss.backward(); },
                 ThrowsMessage<std::exception>(HasSubstr(
-                    "A head whose rows are streamed is used once in a step")));
+                    "A parameter whose gradient comes in rows (a head inside "
+                    "its loss, a large embedding) gets one gradient")));
     rank.root->abort();
     EXPECT_EQ(rank.unrest(), "");
   });

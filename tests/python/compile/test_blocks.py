@@ -85,3 +85,28 @@ def test_one_graph_and_the_same_bits(how: str) -> None:
     assert losses == expected[0]
     for name, value in params.items():
         assert torch.equal(value, expected[1][name]), name
+
+
+@pytest.mark.parametrize(
+    "activations",
+    [{}, {"save": ["layers.*.w1"]}, {"offload": ["input"]}],
+    ids=str,
+)
+def test_a_compiled_model_of_checkpointed_blocks(
+    activations: dict[str, list[str]],
+) -> None:
+    """Hooks of sharded blocks are not traced: the regions run beside the graph."""
+
+    def checkpointed(model: nn.Module, backend: str) -> None:
+        for layer in model.layers:
+            lowtide.checkpoint(layer, lowtide.ActivationPolicy(**activations))
+
+    def whole(model: nn.Module, backend: str) -> None:
+        model.compile(backend=backend)
+
+    expected = train()
+    torch._dynamo.reset()
+    losses, params = train(before=checkpointed, after=whole, backend="aot_eager")
+    assert losses == expected[0]
+    for name, value in params.items():
+        assert torch.equal(value, expected[1][name]), name

@@ -86,7 +86,7 @@ def collectives(comm: CommDebugMode, model: Any, system: str) -> dict[str, int]:
         state = lowtide._state.unit.unit_state(module)
         if state is None:
             continue
-        for group in {state.gather_group, state.reduce_group}:
+        for group in {state.groups.gather, state.groups.reduce}:
             for kind, (calls, _) in group.counters.items():
                 counts[kind] = counts.get(kind, 0) + calls
             group.reset_counters()

@@ -110,7 +110,7 @@ def counters(model: nn.Module) -> dict[str, tuple[int, int]]:
     """(calls, bytes this rank sends) so far, over both groups of the mesh."""
     state = unit_state(model)
     assert state is not None
-    gather, reduce = state.gather_group.counters, state.reduce_group.counters
+    gather, reduce = state.groups.gather.counters, state.groups.reduce.counters
     return {
         kind: tuple(a + b for a, b in zip(gather[kind], reduce[kind], strict=True))
         for kind in gather

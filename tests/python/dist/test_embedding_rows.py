@@ -105,6 +105,31 @@ def test_bits_are_those_of_the_dense_gradient(
             assert same_bits(actual, wanted), difference(actual, wanted)
 
 
+def trained_twice_on_one_graph(large: bool) -> dict[str, Any]:
+    with mock.patch.object(embedding, "LARGE_TABLE", 0 if large else 1 << 60):
+        torch.manual_seed(0)
+        net: Any = Net(None)
+        for unit in (net.embed, net.out, net):
+            lowtide.fully_shard(unit)
+        loss = net(ids(0), "twice")
+        loss.backward(retain_graph=True)
+        once = net.embed.weight.grad.full_tensor()
+        loss.backward()
+        return {"once": once, "both": net.embed.weight.grad.full_tensor()}
+
+
+def test_a_retained_graph_of_two_calls_delivers_once_in_each_backward(pool_of):
+    pool = pool_of(2)
+    for seen, expected in zip(
+        pool.run(trained_twice_on_one_graph, True),
+        pool.run(trained_twice_on_one_graph, False),
+        strict=True,
+    ):
+        assert same_bits(seen["once"], expected["once"])
+        assert same_bits(seen["both"], expected["both"])
+        assert same_bits(seen["both"], 2 * seen["once"])
+
+
 def largest_allocations(large: bool) -> list[int]:
     """Bytes of a step's allocations of the table's size and more."""
     with tables(large=large):

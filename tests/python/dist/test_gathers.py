@@ -27,7 +27,7 @@ def gathers_per_phase(run: Run, grad: bool = True) -> dict[str, Any]:
     assert state is not None
 
     def calls() -> int:
-        return state.gather_group.counters["all-gather"][0]
+        return state.groups.gather.counters["all-gather"][0]
 
     def states() -> set[str]:
         found = (unit_state(module) for module in model.modules())

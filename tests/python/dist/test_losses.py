@@ -94,13 +94,13 @@ def train(way: str, reshard: bool) -> dict[str, Any]:
     counts: dict[str, int] = {}
     for _ in range(2):
         model.zero_grad()
-        for group in (state.gather_group, state.reduce_group):
+        for group in (state.groups.gather, state.groups.reduce):
             group.reset_counters()
         loss = model(*batch(dist.get_rank()))
-        counts["forward"] = state.gather_group.counters["all-gather"][0]
+        counts["forward"] = state.groups.gather.counters["all-gather"][0]
         loss.backward()
     assert state.unit is not None
-    counts["step"] = state.gather_group.counters["all-gather"][0]
+    counts["step"] = state.groups.gather.counters["all-gather"][0]
     return {
         "gathers": counts,
         "state": state.unit.state,

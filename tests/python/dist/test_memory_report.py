@@ -234,5 +234,5 @@ def test_report_is_a_table_with_planned_beside_observed(
 
 
 def test_report_refuses_an_unsharded_model() -> None:
-    with pytest.raises(ValueError, match="expected a model sharded by lowtide, got"):
+    with pytest.raises(ValueError, match="sharded or checkpointed by lowtide, got"):
         lowtide.memory_report(torch.nn.Linear(2, 2))

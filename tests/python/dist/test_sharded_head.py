@@ -162,7 +162,7 @@ def test_streamed_rows_are_bitwise_the_average_of_one_process(
 def counted(net: Any) -> dict[str, int]:
     state = unit_state(net)
     assert state is not None
-    groups = (state.gather_group, state.reduce_group)
+    groups = (state.groups.gather, state.groups.reduce)
     return {
         kind: sum(group.counters[kind][0] for group in groups)
         for kind in ("all-gather", "reduce-scatter")
@@ -237,14 +237,23 @@ def test_an_announced_head_is_not_gathered_ahead_in_the_first_step(pool_of):
 
 
 def messages() -> list[str]:
-    net = sharded()
+    net, accumulating = sharded(), sharded()
     found = []
     h, targets = torch.randn(2, DIM), torch.zeros(2, dtype=torch.int64)
+    accumulating.set_requires_gradient_sync(False)
+    accumulating(*batch(0, 0), "plain").backward()
+
+    def under_autocast() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            sharded()(*batch(0, 0), "vocabulary")
+
     for call in (
         lambda: linear_cross_entropy(h, net.head, targets),
         lambda: linear_cross_entropy(h, net.head, targets, vocab_chunk=7),
         lambda: stream_rows(nn.Linear(2, 3)),
         lambda: stream_rows(sharded(bias=True).head),
+        lambda: stream_rows(accumulating.head),
+        under_autocast,
     ):
         with pytest.raises((ValueError, RuntimeError)) as caught:
             call()
@@ -253,9 +262,14 @@ def messages() -> list[str]:
 
 
 def test_messages(pool_of):
-    early, chunk, plain, bias = pool_of(1).run(messages)[0]
+    early, chunk, plain, bias, late, autocast = pool_of(1).run(messages)[0]
     assert "expected a forward of the root module before its rows are read" in early
     assert "expected None for a head whose rows are streamed, got 7" in chunk
     assert "expected a linear layer without bias that is a unit of its own" in plain
     assert plain.endswith("Call fully_shard(head) first.")
     assert bias == plain.replace("Linear. Call", "FSDPLinear. Call")
+    assert "its rows to be streamed from the beginning of a step on" in late
+    assert "got gradients of it that are not reduced yet" in late
+    assert "Call lowtide.losses.stream_rows before the first backward." in late
+    assert "expected no autocast, or autocast to the unit's torch.float32" in autocast
+    assert autocast.endswith("Leave autocast for the loss.")

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import lowtide
 from lowtide import _C, ActivationPolicy, checkpoint
@@ -184,8 +184,13 @@ def test_the_report_names_problems_before_a_backward_raises_them():
 
 
 def test_a_report_needs_something_to_report():
-    with pytest.raises(ValueError, match="expected a model sharded by lowtide"):
+    with pytest.raises(ValueError, match="lowtide: ") as error:
         lowtide.memory_report(nn.Linear(2, 2))
+    assert str(error.value) == (
+        "lowtide: memory_report: expected a model sharded or checkpointed by lowtide, "
+        "got Linear without a unit or a checkpointed module. Call lowtide.fully_shard "
+        "or lowtide.checkpoint first."
+    )
 
 
 def test_beyond_the_cap_copies_use_pageable_memory_and_say_so():
@@ -237,3 +242,24 @@ def test_a_skip_connection_is_copied_once():
     assert_same_bits(step(ours), step(plain))
     residual = lowtide.memory_report(ours).activations.names["residual"]
     assert (residual.matched, residual.moved, residual.shared) == (4, 3, 1)
+
+
+def test_a_module_that_runs_several_times_is_several_regions():
+    class Looped(nn.Module):
+        def __init__(self, wrap) -> None:
+            super().__init__()
+            self.block = wrap(stack(1)[0])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                x = self.block(x)
+            return x
+
+    policy = ActivationPolicy(offload=["residual"], save=["hidden"])
+    ours = Looped(lambda block: checkpoint(block, policy))
+    plain = Looped(lambda block: block)
+    for _ in range(2):
+        assert_same_bits(step(ours), step(plain))
+    names = lowtide.memory_report(ours).activations.names
+    assert names["residual"].moved_bytes == 2 * 3 * RESIDUAL_BYTES
+    assert names["hidden"].kept == 2 * 3

@@ -1,5 +1,5 @@
 """Checkpointed regions behave as torch's non-reentrant checkpoints: same bits, early
-stop, every kind of backward; what backward needs may not be written to."""
+stop, every kind of backward."""
 
 from __future__ import annotations
 
@@ -12,33 +12,13 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
 from lowtide import ActivationPolicy, checkpoint
-from support.blocks import Mlp, assert_same_bits, gradients, rows, stack, step
-
-
-class Call(nn.Module):
-    """A module made of a function."""
-
-    def __init__(self, function) -> None:
-        super().__init__()
-        self.function = function
-        self.weight = nn.Parameter(torch.full((4,), 0.5))
-
-    def forward(self, *args, **kwargs):
-        return self.function(self, *args, **kwargs)
-
-
-def region(function) -> Call:
-    return checkpoint(Call(function))
-
-
-def leaf(*values: float) -> Tensor:
-    return torch.tensor(values or (1.0, 2.0, 3.0, 4.0), requires_grad=True)
+from support.blocks import assert_same_bits, gradients, rows, stack, step
+from support.regions import Call, leaf, region
 
 
 def both(function, *args, **kwargs) -> tuple[list[Tensor], list[Tensor]]:
@@ -251,126 +231,6 @@ def test_views_of_one_tensor_as_arguments():
     assert_same_bits(found[1], found[0])
 
 
-def nested(depth: int, wrap: bool) -> nn.Module:
-    module: nn.Module = Mlp(dropout=0.1)
-    for _ in range(depth):
-        module = nn.Sequential(Mlp(dropout=0.1), module)
-        if wrap:
-            checkpoint(module)
-    return module
-
-
-def test_nested_regions():
-    torch.manual_seed(5)
-    plain = nested(4, wrap=False)
-    torch.manual_seed(5)
-    ours = nested(4, wrap=True)
-    for _ in range(2):
-        assert_same_bits(step(ours), step(plain))
-
-
-def test_nested_regions_do_not_keep_inner_inputs():
-    inner_input = []
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.inner = Mlp(), checkpoint(Mlp())
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.first(x)
-            if not inner_input:
-                inner_input.append(weakref.ref(y))
-            return self.inner(y)
-
-    module = checkpoint(Outer())
-    x = rows().requires_grad_()
-    loss = module(x).sum()
-    assert inner_input[0]() is None
-    loss.backward()
-    assert x.grad is not None
-
-
-def test_inside_and_around_torch_checkpoints():
-    def run(inner, outer):
-        torch.manual_seed(7)
-        a, b = inner(Mlp(dropout=0.1)), Mlp(dropout=0.1)
-        x = rows().requires_grad_()
-        torch.manual_seed(3)
-        loss = outer(nn.Sequential(a, b), x).square().sum()
-        loss.backward()
-        return gradients([x, *a.parameters(), *b.parameters()])
-
-    def plain(module, x):
-        return module(x)
-
-    def theirs(module, x):
-        return torch_checkpoint(module, x, use_reentrant=False)
-
-    def reentrant(module, x):
-        return torch_checkpoint(module, x, use_reentrant=True)
-
-    expected = run(lambda m: m, plain)
-    assert_same_bits(run(checkpoint, theirs), expected)
-    assert_same_bits(run(checkpoint, reentrant), expected)
-    assert_same_bits(run(lambda m: m, lambda m, x: checkpoint(m)(x)), expected)
-
-
-def test_hooks_around_a_region_pack_its_inputs():
-    model = stack(2, wrap=checkpoint)
-    expected = step(stack(2))
-    with torch.autograd.graph.save_on_cpu():
-        got = step(model)
-    assert_same_bits(got, expected)
-
-
-@pytest.mark.parametrize("inside", [False, True])
-def test_autocast_is_replayed(inside: bool):
-    def run(wrap):
-        model = stack(wrap=wrap)
-        x = rows().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(x * 1.0).float().square().sum()
-            if inside:
-                loss.backward()
-        if not inside:
-            loss.backward()
-        return [loss.detach(), *gradients([x, *model.parameters()])]
-
-    assert_same_bits(run(checkpoint), run(None))
-
-
-def test_a_forward_without_grad_leaves_nothing_in_autocasts_cache():
-    def run(wrap):
-        model = stack(1, wrap=wrap)
-        x = rows().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16):
-            model(x).float().sum().backward()
-            model.zero_grad()
-            x.grad = None
-            model(x).float().sum().backward()
-        return gradients([x, *model.parameters()])
-
-    assert_same_bits(run(checkpoint), run(None))
-
-
-def test_random_state_after_backward_is_as_without_recomputation():
-    after = []
-    for wrap in (None, checkpoint):
-        step(stack(dropout=0.5, wrap=wrap))
-        after.append(torch.rand(3))
-    assert torch.equal(after[0], after[1])
-
-
-def test_a_default_device_is_replayed():
-    module = region(lambda m, x: (x * torch.ones(4).to(x.device) * m.weight).sum())
-    with torch.device("cpu"):
-        loss = module(leaf())
-    with torch.device("meta"):
-        loss.backward()
-    assert module.weight.grad is not None
-
-
 def test_gradients_inside_the_forward():
     def forward(m, x):
         y = (x * m.weight).sin()
@@ -507,102 +367,6 @@ def test_deepcopy_and_pickle_keep_the_policy():
     buffer = io.BytesIO()
     torch.save(model.state_dict(), buffer)
     assert list(model.state_dict()) == list(stack(2).state_dict())
-
-
-# -- what raises -----------------------------------------------------------------
-
-
-def test_create_graph_raises_by_name():
-    x = leaf()
-    loss = region(lambda m, x: (x * m.weight).sin().sum())(x)
-    with pytest.raises(RuntimeError) as error:
-        torch.autograd.grad(loss, x, create_graph=True)
-    assert str(error.value).startswith(
-        "lowtide: checkpoint(Call): expected create_graph=False through a checkpointed "
-        "region, got create_graph=True. Take higher derivatives of a model without "
-        "lowtide.checkpoint."
-    )
-
-
-def test_an_argument_written_to_in_the_forward():
-    module = region(lambda m, x: x.mul_(2).sin().sum())
-    with pytest.raises(RuntimeError) as error:
-        module(leaf() * 1.0)
-    assert str(error.value).startswith(
-        "lowtide: checkpoint(Call): expected tensor argument 0 at version 0, as the "
-        "forward received it, got version 1: something wrote to it in place."
-    )
-
-
-@pytest.mark.parametrize("policy", [{}, {"offload": ["input"]}], ids=str)
-def test_an_argument_written_to_after_the_forward(policy: dict[str, list[str]]):
-    module = checkpoint(
-        Call(lambda m, x: (x * m.weight).sin().sum()), ActivationPolicy(**policy)
-    )
-    x = leaf() * 1.0
-    loss = module(x)
-    x.detach().add_(1.0)
-    with pytest.raises(RuntimeError, match="argument 0 at version 0.*got version 1"):
-        loss.backward()
-
-
-def test_a_saved_value_written_to_after_it_was_saved():
-    def forward(m, x):
-        y = (x * m.weight).exp()
-        z = y.sin()
-        y.mul_(2)
-        return z.sum()
-
-    loss = region(forward)(leaf())
-    with pytest.raises(RuntimeError, match=r"saved as number \d at version 0.*place"):
-        loss.backward()
-
-
-def test_a_forward_that_differs_the_second_time():
-    sizes = [4, 3]
-
-    def forward(m, x):
-        return (x * m.weight)[: sizes.pop(0)].sin().sum()
-
-    loss = region(forward)(leaf())
-    with pytest.raises(RuntimeError) as error:
-        loss.backward()
-    text = str(error.value)
-    assert "expected the second forward to do what the first did, saved tensor" in text
-    assert "Float[4], got Float[3]" in text
-
-
-def test_a_forward_that_saves_less_the_second_time():
-    steps = [3, 1]
-
-    def forward(m, x):
-        y = x * m.weight
-        for _ in range(steps.pop(0)):
-            y = y.sin()
-        return y.sum()
-
-    loss = region(forward)(leaf())
-    with pytest.raises(RuntimeError, match="at least 5 saved tensors, got 3"):
-        loss.backward()
-
-
-def test_a_second_policy_raises():
-    module = checkpoint(nn.Linear(4, 4))
-    with pytest.raises(ValueError, match="lowtide: ") as error:
-        checkpoint(module, ActivationPolicy(offload=["input"]))
-    assert str(error.value) == (
-        "lowtide: checkpoint: expected a module without a policy, got "
-        "CheckpointedLinear, which has one. Put all names into one ActivationPolicy."
-    )
-
-
-def test_containers_without_a_forward_raise():
-    with pytest.raises(ValueError, match="lowtide: ") as error:
-        checkpoint(nn.ModuleList([nn.Linear(4, 4)]))
-    assert str(error.value) == (
-        "lowtide: checkpoint: expected a module with a forward, got ModuleList. Call "
-        "it on the modules inside."
-    )
 
 
 def test_public_names():

@@ -1,0 +1,69 @@
+"""Time of a training step of a Llama on the simulated device, as JSON.
+
+    llama_time.py --system lowtide --config 8b --world 8 --accelerator h100 [...]
+
+The models, systems and their options are those of llama_memory.py. The third step is
+reported: the optimizer has its state, and lowtide knows the order of gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+import torch
+from llama_memory import NUM_STEPS, WRAP, build, parser, set_sync, tune
+from torch import nn
+
+import lowtide.phantom
+
+
+def options() -> argparse.Namespace:
+    also = parser()
+    also.add_argument("--accelerator", choices=("h100", "h200"), default="h100")
+    also.add_argument("--trace", help="file for a Chrome trace of the last step")
+    also.add_argument("--picture", help="file for a picture of the last step")
+    return also.parse_args()
+
+
+def train(args: argparse.Namespace, time: lowtide.phantom.timeline) -> None:
+    model: Any = WRAP[args.system](build(args), args)
+    # The head belongs to the loss, whose chunks hold both.
+    model.norm.register_forward_hook(lambda *_: time.phase("loss"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    for _ in range(NUM_STEPS):
+        time.begin_step()
+        for microbatch in range(args.microbatches):
+            with set_sync(model, microbatch == args.microbatches - 1):
+                time.phase("forward")
+                shape = (1, args.sequence + 1)
+                tokens = torch.zeros(*shape, dtype=torch.long, device="phantom")
+                loss = model(tokens[:, :-1], tokens[:, 1:])
+                time.phase("backward")
+                loss.backward()
+                del loss, tokens
+        time.phase("optimizer")
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if args.system == "lowtide":
+            tune(model, args)
+
+
+def main() -> None:
+    args = options()
+    lowtide.phantom.install(mode="meta", expandable=args.expandable)
+    lowtide.phantom.init_world(args.world)
+    with lowtide.phantom.timeline(args.accelerator) as time:
+        train(args, time)
+    if args.trace:
+        time.chrome_trace(args.trace, step=-1)
+    if args.picture:
+        time.picture(args.picture)
+    json.dump(time.report().to_dict(), sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

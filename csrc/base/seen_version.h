@@ -1,0 +1,30 @@
+// A tensor's bytes as they were at one moment: without autograd history, and
+// with the version they had.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/TensorImpl.h>
+
+#include <cstdint>
+
+namespace lowtide::base {
+
+// `tensor` without its autograd history, on the same storage and version
+// counter.
+at::Tensor without_history(const at::Tensor& tensor);
+
+// A version counter and where it stood.
+class SeenVersion {
+ public:
+  explicit SeenVersion(const at::Tensor& tensor);
+  // Tensors made in inference mode have no counter and never change.
+  bool changed() const;
+  std::uint32_t seen() const { return version_; }
+  std::uint32_t now() const;
+
+ private:
+  c10::VariableVersion counter_;
+  std::uint32_t version_ = 0;
+};
+
+}  // namespace lowtide::base

@@ -1,0 +1,32 @@
+// Tensors over storages, below autograd.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/InferenceMode.h>
+
+#include <utility>
+
+namespace lowtide::gather {
+
+inline at::Tensor tensor_over(c10::Storage storage, at::ScalarType dtype,
+                              at::IntArrayRef sizes, at::IntArrayRef strides,
+                              std::int64_t offset) {
+  const c10::InferenceMode normal(false);
+  const auto key =
+      c10::computeDispatchKey(dtype, c10::Layout::Strided, storage.device());
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(key),
+      c10::scalarTypeToTypeMeta(dtype));
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
+  return tensor;
+}
+
+// The bytes of a contiguous tensor, as collectives take them.
+inline at::Tensor bytes_of(const at::Tensor& tensor) {
+  const auto bytes = static_cast<std::int64_t>(tensor.nbytes());
+  const auto first =
+      tensor.storage_offset() * static_cast<std::int64_t>(tensor.itemsize());
+  return tensor_over(tensor.storage(), at::kByte, {bytes}, {1}, first);
+}
+
+}  // namespace lowtide::gather

@@ -1,0 +1,48 @@
+// What a unit's gradients go through between their ranks and `.grad`: the sum
+// over the ranks they are sharded over, then, if the mesh has replicas, over
+// those, then the user's hook and a division.
+//
+// As in FSDP2: by default both sums are averages.  A divide factor, or sums
+// asked for by the user, make them sums with one division at the end; a factor
+// equal to the number of shards is an average over those and a sum over the
+// replicas.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "comm/collectives.h"
+
+namespace lowtide::shard {
+
+struct GradientReduction {
+  // Settings, between steps; the same on every rank.
+  std::shared_ptr<comm::Collectives> replicas;  // null: a 1-D mesh
+  std::optional<double> divide_factor;
+  bool sum_only = false;
+  // Without, results stay with the shards until a backward with it.
+  bool all_reduce = true;
+  // Changes a reduced row in place, on the current stream; may take the GIL.
+  std::function<void(const at::Tensor&)> hook;
+
+  bool keeps_partial() const { return replicas && !all_reduce; }
+  // Nothing but the reduce-scatter itself.
+  bool plain() const {
+    return !replicas && !hook && !divide_factor && !sum_only;
+  }
+  comm::Reduction over_shards(const comm::Collectives& shards) const;
+  // What follows the reduce-scatter (and what was kept of earlier backwards):
+  // in place, on the current stream; waits for the replicas.
+  void finish(at::Tensor row, const comm::Collectives& shards,
+              const std::string& unit) const;
+
+ private:
+  bool averages_shards(const comm::Collectives& shards) const;
+};
+
+}  // namespace lowtide::shard

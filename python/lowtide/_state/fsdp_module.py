@@ -1,0 +1,311 @@
+"""What ``fully_shard`` turns a module into: FSDP2's methods on lowtide's units."""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import UnshardHandle
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from lowtide._state.buffers_of_group import (
+    GroupBufferAllGather,
+    GroupBufferReduceScatter,
+)
+from lowtide._state.unit import UnitState, unit_state
+
+
+class FSDPModule(TorchFSDPModule):
+    """A module whose parameters lowtide shards. ``isinstance`` of torch's
+    ``FSDPModule`` too, with the same methods. Settings take effect with the next
+    forward and must be the same on every rank."""
+
+    # [FSDP<Original>, lowtide's FSDPModule, torch's FSDPModule, Original, ...]
+    _orig_cls_mro_index = 3
+
+    def reshard(self) -> None:
+        """Frees this unit's full parameters and registers the shards. Not
+        recursive."""
+        state = self._get_fsdp_state()
+        if state.unit is not None:
+            state.unit.reshard()
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gathers this unit's parameters and registers the full ones. Not recursive.
+        With ``async_op`` only issues the gather and returns a handle to wait on."""
+        unit = self._get_fsdp_state().materialized()
+        if not async_op:
+            unit.unshard()
+            return None
+        unit.gather()
+        return _UnshardHandle(unit)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Accepted for compatibility. In FSDP2 ``False`` postpones waiting for
+        reductions; lowtide never lets the host wait for them, and orders every
+        backward's results before what follows it."""
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether the next backwards reduce gradients. Without, they accumulate in
+        one flat slab a unit, in the reduce dtype. On a 2-D mesh this sets
+        ``set_requires_all_reduce``, too."""
+        self._set("gradient_sync", requires_gradient_sync, recurse)
+        self._set("all_reduce", requires_gradient_sync, recurse)
+
+    def set_requires_all_reduce(
+        self, requires_all_reduce: bool, *, recurse: bool = True
+    ) -> None:
+        """On a 2-D mesh: whether the next backwards sum gradients over the replicas.
+        Without, what was reduced over the shards is kept, in the reduce dtype."""
+        self._set("all_reduce", requires_all_reduce, recurse)
+
+    def set_reshard_after_forward(
+        self, reshard_after_forward: bool, recurse: bool = True
+    ) -> None:
+        """Changes the argument of ``fully_shard`` for the next forwards."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(
+                "lowtide: set_reshard_after_forward: expected a bool, got "
+                f"{type(reshard_after_forward).__name__}. Pass True or False."
+            )
+        for state in self._states(recurse):
+            state.auto_reshard = False
+            state.post_forward_group = None
+            state.settings_changed()
+        self._set("reshard_after_forward", reshard_after_forward, recurse)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether backward frees the full parameters; ``False`` saves the gathers of
+        the next microbatch."""
+        self._set("reshard_after_backward", reshard_after_backward, recurse)
+
+    def set_modules_to_forward_prefetch(  # type: ignore[override]
+        self, modules: "list[FSDPModule]"
+    ) -> None:
+        """Units to gather ahead when this one runs forward, instead of the next in
+        the recorded order."""
+        unit = self._get_fsdp_state().materialized()
+        unit.set_forward_prefetch(_units_of(modules))
+
+    def set_modules_to_backward_prefetch(  # type: ignore[override]
+        self, modules: "list[FSDPModule]"
+    ) -> None:
+        """Units to gather ahead when this one runs backward, instead of the one
+        before it in forward."""
+        unit = self._get_fsdp_state().materialized()
+        unit.set_backward_prefetch(_units_of(modules))
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divides the sum of this unit's gradients by ``factor`` instead of the number
+        of ranks. Not recursive."""
+        self._set("gradient_divide_factor", factor, recurse=False)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """FSDP2's former name of :meth:`set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Collectives of this unit's gradients only sum; a division follows. Not
+        recursive."""
+        self._set("sum_only", enable, recurse=False)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """``False``: backward does not read this unit's parameters, do not gather
+        them for it. lowtide finds this out by itself for an embedding. Not
+        recursive."""
+        self._set("unshard_in_backward", unshard_in_backward, recurse=False)
+
+    def set_all_reduce_hook(
+        self,
+        hook: Callable[[Tensor], None],
+        *,
+        stream: torch.Stream | None = None,
+    ) -> None:
+        """``hook(row)`` changes reduced gradients in place before they become
+        ``.grad``; rows come in the same order on every rank. A row is a part of the
+        unit's gradients (FSDP2: all of them) and may end in padding and flags, so what
+        it does must act on every element alike, as a sum over more ranks does. It must
+        not use the mesh's own groups. Not recursive.
+
+        ``stream`` is not supported: the hook runs on lowtide's stream for reductions,
+        which is the current one.
+        """
+        if stream is not None:
+            raise NotImplementedError(
+                "lowtide: FSDPModule.set_all_reduce_hook: expected stream=None, got "
+                f"{stream}. Switch to it inside the hook, and make the current stream "
+                "wait for it."
+            )
+        state = self._get_fsdp_state()
+        state.reduce_hook = hook
+        state.settings_changed()
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gathers this unit's parameters through ``comm``: one flat uint8 input and
+        output from its ``allocate``, copied in and out. Not recursive."""
+        state = self._get_fsdp_state()
+        state.custom_all_gather = comm
+        state.settings_changed()
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduces this unit's gradients through ``comm``, chunk by chunk, on buffers
+        from its ``allocate``. Not recursive."""
+        state = self._get_fsdp_state()
+        state.custom_reduce_scatter = comm
+        state.settings_changed()
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Uses the process group's allocator for collectives' buffers, at the price of
+        a copy in and out. Not recursive, not together with custom objects."""
+        state = self._get_fsdp_state()
+        for comm in (state.custom_all_gather, state.custom_reduce_scatter):
+            if not isinstance(
+                comm, GroupBufferAllGather | GroupBufferReduceScatter | None
+            ):
+                raise AssertionError(
+                    "lowtide: FSDPModule.set_allocate_memory_from_process_group_for_"
+                    "comm: expected no custom comm object, got "
+                    f"{type(comm).__name__}. It allocates its own buffers: remove one "
+                    "of the two calls."
+                )
+        groups = state.groups
+        state.custom_all_gather = (
+            GroupBufferAllGather(groups.gather_process_group) if enable else None
+        )
+        state.custom_reduce_scatter = (
+            GroupBufferReduceScatter(groups.reduce_process_group) if enable else None
+        )
+        state.settings_changed()
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """The current stream waits for ``event`` at once, and every gather issued from
+        now on with it. (FSDP2 makes only its gathers wait.)"""
+        if self._get_fsdp_state().device.type != "cpu":
+            torch.accelerator.current_stream().wait_event(event)
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Nothing to choose: lowtide's buffers come from the compute stream's pool
+        whichever way a gather is issued."""
+
+    def _set(self, name: str, value: Any, recurse: bool) -> None:
+        for state in self._states(recurse):
+            state.set(name, value)
+
+    def _states(self, recurse: bool) -> Iterator[UnitState]:
+        assert isinstance(self, nn.Module)
+        for module in self.modules() if recurse else [self]:
+            if (state := unit_state(module)) is not None:
+                yield state
+
+    def _get_fsdp_state(self) -> UnitState:  # type: ignore[override]
+        assert isinstance(self, nn.Module)
+        state = unit_state(self)
+        assert state is not None
+        return state
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.reshard()
+        state = self._get_fsdp_state()
+        state.detach()
+        try:
+            return nn.Module._apply(self, *args, **kwargs)  # type: ignore[arg-type]
+        finally:
+            state.refresh()
+
+
+class _UnshardHandle(UnshardHandle):
+    def __init__(self, unit: Any) -> None:
+        self._unit: Any = unit
+
+    def wait(self) -> None:
+        if self._unit is not None:
+            self._unit.unshard()
+            self._unit = None
+
+
+def _units_of(modules: Iterable[Any]) -> list[Any]:
+    units = []
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(
+                "lowtide: prefetch list: expected modules sharded by lowtide, got "
+                f"{type(module).__name__}. Call fully_shard on it first."
+            )
+        units.append(module._get_fsdp_state().materialized())
+    return units
+
+
+# -- becoming an FSDPModule ---------------------------------------------------------
+
+_fsdp_classes: "weakref.WeakKeyDictionary[type, type]" = weakref.WeakKeyDictionary()
+
+
+def become_fsdp_module(module: nn.Module) -> None:
+    """Puts :class:`FSDPModule` first in the module's class."""
+    original = type(module)
+    fsdp_class = _fsdp_classes.get(original)
+    if fsdp_class is None:
+        members: dict[str, Any] = {"__deepcopy__": _refuse_deepcopy}
+        if original is nn.Embedding:
+            members["forward"] = _embedding_forward
+        fsdp_class = type(f"FSDP{original.__name__}", (FSDPModule, original), members)
+        _fsdp_classes[original] = fsdp_class
+    module.__class__ = fsdp_class
+
+
+# `input`, as in nn.Embedding.forward: callers may pass it by name.
+def _embedding_forward(self: nn.Embedding, input: Tensor) -> Tensor:
+    state = unit_state(self)
+    assert state is not None
+    if state.embedding_rows is None:
+        return nn.Embedding.forward(self, input)
+    return state.embedding_rows.forward(self, input)
+
+
+def _refuse_deepcopy(module: nn.Module, memo: object) -> NoReturn:
+    raise AssertionError(
+        f"lowtide: {type(module).__name__}: expected a module that is not sharded to "
+        "deepcopy, got a sharded one. Use state_dict, or copy before fully_shard."
+    )
+
+
+def register_hooks(state: UnitState) -> None:
+    if len(state.modules) == 1:
+        module = state.modules[0]
+        module.register_forward_pre_hook(
+            state.hooks.pre, prepend=True, with_kwargs=True
+        )
+        module.register_forward_hook(state.hooks.post, prepend=False)
+        return
+    _GroupHooks(state).register()
+
+
+class _GroupHooks:
+    """For modules sharded together: before the first that runs, after the last."""
+
+    def __init__(self, state: UnitState) -> None:
+        self._state = state
+        self._waiting: set[nn.Module] = set()
+
+    def register(self) -> None:
+        for module in self._state.modules:
+            module.register_forward_pre_hook(self._pre, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._post, prepend=False)
+
+    def _pre(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._waiting:
+            return None
+        self._waiting = set(self._state.modules)
+        return self._state.hooks.pre(module, args, kwargs)
+
+    def _post(self, module: nn.Module, args: Any, output: Any) -> Any:
+        self._waiting.discard(module)
+        if self._waiting:
+            return None
+        return self._state.hooks.post(module, args, output)

@@ -1,0 +1,149 @@
+"""One parameter in its two forms: the shard between steps, the full one in use."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+
+@dataclasses.dataclass(eq=False)
+class UnitParameter:
+    slots: list[tuple[nn.Module, str]]
+    spec: DTensorSpec
+    shard: nn.Parameter  # a DTensor, registered between steps
+    name: str  # "Linear.weight", the fully qualified name once there is a root
+    shard_dim: int
+    sizes: torch.Size  # of the full parameter; of this rank's part if it is parallel
+    parallel: DTensorSpec | None  # of a parameter that was a DTensor already
+    full: nn.Parameter | None = None  # registered while the unit is unsharded
+
+    @property
+    def registered(self) -> nn.Parameter:
+        module, name = self.slots[0]
+        parameter = module._parameters[name]
+        assert parameter is not None
+        return parameter
+
+    def tie(self, slots: list[tuple[nn.Module, str]]) -> None:
+        """Other modules share it; the first forward decides which unit gathers it."""
+        for module, name in slots:
+            module._parameters[name] = self.shard
+        self.slots.extend(slots)
+
+    def register(self, parameter: nn.Parameter) -> None:
+        for module, name in self.slots:
+            module._parameters[name] = parameter
+
+    @property
+    def may_stream_rows(self) -> bool:
+        """A row of it is a row of one rank's shard, registered in one place."""
+        return self.shard_dim == 0 and self.parallel is None and len(self.slots) == 1
+
+    def make_full(self, data: torch.Tensor) -> None:
+        """``data``: what the unit gathers into."""
+        if self.parallel is not None:
+            meta = self.parallel.tensor_meta
+            assert meta is not None
+            data = DTensor(
+                data,
+                DTensorSpec(
+                    self.parallel.mesh,
+                    self.parallel.placements,
+                    tensor_meta=TensorMeta(meta.shape, meta.stride, data.dtype),
+                ),
+                requires_grad=False,
+            )
+        self.full = nn.Parameter(data, requires_grad=self.shard.requires_grad)
+
+    def local_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """This rank's part of what autograd computed for a parallel parameter."""
+        if isinstance(gradient, AsyncCollectiveTensor):
+            gradient = gradient.wait()
+        if isinstance(gradient, DTensor):
+            assert self.parallel is not None
+            gradient = gradient.redistribute(placements=self.parallel.placements)
+            gradient = gradient._local_tensor
+        if isinstance(gradient, AsyncCollectiveTensor):
+            gradient = gradient.wait()
+        return gradient
+
+
+def make_shard(
+    parameter: nn.Parameter, mesh: DeviceMesh, placement: Shard | None, who: str
+) -> dict[str, Any]:
+    """The fields of a UnitParameter that say how ``parameter`` is split over the last
+    dimension of ``mesh``."""
+    placement = _checked(parameter, placement, who)
+    parallel = parameter._spec if isinstance(parameter, DTensor) else None
+    data = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    size, rank = mesh.size(-1), mesh.get_local_rank(-1)
+    if placement.dim > 0 and data.shape[placement.dim] % size != 0:
+        raise NotImplementedError(
+            f"lowtide: {who}: expected dimension {placement.dim}, which is to be "
+            f"split, to be a multiple of {size}, got "
+            f"{data.shape[placement.dim]}. Return Shard(0) for it from "
+            "shard_placement_fn: only dim 0 may be uneven."
+        )
+    chunks = data.detach().chunk(size, placement.dim)
+    local = (
+        chunks[rank].clone(memory_format=torch.contiguous_format)
+        if rank < len(chunks)
+        else data.new_empty((0, *data.shape[1:]))
+    )
+    spec = _spec(parameter, mesh, placement, parallel)
+    shard = nn.Parameter(
+        DTensor(local, spec, requires_grad=False),
+        requires_grad=parameter.requires_grad,
+    )
+    return {
+        "spec": spec,
+        "shard": shard,
+        "shard_dim": placement.dim,
+        "sizes": data.shape,
+        "parallel": parallel,
+    }
+
+
+def _checked(parameter: nn.Parameter, placement: Shard | None, who: str) -> Shard:
+    if placement is None:
+        return Shard(0)
+    if type(placement) is not Shard:
+        raise ValueError(
+            f"lowtide: {who}: expected shard_placement_fn to return Shard or None, got "
+            f"{placement!r}. Return Shard(0) for the default."
+        )
+    dim = placement.dim + (parameter.ndim if placement.dim < 0 else 0)
+    if not 0 <= dim < parameter.ndim:
+        raise ValueError(
+            f"lowtide: {who}: expected shard_placement_fn to return a dimension of a "
+            f"parameter with {parameter.ndim}, got {placement.dim}. Return Shard(0) "
+            "for the default."
+        )
+    return Shard(dim)
+
+
+def _spec(
+    parameter: nn.Parameter,
+    mesh: DeviceMesh,
+    placement: Shard,
+    parallel: DTensorSpec | None,
+) -> DTensorSpec:
+    replicas: tuple[Placement, ...] = (Replicate(),) * (mesh.ndim - 1)
+    if parallel is None:
+        meta = TensorMeta(parameter.shape, parameter.stride(), parameter.dtype)
+        return DTensorSpec(mesh, (*replicas, placement), tensor_meta=meta)
+    splits = parallel.num_shards_map[placement.dim]
+    split: Placement = (
+        _StridedShard(placement.dim, split_factor=splits) if splits > 1 else placement
+    )
+    return DTensorSpec(
+        DeviceMesh._concatenate([mesh, parallel.mesh]),
+        (*replicas, split, *parallel.placements),
+        tensor_meta=parallel.tensor_meta,
+    )

@@ -1,0 +1,97 @@
+"""Parameters that modules of several units share.
+
+A tied parameter stays one parameter: every module that had it registers the same
+shard. It can be gathered by one unit only, and that unit must be around all modules
+that read it, so the first forward moves it to the innermost such unit: the root's, as
+a rule. Its gradient is then complete when that unit's are.
+"""
+
+import weakref
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lowtide._state.modules import managed_modules
+
+if TYPE_CHECKING:
+    from lowtide._state.parameter import UnitParameter
+    from lowtide._state.unit import UnitState
+
+# Parameters as they were before sharding -> what they became.
+_became: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# By the id of a shard. Not by a weak reference to it: `Module._apply` refuses to swap
+# a tensor that has one.
+_by_shard: "weakref.WeakValueDictionary[int, UnitParameter]" = (
+    weakref.WeakValueDictionary()
+)
+
+
+def remember_original(parameter: nn.Parameter, became: "UnitParameter") -> None:
+    _became[parameter] = weakref.ref(became)
+
+
+def remember_shard(owner: "UnitParameter") -> None:
+    _by_shard[id(owner.shard)] = owner
+
+
+def owner_of(parameter: nn.Parameter) -> "UnitParameter | None":
+    """What ``parameter`` became, or is the shard of."""
+    owner = _by_shard.get(id(parameter))
+    if owner is not None and owner.shard is parameter:
+        return owner
+    reference = _became.get(parameter)
+    became: UnitParameter | None = reference() if reference is not None else None
+    return became
+
+
+def move_shared_parameters(root: nn.Module, states: "list[UnitState]") -> None:
+    """Before the first forward of ``root``; ``states``: the units in it."""
+    _join_slots(states)
+    managed_by = {
+        module: state for state in states for module in managed_modules(state.modules)
+    }
+    for state in states:
+        for parameter in list(state.parameters):
+            modules = {module for module, _ in parameter.slots}
+            _require_inside(root, parameter, modules)
+            if {managed_by[module] for module in modules} != {state}:
+                home = _innermost_around(modules, states)
+                if home is not state:
+                    state.give_up(parameter)
+                    home.take(parameter)
+
+
+def _join_slots(states: "list[UnitState]") -> None:
+    """A weight that was tied after it had been sharded: what it was before goes."""
+    for state in states:
+        for parameter in list(state.parameters):
+            owner = owner_of(parameter.registered)
+            if owner is not None and owner is not parameter:
+                state.give_up(parameter)
+                owner.slots.extend(parameter.slots)
+
+
+def _innermost_around(
+    modules: set[nn.Module], states: "list[UnitState]"
+) -> "UnitState":
+    around = [
+        (len(below), number)
+        for number, state in enumerate(states)
+        if len(state.modules) == 1
+        and modules <= (below := set(state.modules[0].modules()))
+    ]
+    return states[min(around)[1]]
+
+
+def _require_inside(
+    root: nn.Module, parameter: "UnitParameter", modules: set[nn.Module]
+) -> None:
+    inside = set(root.modules())
+    outside = [type(module).__name__ for module in modules if module not in inside]
+    if outside:
+        raise ValueError(
+            f"lowtide: {parameter.name}: expected a parameter that is tied within "
+            f"{type(root).__name__}, got one that {outside[0]} outside of it shares. "
+            "Run forward through a module that contains both."
+        )

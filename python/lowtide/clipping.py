@@ -1,0 +1,49 @@
+"""``clip_grad_norm_``: torch's, which may also skip a step whose gradients are not
+finite."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+__all__ = ["clip_grad_norm_"]
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    skip_nonfinite: bool = False,
+) -> Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` with one more argument.
+
+    Args:
+        skip_nonfinite: If the total norm is infinite or NaN, as after one rank had a
+            NaN, drop every gradient: the optimizer's next ``step`` then changes
+            neither parameters nor moments. The norm is the same on all ranks, so they
+            skip together. Costs a wait for the norm on the host.
+
+    Returns:
+        The total norm before clipping, a ``DTensor`` if the gradients are; not finite
+        if the step is skipped.
+    """
+    chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    norm = torch.nn.utils.get_total_norm(
+        [p.grad for p in chosen if p.grad is not None],
+        norm_type,
+        error_if_nonfinite,
+        foreach,
+    )
+    if skip_nonfinite:
+        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if not bool(torch.isfinite(whole)):
+            for p in chosen:
+                p.grad = None
+            return norm
+    torch.nn.utils.clip_grads_with_norm_(chosen, max_norm, norm, foreach)
+    return norm

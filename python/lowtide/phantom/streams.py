@@ -1,0 +1,122 @@
+"""A timeline for the eye: a Chrome trace, and a picture of the streams."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lowtide.phantom import clock
+from lowtide.phantom.clock import Span, name_of_stream
+
+_PHASES = -1  # the thread of the trace that shows them
+_MICROSECONDS = 1e6
+_COLOURS = {
+    "kernel": "#4878a8",
+    "transfer": "#8a6fb0",
+    "collective": "#d98032",
+    "exposed": "#c23b3b",
+    "wait": "#e3e3e3",
+}
+
+Marks = list[tuple[str, float]]
+
+
+def write_chrome_trace(
+    timeline: "clock.timeline", path: str | Path, marks: Marks
+) -> None:
+    """Trace Event Format: a thread for each stream, one for the phases."""
+    begin, end = marks[0][1], marks[-1][1]
+    spans = timeline.spans(begin, end)
+    streams = sorted({span.stream for span in spans})
+    events: list[dict[str, Any]] = [
+        _name_of_thread(stream, name_of_stream(stream)) for stream in streams
+    ]
+    events.append(_name_of_thread(_PHASES, "phases"))
+    for (phase, start), (_, stop) in zip(marks, marks[1:], strict=False):
+        events.append(_event(phase, "phase", _PHASES, start, stop))
+    for span in spans:
+        name = span.name or "wait for another stream"
+        event = _event(name, span.kind, span.stream, span.begin, span.end)
+        event["args"] = {
+            "issued_us": round(span.issued * _MICROSECONDS, 3),
+            "gflop": span.flops / 1e9,
+            "mib": span.bytes / (1 << 20),
+        }
+        events.append(event)
+    trace = {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"kind": "simulated", **timeline.assumptions()},
+    }
+    Path(path).write_text(json.dumps(trace))
+
+
+def _name_of_thread(thread: int, name: str) -> dict[str, Any]:
+    return {
+        **{"name": "thread_name", "ph": "M", "pid": 0, "tid": thread},
+        "args": {"name": name},
+    }
+
+
+def _event(
+    name: str, kind: str, thread: int, begin: float, end: float
+) -> dict[str, Any]:
+    return {
+        **{"name": name, "cat": kind, "ph": "X", "pid": 0, "tid": thread},
+        "ts": begin * _MICROSECONDS,
+        "dur": (end - begin) * _MICROSECONDS,
+    }
+
+
+def draw(timeline: "clock.timeline", path: str | Path, marks: Marks) -> None:
+    from matplotlib.figure import Figure
+
+    begin, end = marks[0][1], marks[-1][1]
+    spans = timeline.spans(begin, end)
+    exposed = [
+        span
+        for span in spans
+        if span.kind == "wait" and span.stream == clock.COMPUTE_STREAM
+    ]
+    rows = _rows(spans)
+    figure = Figure(figsize=(11, 1.6 + 0.5 * len(rows)), layout="constrained")
+    axes = figure.add_subplot()
+    for row, stream in enumerate(rows):
+        for kind, colour in _COLOURS.items():
+            if kind in ("exposed", "wait"):
+                continue
+            bars = [
+                ((span.begin - begin) * 1e3, (span.end - span.begin) * 1e3)
+                for span in spans
+                if span.stream == stream and span.kind == kind
+            ]
+            axes.broken_barh(bars, (row - 0.35, 0.7), facecolors=colour)
+    waits = [((s.begin - begin) * 1e3, (s.end - s.begin) * 1e3) for s in exposed]
+    axes.broken_barh(waits, (-0.35, 0.7), facecolors=_COLOURS["exposed"])
+    for phase, start in marks[:-1]:
+        axes.axvline((start - begin) * 1e3, color="black", linewidth=0.6)
+        axes.text((start - begin) * 1e3, -0.6, f" {phase}", fontsize=8, va="bottom")
+    axes.set_yticks(range(len(rows)), [name_of_stream(stream) for stream in rows])
+    axes.set_ylim(len(rows) - 0.5, -1)
+    axes.set_xlim(0, (end - begin) * 1e3)
+    axes.set_xlabel(f"ms, simulated on {timeline.accelerator.name}")
+    _explain(figure)
+    figure.savefig(path, dpi=120)
+
+
+def _rows(spans: list[Span]) -> list[int]:
+    """Streams that do something, the compute stream first."""
+    busy = {span.stream for span in spans if span.kind != "wait"}
+    return sorted(busy | {clock.COMPUTE_STREAM})
+
+
+def _explain(figure: Any) -> None:
+    from matplotlib.patches import Patch
+
+    labels = {
+        "kernel": "kernels",
+        "transfer": "copies from and to the host",
+        "collective": "collectives",
+        "exposed": "the compute stream waits",
+    }
+    handles = [Patch(color=_COLOURS[k], label=text) for k, text in labels.items()]
+    figure.legend(handles=handles, loc="outside upper center", ncols=4, fontsize=8)

@@ -1,0 +1,103 @@
+"""``wrap``: shards a whole model in one call and says what it decided."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from lowtide._state import blocks
+from lowtide._state.blocks import Decision
+from lowtide.activations import checkpoint
+from lowtide.api import default_mesh, fully_shard
+from lowtide.policies import ActivationPolicy, MixedPrecisionPolicy
+
+__all__ = ["wrap"]
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+_DEFAULT_PRECISION = MixedPrecisionPolicy()
+
+
+def wrap(
+    model: _Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    units: str | Sequence[str] = "auto",
+    mp_policy: MixedPrecisionPolicy = _DEFAULT_PRECISION,
+    activations: ActivationPolicy | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+) -> _Module:
+    """Shards ``model`` in place, block by block, and prints on rank 0 of ``mesh`` what
+    became a unit of its own and why.
+
+    Equal to calling :func:`fully_shard` on each of the printed modules and then on
+    ``model``, with the same settings. With ``units="auto"`` these are
+
+    - *blocks*: what an ``nn.ModuleList`` or ``nn.Sequential`` repeats, outermost first;
+    - an ``nn.Embedding`` or ``nn.Linear`` outside the blocks that is large beside one
+      and shares its weight with no other module: the embedding and the head.
+
+    What is left, tied weights included, is gathered with ``model`` itself.
+
+    Args:
+        model: Any module with a ``forward``.
+        mesh: As in :func:`fully_shard`.
+        units: Or the fully qualified names of the modules to make units.
+        activations: :func:`checkpoint` policy of every block.
+        mp_policy, reshard_after_forward, shard_placement_fn, ignored_params: As in
+            :func:`fully_shard`, for every unit.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: For a name that is no module of ``model``, or ``activations``
+            without a block.
+    """
+    mesh = mesh if mesh is not None else default_mesh()
+    ignored = ignored_params or set()
+    if isinstance(units, str):
+        _require_auto(units)
+        decision = blocks.decide(model, ignored)
+    else:
+        decision = blocks.as_told(model, units)
+    if activations is not None:
+        _checkpoint_blocks(decision, activations)
+    settings: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": mp_policy,
+        "reshard_after_forward": reshard_after_forward,
+        "shard_placement_fn": shard_placement_fn,
+        "ignored_params": ignored_params,
+    }
+    text = blocks.describe(model, decision, mesh, mp_policy)
+    for unit in decision.units:
+        fully_shard(unit.module, **settings)
+    fully_shard(model, **settings)
+    if dist.get_rank() == int(mesh.mesh.flatten()[0]):
+        print(text)
+    return model
+
+
+def _require_auto(units: str) -> None:
+    if units != "auto":
+        raise ValueError(
+            "lowtide: wrap: expected units to be 'auto' or a list of module names, got "
+            f"{units!r}. Write units=[{units!r}] to name one module."
+        )
+
+
+def _checkpoint_blocks(decision: Decision, policy: ActivationPolicy) -> None:
+    repeated = [unit.module for unit in decision.units if unit.is_block]
+    if not repeated:
+        raise ValueError(
+            "lowtide: wrap: expected repeated blocks to give the activation policy to, "
+            "got none. Call lowtide.checkpoint on the modules you mean."
+        )
+    for block in repeated:
+        checkpoint(block, policy)

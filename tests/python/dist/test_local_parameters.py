@@ -1,0 +1,147 @@
+"""An optimizer on plain local shards: the bits, and the state dicts, of one on
+DTensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import lowtide
+from support.bits import assert_same_tensors, assert_same_traces
+from support.model import TINY, build
+from support.systems import get_system
+from support.training import ADAMW, Run, Trace, adamw, local, shard, train_step
+
+NUM_STEPS = 4
+SAVED_AFTER = 2
+VARIANTS: dict[str, dict[str, Any]] = {
+    "loop": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+}
+
+
+def make(kind: str, run: Run, variant: str, seed: int = 0) -> tuple[Any, Any]:
+    """`kind`: fsdp2, lowtide (DTensors) or local."""
+    torch.manual_seed(seed)
+    system = get_system("fsdp2" if kind == "fsdp2" else "lowtide")
+    model: Any = shard(build(run.model), run, system)
+    if kind == "local":
+        parameters = lowtide.local_parameters(model)
+        return model, torch.optim.AdamW(parameters, **ADAMW, **VARIANTS[variant])
+    return model, adamw(model, **VARIANTS[variant])
+
+
+def train(kind: str, run: Run, variant: str) -> Trace:
+    model, optimizer = make(kind, run, variant)
+    trace = Trace()
+    for step in range(NUM_STEPS):
+        train_step(model, optimizer, run, step, trace)
+        assert all(p.grad is None for p in model.parameters())
+    return trace
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_training_has_the_bits_of_dtensors(pool_of, num_ranks, variant):
+    run = Run(TINY, num_ranks, clip=0.5, microbatches=2)
+    pool = pool_of(num_ranks)
+    assert_same_traces(
+        pool.run(train, "local", run, variant), pool.run(train, "fsdp2", run, variant)
+    )
+
+
+def state_of(model: nn.Module, state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    moments = {
+        f"{name} {key}": local(value).clone()
+        for name, values in state["state"].items()
+        for key, value in values.items()
+    }
+    return {n: local(p).clone() for n, p in model.named_parameters()} | moments
+
+
+def save(kind: str, run: Run, path: Path) -> tuple[dict[str, torch.Tensor], Trace]:
+    model, optimizer = make(kind, run, "loop")
+    for step in range(SAVED_AFTER):
+        train_step(model, optimizer, run, step, Trace())
+    with lowtide.sharded_optimizer(optimizer):
+        model_state, state = get_state_dict(model, optimizer)
+        dcp.save({"model": model_state, "optimizer": state}, checkpoint_id=path)
+        saved = state_of(model, state)
+    trace = Trace()
+    for step in range(SAVED_AFTER, NUM_STEPS):
+        train_step(model, optimizer, run, step, trace)
+    return saved, trace
+
+
+def load(kind: str, run: Run, path: Path) -> tuple[dict[str, torch.Tensor], Trace]:
+    model, optimizer = make(kind, run, "loop", seed=1)
+    with lowtide.sharded_optimizer(optimizer):
+        model_state, state = get_state_dict(model, optimizer)
+        content = {"model": model_state, "optimizer": state}
+        dcp.load(content, checkpoint_id=path)
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=content["model"],
+            optim_state_dict=content["optimizer"],
+        )
+        loaded = state_of(model, get_state_dict(model, optimizer)[1])
+    trace = Trace()
+    for step in range(SAVED_AFTER, NUM_STEPS):
+        train_step(model, optimizer, run, step, trace)
+    return loaded, trace
+
+
+@pytest.mark.parametrize("pair", [("local", "fsdp2"), ("fsdp2", "local")])
+def test_checkpoint_crosses(pool_of, tmp_path, pair):
+    writer, reader = pair
+    run = Run(TINY, 2)
+    pool = pool_of(2)
+    saved = pool.run(save, writer, run, tmp_path / "checkpoint")
+    loaded = pool.run(load, reader, run, tmp_path / "checkpoint")
+    for rank in range(2):
+        assert_same_tensors(loaded[rank][0], saved[rank][0], f"state of rank {rank}")
+    assert_same_traces([trace for _, trace in loaded], [trace for _, trace in saved])
+
+
+def facts() -> list[Any]:
+    run = Run(TINY, 2)
+    model, optimizer = make("local", run, "loop")
+    parameters = optimizer.param_groups[0]["params"]
+    sharded = list(model.parameters())
+    errors = []
+    for call in (
+        lambda: lowtide.local_parameters(nn.Linear(1, 1)),
+        lambda: setattr(parameters[0], "grad", torch.zeros_like(parameters[0])),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            errors.append(str(error))
+    return [
+        all(type(p.detach()) is torch.Tensor for p in parameters),
+        all(
+            p.data_ptr() == s.to_local().data_ptr()
+            for p, s in zip(parameters, sharded, strict=True)
+            if p.numel()
+        ),
+        errors,
+    ]
+
+
+def test_they_are_the_shards_bytes(pool_of):
+    for plain, same_bytes, errors in pool_of(2).run(facts):
+        assert plain and same_bytes
+        assert errors == [
+            "lowtide: local_parameters: expected a model sharded by lowtide, got "
+            "Linear without a unit. Call fully_shard or wrap first.",
+            "lowtide: local_parameters: expected .grad to be set to None, got a "
+            "tensor. Change the gradient in place, or set the sharded parameter's.",
+        ]

@@ -1,0 +1,422 @@
+"""Every setting of FSDP2 beside FSDP2: the same bits with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
+
+from support.model import ModelConfig, batch, build, loss_fn
+from support.recorder import Record, Recorder, assert_same_records, finish_step
+from support.systems import System, get_system
+from support.training import adamw
+
+# Dim 1 of every matrix is a multiple of four.
+CONFIG = ModelConfig(
+    dim=16, num_heads=2, num_kv_heads=2, kv_dim=8, ffn=24, vocab=37, num_layers=2
+)
+NUM_STEPS = 3
+
+
+@dataclass
+class Setting:
+    """`wrap`: keywords of fully_shard; `change`: called on every unit afterwards."""
+
+    wrap: Callable[[Any], dict[str, Any]] = lambda model: {}
+    change: Callable[[System, Any], None] = lambda system, unit: None
+    before: Callable[[Any, bool], None] = lambda model, last: None
+    microbatches: int = 1
+
+
+def llama(system: System, setting: Setting) -> Any:
+    model: Any = build(CONFIG)
+    policy = system.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    keywords = {"mp_policy": policy} | setting.wrap(model)
+    for layer in model.layers:
+        system.fully_shard(layer, **keywords)
+    system.fully_shard(model, **keywords)
+    system.prepare(model)
+    for unit in [*model.layers, model]:
+        setting.change(system, unit)
+    return model
+
+
+def train(system_name: str, name: str) -> Record:
+    setting = SETTINGS[name]
+    model = llama(get_system(system_name), setting)
+    optimizer = adamw(model, foreach=False)
+    record = Recorder()
+    for step in range(NUM_STEPS):
+        for microbatch in range(setting.microbatches):
+            setting.before(model, microbatch == setting.microbatches - 1)
+            inputs, targets = batch(CONFIG, step, microbatch, dist.get_rank())
+            loss = loss_fn(model(inputs), targets)
+            record.add("loss", loss)
+            loss.backward()
+            record.add_model(model)
+        finish_step(model, optimizer, record)
+    return record.values
+
+
+# -- settings -----------------------------------------------------------------------
+
+
+def columns(model: Any) -> dict[str, Any]:
+    """Matrices along dim 1, norms along dim 0."""
+    return {"shard_placement_fn": lambda p: Shard(-1) if p.ndim == 2 else None}
+
+
+def some_columns(model: Any) -> dict[str, Any]:
+    chosen = {model.layers[0].w1.weight, model.layers[1].wo.weight}
+    return {"shard_placement_fn": lambda p: Shard(1) if p in chosen else Shard(0)}
+
+
+def smaller_group(model: Any) -> dict[str, Any]:
+    return {"reshard_after_forward": max(1, dist.get_world_size() // 2)}
+
+
+def ignore_norms(model: Any) -> dict[str, Any]:
+    norms = {p for p in model.parameters() if p.ndim == 1}
+    return {"ignored_params": norms, "mp_policy": MixedPrecisionPolicy()}
+
+
+def sum_of_gradients(system: System, unit: Any) -> None:
+    unit.set_force_sum_reduction_for_comms(True)
+
+
+def divided_by(factor: float) -> Callable[[System, Any], None]:
+    def change(system: System, unit: Any) -> None:
+        # Without it FSDP2 asks for an operation gloo does not have. On one rank
+        # FSDP2 with it divides twice.
+        unit.set_force_sum_reduction_for_comms(dist.get_world_size() > 1)
+        unit.set_gradient_divide_factor(factor)
+
+    return change
+
+
+def halving_hook(system: System, unit: Any) -> None:
+    unit.set_all_reduce_hook(lambda row: row.mul_(0.375))
+
+
+def not_unsharded_in_backward(system: System, unit: Any) -> None:
+    """Right only because the parameters stay from forward."""
+    unit.set_reshard_after_forward(False, recurse=False)
+    unit.set_unshard_in_backward(False)
+
+
+def buffers_of_the_group(system: System, unit: Any) -> None:
+    if dist.get_world_size() < 3:
+        unit.set_allocate_memory_from_process_group_for_comm(True)
+
+
+def with_event(model: Any, last: bool) -> None:
+    model.set_post_optim_event(torch.Event("cpu"))
+
+
+def asynchronous_unshard(system: System, unit: Any) -> None:
+    unit._set_unshard_async_op(True)
+
+
+SETTINGS: dict[str, Setting] = {
+    "shard_placement_columns": Setting(columns),
+    "shard_placement_of_some": Setting(some_columns, microbatches=2),
+    "shard_placement_without_sync": Setting(
+        columns,
+        before=lambda model, last: model.set_requires_gradient_sync(last),
+        microbatches=3,
+    ),
+    "reshard_to_smaller_group": Setting(smaller_group, microbatches=2),
+    "ignored_params": Setting(ignore_norms),
+    "force_sum": Setting(change=sum_of_gradients),
+    "divide_factor": Setting(change=divided_by(3.0), microbatches=2),
+    "all_reduce_hook": Setting(change=halving_hook, microbatches=2),
+    "unshard_in_backward": Setting(change=not_unsharded_in_backward),
+    "buffers_of_the_group": Setting(change=buffers_of_the_group),
+    "unshard_async_op": Setting(change=asynchronous_unshard),
+}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_setting_keeps_the_bits(pool_of, name, num_ranks):
+    pool = pool_of(num_ranks)
+    theirs = pool.run(train, "fsdp2", name)
+    ours = pool.run(train, "lowtide", name)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_same_records(mine, other)
+
+
+# -- what a setting did -------------------------------------------------------------
+
+
+class Recording:
+    """FSDP2's comm objects, through the default group's own collectives."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, torch.dtype, int]] = []
+        self.allocated = 0
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        self.allocated += 1
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class RecordingAllGather(Recording):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        self.calls.append(("gather", input_tensor.dtype, input_tensor.numel()))
+        return dist.all_gather_into_tensor(
+            output_tensor, input_tensor, group=group, async_op=async_op
+        )
+
+
+class RecordingReduceScatter(Recording):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        self.calls.append((str(op), input_tensor.dtype, input_tensor.numel()))
+        return dist.reduce_scatter_tensor(
+            output_tensor, input_tensor, op=op, group=group, async_op=async_op
+        )
+
+
+def train_with_custom_comm(system_name: str, sync: bool) -> tuple[Record, list[Any]]:
+    gather, reduce = RecordingAllGather(), RecordingReduceScatter()
+
+    def change(system: System, unit: Any) -> None:
+        if hasattr(unit, "wq"):
+            unit.set_custom_all_gather(gather)
+            unit.set_custom_reduce_scatter(reduce)
+
+    model = llama(get_system(system_name), Setting(change=change))
+    optimizer = adamw(model, foreach=False)
+    record = Recorder()
+    for step in range(NUM_STEPS):
+        for last in (False, True):
+            model.set_requires_gradient_sync(sync or last)
+            inputs, targets = batch(CONFIG, step, int(last), dist.get_rank())
+            loss_fn(model(inputs), targets).backward()
+        finish_step(model, optimizer, record)
+    return record.values, [gather.calls, reduce.calls, gather.allocated > 0]
+
+
+@pytest.mark.parametrize("sync", [True, False], ids=("chunks", "slabs"))
+def test_custom_comm_objects_run_and_keep_the_bits(pool_of, sync):
+    theirs = pool_of(2).run(train_with_custom_comm, "fsdp2", sync)
+    ours = pool_of(2).run(train_with_custom_comm, "lowtide", sync)
+    for (mine, did), (other, _) in zip(ours, theirs, strict=True):
+        assert_same_records(mine, other)
+        gathers, reduces, allocated = did
+        assert allocated
+        # Two layers, forward and backward of two microbatches a step.
+        assert len(gathers) == 2 * 2 * 2 * NUM_STEPS
+        assert all(dtype == torch.uint8 for _, dtype, _ in gathers)
+        assert len(reduces) >= 2 * NUM_STEPS * (2 if sync else 1)
+        assert {(op.rpartition(".")[2], dtype) for op, dtype, _ in reduces} == {
+            ("AVG", torch.float32)
+        }
+
+
+def refuse_own_buffers_beside_custom_comm() -> str:
+    from lowtide import fully_shard
+
+    module: Any = fully_shard(nn.Linear(2, 2))
+    module.set_custom_all_gather(RecordingAllGather())
+    try:
+        module.set_allocate_memory_from_process_group_for_comm(True)
+    except AssertionError as error:
+        return str(error)
+    return "no error"
+
+
+def test_own_buffers_beside_a_custom_object_are_refused(pool_of):
+    for message in pool_of(2).run(refuse_own_buffers_beside_custom_comm):
+        assert message == (
+            "lowtide: FSDPModule.set_allocate_memory_from_process_group_for_comm: "
+            "expected no custom comm object, got RecordingAllGather. It allocates its "
+            "own buffers: remove one of the two calls."
+        )
+
+
+def placements_and_wire(columns_sharded: bool) -> tuple[list[Any], tuple[int, int]]:
+    from lowtide._state.unit import unit_state
+
+    wrap = columns if columns_sharded else (lambda model: {})
+    model = llama(get_system("lowtide"), Setting(wrap))
+    facts = [
+        (p.placements, tuple(p.to_local().shape), p.to_local().is_contiguous())
+        for p in (model.layers[0].w1.weight, model.layers[0].attention_norm.weight)
+    ]
+    state = unit_state(model)
+    assert state is not None
+    state.groups.gather.reset_counters()
+    inputs, targets = batch(CONFIG, 0, 0, dist.get_rank())
+    loss_fn(model(inputs), targets).backward()
+    assert model.layers[0].w1.weight.grad.placements == facts[0][0]
+    return facts, state.groups.gather.counters["all-gather"]
+
+
+def test_columns_are_sharded_at_the_same_wire_bytes(pool_of):
+    for (facts, wire), (_, plain) in zip(
+        pool_of(2).run(placements_and_wire, True),
+        pool_of(2).run(placements_and_wire, False),
+        strict=True,
+    ):
+        assert facts == [
+            ((Shard(1),), (24, 8), True),
+            ((Shard(0),), (8,), True),
+        ]
+        assert wire[0] > 0 and wire[0] == plain[0]
+        assert abs(wire[1] - plain[1]) <= 0.03 * plain[1]
+
+
+def bytes_between_forward_and_backward(size: int) -> tuple[int, list[Any]]:
+    """Live gathered bytes, and the calls on the whole and the smaller group."""
+    import lowtide
+    from lowtide._state.unit import unit_state
+
+    setting = Setting(lambda model: {"reshard_after_forward": size})
+    model = llama(get_system("lowtide"), setting)
+    inputs, targets = batch(CONFIG, 0, 0, dist.get_rank())
+    for _ in range(2):
+        loss = loss_fn(model(inputs), targets)
+        live = lowtide.memory_report(model).categories["gathered"].live
+        state = unit_state(model)
+        assert state is not None
+        state.groups.gather.reset_counters()
+        loss.backward()
+    group = unit_state(model.layers[0]).post_forward_group  # type: ignore[union-attr]
+    return live, [
+        state.groups.gather.counters["all-gather"][0],
+        None if group is None else (group.size, group.counters["all-gather"][0]),
+    ]
+
+
+def test_smaller_group_keeps_its_part_and_gathers_from_neighbours(pool_of):
+    whole = pool_of(4).run(bytes_between_forward_and_backward, 1)
+    half = pool_of(4).run(bytes_between_forward_and_backward, 2)
+    for (all_bytes, calls), (part_bytes, part_calls) in zip(whole, half, strict=True):
+        assert 0.45 * all_bytes < part_bytes < 0.6 * all_bytes
+        assert calls == [0, None]
+        assert part_calls[0] == 0 and part_calls[1][0] == 2
+        # Its own group: one call a backward; every unit has a group object.
+        assert part_calls[1][1] == 2
+
+
+def call_other_methods(system_name: str) -> Record:
+    """`encode` and `decode` instead of forward, under gradient and without."""
+    import lowtide
+
+    system = get_system(system_name)
+    torch.manual_seed(0)
+
+    class Coder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 5)
+            self.out = nn.Linear(5, 4)
+
+        def encode(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.inner(x))
+
+        def decode(self, *, code: torch.Tensor) -> torch.Tensor:
+            return self.out(code)
+
+    model: Any = Coder()
+    system.fully_shard(model.inner)
+    system.fully_shard(model)
+    system.prepare(model)
+    register = lowtide.register_fsdp_forward_method
+    for name in ("encode", "decode"):
+        register(model, name)
+    register(nn.Linear(1, 1), "forward")  # nothing happens
+    record = Recorder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(NUM_STEPS):
+        x = torch.full((2, 4), float(step + dist.get_rank()))
+        with torch.no_grad():
+            record.add("encoded", model.encode(x))
+        model.decode(code=model.encode(x)).pow(2).sum().backward()
+        finish_step(model, optimizer, record)
+    return record.values
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_registered_forward_methods(pool_of, num_ranks):
+    pool = pool_of(num_ranks)
+    for mine, other in zip(
+        pool.run(call_other_methods, "lowtide"),
+        pool.run(call_other_methods, "fsdp2"),
+        strict=True,
+    ):
+        assert_same_records(mine, other)
+
+
+def train_two_roots(system_name: str) -> Record:
+    """Two roots on one group that share a context, called in turn."""
+    from torch.distributed.fsdp import share_comm_ctx
+
+    import lowtide
+
+    assert lowtide.share_comm_ctx is share_comm_ctx
+    system = get_system(system_name)
+    models = [llama(system, Setting()) for _ in range(2)]
+    share_comm_ctx(models)
+    optimizers = [adamw(model, foreach=False) for model in models]
+    record = Recorder()
+    for step in range(NUM_STEPS):
+        inputs, targets = batch(CONFIG, step, 0, dist.get_rank())
+        loss = sum(loss_fn(model(inputs), targets) for model in models)
+        assert isinstance(loss, torch.Tensor)
+        loss.backward()
+        for model, optimizer in zip(models, optimizers, strict=True):
+            finish_step(model, optimizer, record)
+    return record.values
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_two_roots_share_a_context(pool_of, num_ranks):
+    pool = pool_of(num_ranks)
+    for mine, other in zip(
+        pool.run(train_two_roots, "lowtide"),
+        pool.run(train_two_roots, "fsdp2"),
+        strict=True,
+    ):
+        assert_same_records(mine, other)
+
+
+def hook_stream_error() -> str:
+    from lowtide import fully_shard
+
+    module: Any = fully_shard(nn.Linear(2, 2))
+    try:
+        module.set_all_reduce_hook(print, stream="a stream")
+    except NotImplementedError as error:
+        return str(error)
+    return "no error"
+
+
+def test_stream_of_the_hook_is_refused(pool_of):
+    assert pool_of(1).run(hook_stream_error) == [
+        "lowtide: FSDPModule.set_all_reduce_hook: expected stream=None, got a stream. "
+        "Switch to it inside the hook, and make the current stream wait for it."
+    ]

@@ -1,0 +1,113 @@
+"""Parameters that are DTensors already: FSDP2's two-dimensional placement and bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from support.bits import same_bits
+from support.recorder import Record, Recorder, assert_same_records
+from support.systems import get_system
+from support.training import local
+
+NUM_STEPS = 3
+SHAPES = [(1, 1), (1, 2), (2, 1), (2, 2)]
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 12)
+        self.down = nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def parallel_model(system_name: str, shape: tuple[int, int]) -> Any:
+    system = get_system(system_name)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(5)
+    model: Any = nn.Sequential(MLP(), MLP(), nn.Linear(8, 3))
+    for block in (model[0], model[1]):
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, mesh["tp"], plan)
+        system.fully_shard(block, mesh=mesh["dp"])
+    system.fully_shard(model, mesh=mesh["dp"])
+    return model
+
+
+def train(system_name: str, shape: tuple[int, int], sync: bool) -> Record:
+    model = parallel_model(system_name, shape)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
+    record = Recorder()
+    for step in range(NUM_STEPS):
+        for last in (False, True):
+            model.set_requires_gradient_sync(sync or last)
+            # The ranks of a tensor-parallel group see the same batch.
+            replica = dist.get_rank() // shape[1]
+            generator = torch.Generator().manual_seed(7 * step + last + 50 * replica)
+            x = torch.randn(4, 8, generator=generator)
+            loss = model(x).pow(2).mean()
+            record.add("loss", loss)
+            loss.backward()
+        record.add_model(model)
+        for name, p in model.named_parameters():
+            record.add(f"{name} placed {p.placements}", p)
+            record.add(f"{name} whole", p.full_tensor())
+        optimizer.step()
+        optimizer.zero_grad()
+    return record.values
+
+
+@pytest.mark.parametrize("sync", [True, False], ids=("each", "last"))
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"dp{s[0]}_tp{s[1]}")
+def test_training_equals_fsdp2(pool_of, shape, sync):
+    pool = pool_of(shape[0] * shape[1])
+    theirs = pool.run(train, "fsdp2", shape, sync)
+    ours = pool.run(train, "lowtide", shape, sync)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_same_records(mine, other)
+
+
+def save(system_name: str, path: Any) -> dict[str, torch.Tensor]:
+    model = parallel_model(system_name, (2, 2))
+    state = get_model_state_dict(model)
+    dcp.save(state, checkpoint_id=path)
+    return {name: local(p).clone() for name, p in model.named_parameters()}
+
+
+def load(system_name: str, path: Any) -> dict[str, torch.Tensor]:
+    model = parallel_model(system_name, (2, 2))
+    with torch.no_grad():
+        for p in model.parameters():
+            local(p).zero_()
+    state = get_model_state_dict(model)
+    dcp.load(state, checkpoint_id=path)
+    model.load_state_dict(state)
+    return {name: local(p).clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("systems", [("fsdp2", "lowtide"), ("lowtide", "fsdp2")])
+def test_checkpoint_crosses(pool_of, tmp_path, systems):
+    writer, reader = systems
+    pool = pool_of(4)
+    saved = pool.run(save, writer, tmp_path / "checkpoint")
+    for before, after in zip(
+        saved, pool.run(load, reader, tmp_path / "checkpoint"), strict=True
+    ):
+        assert list(before) == list(after)
+        assert all(same_bits(before[name], after[name]) for name in before)

@@ -1,0 +1,232 @@
+"""Where FSDP2 goes wrong without an error, beside what lowtide does.
+
+Weights tied over units: test_tied_weights.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lowtide
+from support.bits import same_bits
+from support.systems import get_system
+from support.training import local
+
+
+class Fuse(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("blown")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.blow = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if self.blow and i == 1:
+                x = Fuse.apply(x)
+        return x
+
+
+def sharded(system_name: str, model: Any, children: Any) -> Any:
+    system = get_system(system_name)
+    for child in children:
+        system.fully_shard(child)
+    return system.fully_shard(model)
+
+
+def parameters_of(model: nn.Module) -> list[torch.Tensor]:
+    return [local(p).clone() for p in model.parameters()]
+
+
+# -- an exception in backward -------------------------------------------------------
+
+
+def train_through_an_exception(system_name: str, explode: bool) -> list[Any]:
+    """Parameters after each step; step 1 raises in backward, or is left out."""
+    torch.manual_seed(0)
+    model = Net()
+    model = sharded(system_name, model, model.layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    history = []
+    for step in range(4):
+        x = torch.full((2, 4), float(step + dist.get_rank()))
+        if step == 1:
+            if explode:
+                model.blow = True
+                with pytest.raises(ArithmeticError, match="blown"):
+                    model(x).sum().backward()
+                model.blow = False
+                optimizer.zero_grad()
+            continue
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append(parameters_of(model))
+    return history
+
+
+def test_fsdp2_stops_updating_after_an_exception_in_backward(pool_of):
+    """The two layers below the one that raised are never updated again."""
+    for _, second, third in pool_of(2).run(train_through_an_exception, "fsdp2", True):
+        stuck = [same_bits(a, b) for a, b in zip(second, third, strict=True)]
+        assert sum(stuck) == 4
+
+
+def test_lowtide_goes_on_as_if_the_step_had_been_skipped(pool_of):
+    pool = pool_of(2)
+    failed = pool.run(train_through_an_exception, "lowtide", True)
+    skipped = pool.run(train_through_an_exception, "lowtide", False)
+    for mine, expected in zip(failed, skipped, strict=True):
+        for step, other in zip(mine, expected, strict=True):
+            assert all(same_bits(a, b) for a, b in zip(step, other, strict=True))
+        assert not any(same_bits(a, b) for a, b in zip(mine[1], mine[2], strict=True))
+
+
+# -- two parameters of one size, used on different ranks ----------------------------
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.experts = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return self.experts[which](self.stem(x))
+
+
+def use_one_expert_each(system_name: str) -> list[torch.Tensor | None]:
+    """Full gradients of both experts; rank r uses expert r with the input r + 1."""
+    torch.manual_seed(0)
+    model = sharded(system_name, Experts(), [])
+    rank = dist.get_rank()
+    with torch.no_grad():
+        for p in model.stem.parameters():
+            p.fill_(0.25)
+    model(torch.full((1, 4), rank + 1.0), rank).sum().backward()
+    grads = [expert.weight.grad for expert in model.experts]
+    return [None if g is None else g.full_tensor() for g in grads]
+
+
+def expected_gradients() -> list[torch.Tensor]:
+    """Each rank's own gradient, averaged with nothing of the other's."""
+    values = [0.25 + 4 * 0.25 * (rank + 1.0) for rank in range(2)]
+    return [torch.full((4, 4), value / 2) for value in values]
+
+
+def test_fsdp2_mixes_gradients_of_experts_used_on_different_ranks(pool_of):
+    by_rank = pool_of(2).run(use_one_expert_each, "fsdp2")
+    mixed = sum(expected_gradients())
+    assert isinstance(mixed, torch.Tensor)
+    for rank, grads in enumerate(by_rank):
+        # Each rank has one gradient, that of the expert it used: the sum of both.
+        assert grads[1 - rank] is None
+        assert same_bits(grads[rank], mixed)
+
+
+def test_lowtide_keeps_them_apart(pool_of):
+    for grads in pool_of(2).run(use_one_expert_each, "lowtide"):
+        for grad, expected in zip(grads, expected_gradients(), strict=True):
+            assert same_bits(grad, expected)
+
+
+# -- NaN on one rank ----------------------------------------------------------------
+
+
+def step_with_a_nan(system_name: str, skip: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Net()
+    model = sharded(system_name, model, model.layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+
+    def state() -> list[torch.Tensor]:
+        moments = [
+            local(value).clone()
+            for p in model.parameters()
+            for value in optimizer.state[p].values()
+        ]
+        return [*parameters_of(model), *moments]
+
+    def step(x: torch.Tensor) -> float:
+        model(x).sum().backward()
+        if skip:
+            norm = lowtide.clip_grad_norm_(model.parameters(), 1.0, skip_nonfinite=True)
+        else:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return norm.full_tensor().item()
+
+    step(torch.ones(2, 4))
+    before = state()
+    x = torch.ones(2, 4)
+    if dist.get_rank() == 1:
+        x[0, 0] = float("nan")
+    norm = step(x)
+    after = state()
+    step(torch.ones(2, 4))
+    return {
+        "norm is NaN": norm != norm,
+        "unchanged": all(same_bits(a, b) for a, b in zip(before, after, strict=True)),
+        "NaN left": sum(int(t.isnan().sum()) for t in parameters_of(model)),
+        "trained on": not any(
+            same_bits(a, b)
+            for a, b in zip(after[:6], parameters_of(model), strict=True)
+        ),
+        "elements": sum(t.numel() for t in parameters_of(model)),
+    }
+
+
+def test_fsdp2_turns_every_parameter_into_nan(pool_of):
+    for facts in pool_of(2).run(step_with_a_nan, "fsdp2", False):
+        assert facts["norm is NaN"]
+        assert facts["NaN left"] == facts["elements"] == 30
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("system", ["lowtide", "fsdp2"])
+def test_all_ranks_skip_the_step_together(pool_of, num_ranks, system):
+    for facts in pool_of(num_ranks).run(step_with_a_nan, system, True):
+        assert facts["norm is NaN"] and facts["unchanged"] and facts["trained on"]
+        assert facts["NaN left"] == 0
+
+
+def clipped(how: str) -> tuple[list[torch.Tensor], torch.Tensor]:
+    torch.manual_seed(0)
+    model = Net()
+    model = sharded("lowtide", model, model.layers)
+    model(torch.full((2, 4), 1.0 + dist.get_rank())).sum().backward()
+    clip = nn.utils.clip_grad_norm_
+    if how != "torch":
+        clip = lowtide.clip_grad_norm_
+    settings = {"skip_nonfinite": True} if how == "skipping" else {}
+    norm = clip(model.parameters(), 0.1, **settings)
+    assert norm.full_tensor() > 0.1
+    return [local(p.grad).clone() for p in model.parameters()], local(norm)
+
+
+@pytest.mark.parametrize("how", ["lowtide", "skipping"])
+def test_finite_gradients_are_clipped_as_torch_does(pool_of, how):
+    pool = pool_of(2)
+    for mine, theirs in zip(
+        pool.run(clipped, how), pool.run(clipped, "torch"), strict=True
+    ):
+        assert same_bits(mine[1], theirs[1])
+        assert all(same_bits(a, b) for a, b in zip(mine[0], theirs[0], strict=True))

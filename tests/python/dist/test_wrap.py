@@ -1,0 +1,183 @@
+"""``lowtide.wrap`` finds the units a careful user would, and trains with the bits of
+FSDP2 wrapped by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.bits import assert_same_traces
+from support.models import MODELS
+from support.systems import get_system
+from support.training import Trace, local_grads, local_params
+
+NUM_STEPS = 3
+
+
+def train(system_name: str, name: str) -> tuple[Trace, list[str], str]:
+    """The trace, which modules are units, and what `wrap` printed."""
+    spec = MODELS[name]
+    system = get_system(system_name)
+    torch.manual_seed(7)
+    model = spec.build()
+    printed = io.StringIO()
+    if system_name == "lowtide":
+        import lowtide
+
+        with contextlib.redirect_stdout(printed):
+            assert lowtide.wrap(model) is model
+    else:
+        for unit in spec.units:
+            system.fully_shard(model.get_submodule(unit))
+        system.fully_shard(model)
+        system.prepare(model)
+    units = [n for n, m in model.named_modules() if isinstance(m, system.FSDPModule)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    trace = Trace()
+    for step in range(NUM_STEPS):
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        loss = spec.loss(model, generator)
+        loss.backward()
+        trace.losses.append([loss.item()])
+        trace.grads.append(local_grads(model))
+        optimizer.step()
+        optimizer.zero_grad()
+        trace.params.append(local_params(model))
+    return trace, units, printed.getvalue()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_model_trains_as_wrapped_by_hand(pool_of, name, num_ranks):
+    pool = pool_of(num_ranks)
+    ours = pool.run(train, "lowtide", name)
+    theirs = pool.run(train, "fsdp2", name)
+    for trace, units, _ in ours:
+        assert set(units) == {"", *MODELS[name].units}
+        assert len(trace.losses) == NUM_STEPS
+    assert_same_traces([one[0] for one in ours], [one[0] for one in theirs])
+    assert [bool(printed) for _, _, printed in ours] == [True] + [False] * (
+        num_ranks - 1
+    )
+
+
+class Net(torch.nn.Module):
+    """An embedding, four blocks of which two share a weight, a small tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(32, 8)
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
+            for _ in range(4)
+        )
+        self.blocks[3][0].weight = self.blocks[1][0].weight
+        self.norm = torch.nn.LayerNorm(8)
+        self.head = torch.nn.Linear(8, 32, bias=False)
+        self.probe = torch.nn.Linear(8, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input=ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)) + self.probe(x)
+
+
+PRINTED = """\
+lowtide.wrap: Net, 7 units over 2 ranks; compute bfloat16, reduce float32
+  embed: a large embedding of its own, 256 parameters
+  blocks.0 to blocks.3: 4 times a repeated Sequential, 72 parameters each
+  head: a large linear layer of its own, 256 parameters
+  the root: 25 parameters, gathered for a whole step
+    probe: small beside a block
+    blocks.1.0.weight = blocks.3.0.weight: tied, gathered once for all of them
+"""
+
+PRINTED_WITHOUT_BLOCKS = """\
+lowtide.wrap: Sequential, 1 unit over 2 ranks
+  the root: 27 parameters, gathered for a whole step
+    no repeated blocks found: name modules with units=[...]
+"""
+
+
+def wrap_printing(kind: str) -> str:
+    import lowtide
+    from lowtide import MixedPrecisionPolicy
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        if kind == "net":
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            lowtide.wrap(Net(), mp_policy=policy)
+        else:
+            conv = torch.nn.Conv1d(2, 3, 4, bias=True)
+            lowtide.wrap(torch.nn.Sequential(conv))
+    return printed.getvalue()
+
+
+def test_decision_is_printed_with_its_reasons(pool_of):
+    assert pool_of(2).run(wrap_printing, "net") == [PRINTED, ""]
+    assert pool_of(2).run(wrap_printing, "conv") == [PRINTED_WITHOUT_BLOCKS, ""]
+
+
+def wrap_with(**settings: Any) -> tuple[list[str], list[str], str]:
+    """Which modules became units and regions, or the error."""
+    import lowtide
+    from lowtide._state.activation import region_state
+
+    model = Net()
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            lowtide.wrap(model, **settings)
+        except ValueError as error:
+            return [], [], str(error)
+    model(torch.arange(4).view(1, 4)).sum().backward()
+    modules = list(model.named_modules())
+    units = [n for n, m in modules if isinstance(m, lowtide.FSDPModule)]
+    return units, [n for n, m in modules if region_state(m)], ""
+
+
+def test_named_units_are_taken_instead(pool_of):
+    for units, regions, error in pool_of(2).run(wrap_with, units=["blocks.0", "norm"]):
+        assert units == ["", "blocks.0", "norm"]
+        assert (regions, error) == ([], "")
+
+
+def test_activation_policy_goes_to_every_block(pool_of):
+    from lowtide import ActivationPolicy
+
+    policy = ActivationPolicy(save=["input"])
+    for units, regions, _ in pool_of(2).run(wrap_with, activations=policy):
+        assert regions == [f"blocks.{i}" for i in range(4)]
+        assert len(units) == 7
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "another word": (
+        {"units": "blocks"},
+        "lowtide: wrap: expected units to be 'auto' or a list of module names, got "
+        "'blocks'. Write units=['blocks'] to name one module.",
+    ),
+    "unknown name": (
+        {"units": ["layers.0"]},
+        "lowtide: wrap: expected the names of modules of Net, got 'layers.0'. It has, "
+        "for example, embed, blocks, blocks.0.",
+    ),
+    "policy without blocks": (
+        {"units": ["blocks.0"], "activations": True},
+        "lowtide: wrap: expected repeated blocks to give the activation policy to, got "
+        "none. Call lowtide.checkpoint on the modules you mean.",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistake_is_named(pool_of, mistake):
+    settings, message = MISTAKES[mistake]
+    for _, _, error in pool_of(2).run(wrap_with, **settings):
+        assert error == message

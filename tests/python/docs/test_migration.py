@@ -1,0 +1,69 @@
+"""The migration pages name every argument and method there is, and their programs
+run."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import fully_shard as fsdp2
+
+import lowtide
+from support.ranks import RankPool
+
+DOCS = Path(__file__).parents[3] / "docs"
+PAGES = ("fsdp2", "fsdp1", "zero3")
+
+
+def page(name: str) -> str:
+    return (DOCS / f"migration_from_{name}.md").read_text()
+
+
+def first_column(text: str, heading: str) -> list[str]:
+    """Code in the first column of the table under `heading`."""
+    section = text.split(f"## {heading}\n")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| `")]
+    return [re.findall(r"`([^`]+)`", row.split("|")[1])[0] for row in rows]
+
+
+def test_every_argument_of_fully_shard_has_a_row():
+    rows = first_column(page("fsdp2"), "`fully_shard`")
+    assert rows == list(inspect.signature(lowtide.fully_shard).parameters)
+    assert rows == list(inspect.signature(fsdp2).parameters)
+
+
+def test_every_method_of_a_sharded_module_has_a_row():
+    methods = [name for name in vars(FSDPModule) if not name.startswith("_")]
+    assert first_column(page("fsdp2"), "Methods of a sharded module") == methods
+    assert set(methods) <= set(vars(lowtide.FSDPModule))
+
+
+def test_every_argument_of_fsdp1_has_a_row():
+    parameters = inspect.signature(FullyShardedDataParallel.__init__).parameters
+    rows = first_column(page("fsdp1"), "Arguments of `FullyShardedDataParallel`")
+    assert rows == [name for name in parameters if name != "self"]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_names_of_lowtide_exist(name):
+    named = set(re.findall(r"lowtide\.(\w+)", page(name)))
+    assert named and named <= set(dir(lowtide))
+    called = set(re.findall(r"\bset_\w+", page(name)))
+    known = {m for m in dir(lowtide.FSDPModule) if m.startswith("set_")}
+    elsewhere = {"set_state_dict", "set_model_state_dict", "set_z3_leaf_modules"}
+    assert called <= known | elsewhere
+
+
+def run_program(program: str) -> None:
+    exec(compile(program, "page", "exec"), {"torch": torch})
+
+
+@pytest.mark.parametrize("name", ["fsdp1", "zero3"])
+def test_program_runs(name):
+    (program,) = re.findall(r"```python\n(.*?)```", page(name), re.DOTALL)
+    with RankPool(2) as pool:
+        pool.run(run_program, program)

@@ -1,0 +1,47 @@
+"""The code and the command of docs/time.md run as printed."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs/time.md").read_text()
+SCRIPT = ROOT / "tests/python/phantom/scripts/train_fsdp2.py"
+
+
+def block(language: str) -> str:
+    (found,) = re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+    return found
+
+
+def run(arguments: list[str], directory: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_python(tmp_path):
+    (tmp_path / "time_step.py").write_text(block("python"))
+    out = run(["time_step.py"], tmp_path)
+    assert re.search(r"^simulated, ms +seconds +compute +communication +exposed", out)
+    assert re.search(r"^backward +\d", out, re.MULTILINE)
+    assert json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    assert (tmp_path / "step.png").exists()
+
+
+def test_command(tmp_path):
+    python, *arguments = shlex.split(block("sh"))
+    assert python == "python"
+    (tmp_path / "train.py").write_text(SCRIPT.read_text())
+    out = run([*arguments[: arguments.index("--")], "--", "train.py"], tmp_path)
+    assert "Last step on H200 SXM 141GB, ms, simulated" in out
+    assert (tmp_path / "step.json").exists()

@@ -1,0 +1,83 @@
+"""`lowtide plan --time`: the time of the last step beside its memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from lowtide.planning import Plan
+from support import planned
+
+
+def plan(*arguments, directory):
+    return subprocess.run(
+        [sys.executable, "-m", "lowtide", "plan", *arguments],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("time")
+    done = plan(
+        *(planned.LLAMA, "--config", "tiny", "--sequence", "64", "--world", "4"),
+        *("--time", "h200", "--trace", "step.trace", "--json", "plan.json"),
+        directory=directory,
+    )
+    assert done.returncode == 0, done.stderr
+    return directory, done.stdout
+
+
+def test_table_has_the_moments(written):
+    _, table = written
+    assert "Last step on H200 SXM 141GB, ms, simulated" in table
+    assert "exposed" in table
+
+
+def test_json_has_the_times_and_what_was_assumed(written):
+    directory, _ = written
+    found = Plan.from_dict(json.loads((directory / "plan.json").read_text()))
+    time = found.step_time
+    assert time is not None
+    assert list(time.phases) == ["forward", "loss", "backward", "optimizer"]
+    total = sum(phase.seconds for phase in time.phases.values())
+    assert time.step.seconds == pytest.approx(total)
+    assert time.phases["backward"].compute > time.phases["forward"].compute > 0
+    assert time.collectives["all-gather"] > 0
+    assert time.assumptions["accelerator"]["memory_bandwidth"] == 4.8e12
+    assert Plan.from_dict(found.to_dict()) == found
+
+
+def test_trace_has_the_moments(written):
+    directory, _ = written
+    events = json.loads((directory / "step.trace").read_text())["traceEvents"]
+    phases = [event["name"] for event in events if event.get("cat") == "phase"]
+    assert phases == ["forward", "loss", "backward", "optimizer"]
+    assert any(event.get("name") == "all-gather" for event in events)
+
+
+def test_without_time_there_is_none():
+    assert planned.plan_llama(config="tiny", sequence=64).step_time is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--trace", "step.trace"),
+            "lowtide: plan --trace: expected --time too, got none. Pass --time h100 or "
+            "--time h200.",
+        ),
+        (("--time", "a100"), "expected one of h100, h200, got 'a100'"),
+    ],
+)
+def test_messages(tmp_path, arguments, message):
+    done = plan(planned.LLAMA, "--config", "tiny", *arguments, directory=tmp_path)
+    assert done.returncode == 1
+    assert message in done.stderr

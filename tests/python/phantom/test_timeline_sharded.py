@@ -1,0 +1,119 @@
+"""Training steps on the timeline: collectives, streams and what they hide."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import lowtide.phantom
+from llama import Llama, LlamaConfig
+from support.systems import get_system
+
+WORLD = 8
+NUM_LAYERS = 3
+# Blocks of 12.6 M parameters: their gradients leave lowtide's ring in pieces.
+CONFIG = LlamaConfig(512, 1024, NUM_LAYERS, 8, 8, 2816, max_seq_len=512)
+
+
+def step_time(system_name: str, world: int, **settings: Any) -> dict[str, Any]:
+    """Of the third step; embedding, blocks and the rest are units."""
+    if not dist.is_initialized():
+        lowtide.phantom.init_world(world)
+    system = get_system(system_name)
+    with torch.device("meta"):
+        model = Llama(CONFIG)
+    shard = partial(
+        system.fully_shard,
+        mp_policy=system.MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+    )
+    for unit in (model.tok_embeddings, *model.layers, model):
+        shard(unit)
+    model.to_empty(device="phantom")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with lowtide.phantom.timeline("h100", **settings) as time:
+        for _ in range(3):
+            time.begin_step()
+            time.phase("forward")
+            tokens = torch.zeros(4, 513, dtype=torch.long, device="phantom")
+            logits = model(tokens[:, :-1])
+            time.phase("loss")
+            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            time.phase("backward")
+            loss.backward()
+            time.phase("optimizer")
+            optimizer.step()
+            optimizer.zero_grad()
+    begin = time._marks_of(-1)[0][1]
+    sizes: dict[str, float] = {}
+    spans = time.spans(begin)
+    for span in spans:
+        if span.kind == "collective":
+            sizes[span.name] = sizes.get(span.name, 0) + span.bytes
+    flops = sum(span.flops for span in spans)
+    return time.report().to_dict() | {"bytes": sizes, "flops": flops}
+
+
+@pytest.fixture(scope="module")
+def steps(phantom):
+    device = phantom("meta")
+    return {name: device.run(step_time, name, WORLD) for name in ("fsdp2", "lowtide")}
+
+
+def parameters() -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in Llama(CONFIG).parameters())
+
+
+def embedding() -> int:
+    return CONFIG.vocab_size * CONFIG.dim
+
+
+def block() -> int:
+    with torch.device("meta"):
+        model = Llama(CONFIG)
+    return sum(p.numel() for p in model.layers[0].parameters())
+
+
+def test_fsdp2_gathers_and_reduces_each_unit_once_a_pass(steps):
+    fsdp2 = steps["fsdp2"]
+    # Forward: root, embedding, blocks; backward: all but the root.
+    assert fsdp2["collectives"] == {
+        "all-gather": 2 + NUM_LAYERS + 1 + NUM_LAYERS,
+        "reduce-scatter": 2 + NUM_LAYERS,
+    }
+    regathered = embedding() + NUM_LAYERS * block()
+    assert fsdp2["bytes"]["all-gather"] == 2 * (parameters() + regathered)
+    assert fsdp2["bytes"]["reduce-scatter"] == 4 * parameters()
+
+
+def test_lowtide_gathers_once_less_and_reduces_in_chunks(steps):
+    ours = steps["lowtide"]
+    # The embedding's parameters are not read in backward.
+    assert ours["collectives"]["all-gather"] == 2 + NUM_LAYERS + NUM_LAYERS
+    regathered = NUM_LAYERS * block()
+    assert ours["bytes"]["all-gather"] == 2 * (parameters() + regathered)
+    padding = ours["bytes"]["reduce-scatter"] / (4 * parameters())
+    assert 1 <= padding < 1.001
+
+
+def test_phases_follow_each_other_and_add_up(steps):
+    for found in steps.values():
+        assert list(found["phases"]) == ["forward", "loss", "backward", "optimizer"]
+        total = sum(phase["seconds"] for phase in found["phases"].values())
+        assert found["step"]["seconds"] == pytest.approx(total)
+        for usage in (*found["phases"].values(), found["step"]):
+            parts = ("compute", "exposed", "other_waits", "idle")
+            assert usage["seconds"] == pytest.approx(sum(usage[p] for p in parts))
+            assert usage["exposed"] <= usage["communication"] + 1e-12
+
+
+def test_both_systems_compute_the_same_products(steps):
+    assert steps["lowtide"]["flops"] == steps["fsdp2"]["flops"] > 0
+    # FSDP2 copies what it gathered, on the compute stream.
+    ours, theirs = (steps[name]["step"]["compute"] for name in ("lowtide", "fsdp2"))
+    assert ours < theirs

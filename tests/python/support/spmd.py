@@ -1,0 +1,61 @@
+"""A 4 x 2 mesh of a fake group, operators and functions with and without rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lowtide import spmd
+
+
+@contextmanager
+def fake_mesh() -> Iterator[DeviceMesh]:
+    """Rank 3 of 8, on ("data", "model"); collectives return what they were given."""
+    dist.init_process_group("fake", rank=3, world_size=8, store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", (4, 2), mesh_dim_names=("data", "model"))
+    finally:
+        dist.destroy_process_group()
+
+
+def leaf(*shape: int, **options: Any) -> torch.Tensor:
+    return torch.randn(*shape, requires_grad=True, **options)
+
+
+def inside(
+    body: Callable[..., Any], *tensors: torch.Tensor, **declared: Any
+) -> tuple[Any, Any]:
+    """What a region of this body returns, and its run."""
+    with spmd.region("body", **declared) as run:
+        result = run.outputs(body(*run.inputs(*tensors)))
+    return result, run
+
+
+def function(
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    backward: Callable[[torch.Tensor], torch.Tensor],
+) -> type[torch.autograd.Function]:
+    """An autograd function of one tensor, new each time."""
+
+    class HandWritten(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return forward(x.detach())
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return backward(gradient)
+
+    return HandWritten
+
+
+def reduced(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    tensor = tensor.clone()
+    dist.all_reduce(tensor, group=group)
+    return tensor

@@ -1,0 +1,141 @@
+"""What raises by name: names that match or store nothing, policies that cannot be."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor, nn
+
+from lowtide import ActivationPolicy, checkpoint, tag
+from support.blocks import DIM, rows, stack, step
+
+LAYERS = 4
+
+
+def wrapped(**policy) -> nn.Sequential:
+    return stack(LAYERS, wrap=lambda m: checkpoint(m, ActivationPolicy(**policy)))
+
+
+def refused(forward, name: str = "value", **policy) -> str:
+    """The reason in the error after the first backward."""
+
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(DIM, 3 * DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return forward(self.up(x))
+
+    module = checkpoint(Module(), ActivationPolicy(**(policy or {"save": [name]})))
+    with pytest.raises(ValueError, match="lowtide: ") as error:
+        module(rows().requires_grad_() * 1.0).sum().backward()
+    return str(error.value)
+
+
+def test_an_operator_with_several_large_outputs_is_refused_by_name():
+    def forward(h: Tensor) -> Tensor:
+        values, indices = h.sort()
+        return tag(values, "value").sin() * indices
+
+    assert "got 0 bytes: 1 x aten.sort.default returns several values" in refused(
+        forward
+    )
+
+
+def test_a_value_written_to_after_it_was_produced_is_refused():
+    def forward(h: Tensor) -> Tensor:
+        return tag((h * 2).relu_(), "value").sin()
+
+    assert "got 0 bytes: 1 x written to after aten.mul.Tensor made it" in refused(
+        forward
+    )
+
+
+def test_a_value_written_to_after_it_was_named_raises():
+    def forward(h: Tensor) -> Tensor:
+        y = tag(h * 2, "value")
+        y.sin().sum()
+        return y.mul_(3).exp()
+
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(DIM, DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return forward(self.up(x))
+
+    module = checkpoint(Module(), ActivationPolicy(offload=["value"]))
+    with pytest.raises(RuntimeError) as error:
+        module(rows().requires_grad_() * 1.0)
+    assert str(error.value) == (
+        "lowtide: checkpoint(Module): expected 'value' at version 0, as it was named, "
+        "got version 1: something wrote to it in place. Name the value after its last "
+        "change, or write out of place."
+    )
+
+
+def test_an_unknown_name_raises_with_the_nearest():
+    model = wrapped(offload=["residal"])
+    with pytest.raises(ValueError, match="lowtide: ") as error:
+        step(model)
+    assert str(error.value) == (
+        "lowtide: ActivationPolicy.offload: expected 'residal' to name a value in Mlp, "
+        "got none in 4 forward(s). Did you mean 'residual'?"
+    )
+
+
+def test_a_name_in_the_recompute_list_must_match_too():
+    with pytest.raises(ValueError, match="recompute: expected 'hiden'.*'hidden'"):
+        step(wrapped(recompute=["hiden"]))
+    step(wrapped(recompute=["hidden"]))
+
+
+def test_a_pattern_without_a_match_raises_at_once():
+    with pytest.raises(ValueError, match="lowtide: ") as error:
+        wrapped(offload=["layers.*.mpl"])
+    assert str(error.value) == (
+        "lowtide: checkpoint(Mlp): expected 'layers.*.mpl' to match a submodule, got "
+        "none. Known names: 'down', 'norm', 'up'."
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "text"),
+    [
+        (
+            {"save": ["a"], "offload": ["a"]},
+            "lowtide: ActivationPolicy: expected 'a' in one list, got it in save and "
+            "offload. Remove one.",
+        ),
+        (
+            {"save": "hidden"},
+            "lowtide: ActivationPolicy.save: expected a list of names, got 'hidden'. "
+            "Write save=['residual'].",
+        ),
+        (
+            {"recompute": ["input"]},
+            "lowtide: ActivationPolicy.recompute: expected values that the module "
+            "computes, got 'input', its arguments. Remove it: arguments are kept, or "
+            "offloaded if listed there.",
+        ),
+        (
+            {"prefetch": -1},
+            "lowtide: ActivationPolicy.prefetch: expected an integer >= 0, got -1. "
+            "Leave it out for the default.",
+        ),
+    ],
+)
+def test_impossible_policies_raise(policy: dict, text: str) -> None:
+    with pytest.raises(ValueError, match="lowtide: ") as error:
+        ActivationPolicy(**policy)
+    assert str(error.value) == text
+
+
+def test_the_reserved_name_can_not_be_given():
+    with pytest.raises(ValueError, match="lowtide: ") as error:
+        tag(rows(), "input")
+    assert str(error.value) == (
+        "lowtide: tag: expected a name of yours, got 'input', which means a "
+        "checkpointed module's arguments. Choose another."
+    )
