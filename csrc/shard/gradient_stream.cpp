@@ -167,9 +167,11 @@ void GradientStream::accept_rows(UnitGradients& unit, std::int32_t i,
 // compute waits for their copies once a unit, as FSDP2's waits for the
 // reduce-scatter before: for most of them when the unit's backward begins, for
 // those that came last only at the first gradient, after the recomputation.
+// The newest, of a slot's bytes, may stay: a small unit whose turn in the ring
+// has just come is copied behind the reduction that had the slot.
 void GradientStream::expects(UnitGradients& unit) {
   if (producing_ != &unit) {
-    ring_.reclaim(unit.source_bytes() / 4);
+    ring_.reclaim(std::max(unit.source_bytes() / 4, unit.slot_bytes()));
   }
   // What outlives the unit's backward is leased ahead of what does not.
   if (contains(unit) && prepare(unit)) {
@@ -179,7 +181,7 @@ void GradientStream::expects(UnitGradients& unit) {
 
 void GradientStream::produces(const UnitGradients& unit) {
   if (producing_ != &unit) {
-    ring_.reclaim(0);
+    ring_.reclaim(unit.slot_bytes());
     producing_ = &unit;
   }
 }

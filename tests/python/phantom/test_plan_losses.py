@@ -14,7 +14,8 @@ from dataclasses import replace
 from llama import CONFIGS, Llama
 PLAN_HEAD = "output"
 def plan_model(config, sequence):
-    return Llama(replace(CONFIGS["tiny"], vocab_size=262144, max_seq_len=sequence))
+    return Llama(
+        replace(CONFIGS["tiny"], dim=512, vocab_size=65536, max_seq_len=sequence))
 """
 
 
@@ -22,22 +23,23 @@ def plan_model(config, sequence):
 def model(tmp_path):
     path = tmp_path / "model.py"
     path.write_text(MODEL)
-    return {"path": str(path), "batch": 8, "sequence": 128, "world": 2}
+    return {"path": str(path), "batch": 8, "sequence": 1024, "world": 2}
 
 
 def test_no_logits_and_no_whole_head(model):
-    """1024 tokens by 262144 rows: 512 MiB of logits in bf16, a head of 16 MiB."""
+    """8192 tokens by 65536 rows: an eighth of the logits is 256 MiB in fp32; the head
+    is 64 MiB."""
     chunked = planned.plan_llama(**model, loss="chunked")
     rows = planned.plan_llama(**model, loss="vocabulary")
-    assert chunked.peak_allocated > 128 * MIB  # an eighth of the logits, in fp32
-    assert rows.peak_allocated < chunked.peak_allocated - 64 * MIB
-    head = [t for t in rows.largest if t.category == "gathered_parameters"]
-    assert all(tensors.bytes < 16 * MIB for tensors in head)
+    assert max(tensors.bytes for tensors in chunked.largest) == 256 * MIB
+    assert max(tensors.bytes for tensors in rows.largest) <= 64 * MIB
+    assert rows.peak_allocated < 0.7 * chunked.peak_allocated
 
 
 def test_without_sharding(model):
     rows = planned.plan_llama(**model | {"world": 1}, loss="vocabulary", system="ddp")
-    assert max(tensors.bytes for tensors in rows.largest) <= 96 * MIB
+    # DDP's bucket has all gradients in fp32; the logits alone would be 1 GiB.
+    assert max(tensors.bytes for tensors in rows.largest) < 300 * MIB
 
 
 def test_fsdp2_is_refused(model):
