@@ -141,8 +141,8 @@ not left when the first block's come, and compute waits until the head's bytes c
 back. A longer ring (`gradient_budget`) buys that time with its bytes.
 
 The stored figures are of the engine before compute waited once a unit for the copies of
-the unit before it ([Note: Sources of the unit before]), which exposes more: with 8 blocks
-on 64 ranks 36.2 ms instead of 27.4.""",
+the unit before it ([Note: Sources of the unit before]), which exposes more: with 8
+blocks on 64 ranks 36.2 ms instead of 27.4.""",
     run=measure,
     headlines=tuple(
         f"{what}, {setting}"
