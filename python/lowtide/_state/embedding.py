@@ -78,7 +78,7 @@ class EmbeddingRows:
         return output
 
     # What torch.compiler.disable sets, without importing the compiler.
-    forward._torchdynamo_disable = True  # type: ignore[attr-defined]
+    forward._torchdynamo_disable = True
 
     def look_up(self, indices: Tensor) -> Tensor:
         """The rows ``indices`` of the table. Collective unless it is gathered."""

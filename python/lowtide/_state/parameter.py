@@ -61,17 +61,21 @@ class UnitParameter:
             )
         self.full = nn.Parameter(data, requires_grad=self.shard.requires_grad)
 
-    def local_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """This rank's part of what autograd computed for a parallel parameter."""
-        if isinstance(gradient, AsyncCollectiveTensor):
-            gradient = gradient.wait()
-        if isinstance(gradient, DTensor):
-            assert self.parallel is not None
-            gradient = gradient.redistribute(placements=self.parallel.placements)
-            gradient = gradient._local_tensor
-        if isinstance(gradient, AsyncCollectiveTensor):
-            gradient = gradient.wait()
-        return gradient
+
+def local_gradient(
+    parallel: list[DTensorSpec | None], i: int, gradient: torch.Tensor
+) -> torch.Tensor:
+    """This rank's part of what autograd computed for the ``i``-th parameter, which
+    was a DTensor of ``parallel[i]``."""
+    if isinstance(gradient, AsyncCollectiveTensor):
+        gradient = gradient.wait()
+    if isinstance(gradient, DTensor):
+        spec = parallel[i]
+        assert spec is not None
+        gradient = gradient.redistribute(placements=spec.placements)._local_tensor
+    if isinstance(gradient, AsyncCollectiveTensor):
+        gradient = gradient.wait()
+    return gradient
 
 
 def make_shard(

@@ -20,7 +20,7 @@ from lowtide._state.embedding import EmbeddingRows, wants_rows
 from lowtide._state.groups import groups_of, smaller_group
 from lowtide._state.memory import device_memory
 from lowtide._state.modules import ManagedParameter, check_shardable
-from lowtide._state.parameter import UnitParameter, make_shard
+from lowtide._state.parameter import UnitParameter, local_gradient, make_shard
 from lowtide._state.ties import owner_of, remember_original, remember_shard
 from lowtide.policies import MixedPrecisionPolicy, ParameterDtypes, parameter_dtypes
 
@@ -220,7 +220,8 @@ class UnitState:
 
     def attach(self) -> None:
         """Hands the Python objects to the C++ unit, which then swaps them in and
-        out of ``module._parameters``."""
+        out of ``module._parameters``. Nothing that leads to a module may go there:
+        the collector does not see a cycle through C++."""
         assert self.unit is not None
         self.unit.attach(
             slots=[
@@ -233,7 +234,9 @@ class UnitState:
             wrap=functools.partial(
                 _wrap_gradients, [parameter.spec for parameter in self.parameters]
             ),
-            unwrap=functools.partial(_unwrap_gradient, self.parameters[:]),
+            unwrap=functools.partial(
+                local_gradient, [parameter.parallel for parameter in self.parameters]
+            ),
         )
 
     def detach(self) -> None:
@@ -354,12 +357,6 @@ def _lazy_init(state: "weakref.ref[UnitState]") -> None:
     alive = state()
     assert alive is not None
     build_root(alive)
-
-
-def _unwrap_gradient(
-    parameters: list[UnitParameter], i: int, gradient: torch.Tensor
-) -> torch.Tensor:
-    return parameters[i].local_gradient(gradient)
 
 
 def _wrap_gradients(

@@ -154,9 +154,10 @@ def largest_allocations(large: bool) -> list[int]:
 def test_no_allocation_is_as_large_as_the_table(pool_of):
     (rows,) = pool_of(1).run(largest_allocations, True)
     (dense,) = pool_of(1).run(largest_allocations, False)
-    # All but the sharded gradient, which is whole on one rank: neither the gathered
-    # table nor its gradient.
-    assert len(rows) == len(dense) - 2 == 1
+    # The sharded gradient, which is whole on one rank, but neither the gathered table
+    # nor its gradient.
+    assert len(rows) == 1
+    assert len(dense) >= 3
 
 
 def gathered_on_request() -> dict[str, Any]:
