@@ -176,7 +176,8 @@ std::int64_t Root::gradient_budget() const {
 // Nothing hides the reduction of the last unit, usually the embedding, so it
 // leaves in few collectives.  Where the unit before it held its parameters and
 // the next one's, its gradients and its activations, a ring three times as long
-// as those parameters fits.  A budget below the default is kept.
+// as those parameters fits, less what units that enclose others keep until the
+// end: parameters and gradients.  A budget below the default is kept.
 std::int64_t Root::ring_bytes_of(const Unit& unit, std::int64_t ring) const {
   constexpr std::int64_t kHeldByUnit = 3;
   const auto [last, before] = last_to_reduce();
@@ -186,7 +187,12 @@ std::int64_t Root::ring_bytes_of(const Unit& unit, std::int64_t ring) const {
       wire <= GradientRing::kNumSlots * ring) {
     return ring;
   }
-  const auto held = kHeldByUnit * before->planned_gathered_bytes();
+  auto held = kHeldByUnit * before->planned_gathered_bytes();
+  for (const auto* other : units_) {
+    if (other != nullptr && other->encloses_units) {
+      held -= 2 * other->planned_gathered_bytes();
+    }
+  }
   return std::max(ring, std::min(wire, held));
 }
 

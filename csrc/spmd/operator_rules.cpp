@@ -339,7 +339,7 @@ const std::vector<OperatorRules>& operator_rules() {
         "lowtide::linear_cross_entropy_and_gradients"}},
       {SAME_AS(0),
        {"aten::detach", "aten::requires_grad_", "aten::data", "aten::fill",
-        "aten::zero", "lowtide::scale_gradient_"}},
+        "aten::zero", "lowtide::named", "lowtide::scale_gradient_"}},
       {SAME_AS(1), {"aten::copy"}},
       {kConstant,
        {"aten::zeros",        "aten::ones",       "aten::full",

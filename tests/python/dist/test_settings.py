@@ -289,8 +289,10 @@ def test_columns_are_sharded_at_the_same_wire_bytes(pool_of):
         assert abs(wire[1] - plain[1]) <= 0.03 * plain[1]
 
 
-def bytes_between_forward_and_backward(size: int) -> tuple[int, list[Any]]:
-    """Live gathered bytes, and the calls on the whole and the smaller group."""
+def bytes_between_forward_and_backward(size: int) -> tuple[int, int, list[Any]]:
+    """Live gathered bytes, those of one of ``size`` parts of every parameter (bf16,
+    rows padded to 4 ranks, 256 B apart), and the calls on the whole and the smaller
+    group."""
     import lowtide
     from lowtide._state.unit import unit_state
 
@@ -305,17 +307,25 @@ def bytes_between_forward_and_backward(size: int) -> tuple[int, list[Any]]:
         state.groups.gather.reset_counters()
         loss.backward()
     group = unit_state(model.layers[0]).post_forward_group  # type: ignore[union-attr]
-    return live, [
-        state.groups.gather.counters["all-gather"][0],
-        None if group is None else (group.size, group.counters["all-gather"][0]),
-    ]
+    whole = [-(-len(p) // 4) * 4 * p[0].numel() * 2 for p in model.parameters()]
+    return (
+        live,
+        sum(-(-n // size // 256) * 256 for n in whole),
+        [
+            state.groups.gather.counters["all-gather"][0],
+            None if group is None else (group.size, group.counters["all-gather"][0]),
+        ],
+    )
 
 
 def test_smaller_group_keeps_its_part_and_gathers_from_neighbours(pool_of):
     whole = pool_of(4).run(bytes_between_forward_and_backward, 1)
     half = pool_of(4).run(bytes_between_forward_and_backward, 2)
-    for (all_bytes, calls), (part_bytes, part_calls) in zip(whole, half, strict=True):
-        assert 0.45 * all_bytes < part_bytes < 0.6 * all_bytes
+    for (live, expected, calls), (part, expected_part, part_calls) in zip(
+        whole, half, strict=True
+    ):
+        assert live == expected
+        assert part == expected_part < live
         assert calls == [0, None]
         assert part_calls[0] == 0 and part_calls[1][0] == 2
         # Its own group: one call a backward; every unit has a group object.
