@@ -26,7 +26,7 @@ import lowtide.phantom
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from llama import CONFIGS, Llama, LlamaConfig
 
-SYSTEMS = ("lowtide", "fsdp2", "fsdp1", "ddp")
+SYSTEMS = ("lowtide", "fsdp2", "fsdp1")
 # The first step makes the optimizer's state, the second is the first of its kind.
 NUM_STEPS = 3
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -202,27 +202,10 @@ def shard_flat(model: Any, args: argparse.Namespace) -> nn.Module:
     )
 
 
-def replicate(model: Any, args: argparse.Namespace) -> nn.Module:
-    from torch.nn.parallel import DistributedDataParallel
-
-    def reduced_in_place(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
-        # The fake group's all-reduce answers None, which DDP does not take.
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    model.to_empty(device="phantom")
-    model.forward = torch.autocast("phantom", BF16)(model.forward)
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, init_sync=False)
-    ddp.register_comm_hook(None, reduced_in_place)
-    return ddp
-
-
 WRAP = {
     "lowtide": shard_by_unit,
     "fsdp2": shard_by_unit,
     "fsdp1": shard_flat,
-    "ddp": replicate,
 }
 
 

@@ -11,7 +11,7 @@ namespace lowtide::phantom {
 DeviceClock::Access DeviceClock::timeline() {
   if (!runs()) return {};
   std::unique_lock lock(mutex_);
-  return {std::move(lock), timeline_.get()};
+  return {std::move(lock), timeline_.get(), number_};
 }
 
 void DeviceClock::start(Machine machine) {
@@ -22,6 +22,7 @@ void DeviceClock::start(Machine machine) {
                                  "Leave the `with` block of the first."));
   }
   timeline_ = std::make_unique<Timeline>(std::move(machine));
+  ++number_;
   runs_ = true;
 }
 

@@ -10,14 +10,22 @@
 #include <ATen/core/Tensor.h>
 
 #include <atomic>
+#include <cstdint>
 #include <initializer_list>
 #include <memory>
 #include <mutex>
 #include <string_view>
+#include <utility>
 
 #include "phantom/time/timeline.h"
 
 namespace lowtide::phantom {
+
+// A moment of one of the timelines that there were.
+struct TimeStamp {
+  std::int64_t timeline = 0;
+  Moment moment = 0;
+};
 
 class DeviceClock {
  public:
@@ -25,14 +33,27 @@ class DeviceClock {
   class Access {
    public:
     Access() = default;
-    Access(std::unique_lock<std::mutex> lock, Timeline* timeline)
-        : lock_(std::move(lock)), timeline_(timeline) {}
     explicit operator bool() const { return timeline_ != nullptr; }
     Timeline* operator->() const { return timeline_; }
 
+    TimeStamp stamp(Moment moment) const { return {number_, moment}; }
+    // What happened on an earlier timeline is over, and was never waited for.
+    void wait(TimedStream stream, const TimeStamp& stamp) const {
+      if (stamp.timeline == number_) timeline_->wait(stream, stamp.moment);
+    }
+    void synchronize(const TimeStamp& stamp) const {
+      if (stamp.timeline == number_) timeline_->synchronize(stamp.moment);
+    }
+
    private:
+    friend class DeviceClock;
+    Access(std::unique_lock<std::mutex> lock, Timeline* timeline,
+           std::int64_t number)
+        : lock_(std::move(lock)), timeline_(timeline), number_(number) {}
+
     std::unique_lock<std::mutex> lock_;
     Timeline* timeline_ = nullptr;
+    std::int64_t number_ = 0;
   };
 
   bool runs() const { return runs_.load(std::memory_order_relaxed); }
@@ -51,6 +72,7 @@ class DeviceClock {
   std::atomic<std::int64_t> num_groups_ = 0;
   std::mutex mutex_;
   std::unique_ptr<Timeline> timeline_;
+  std::int64_t number_ = 0;  // of the timeline
 };
 
 // Of the one device there is.

@@ -20,7 +20,7 @@ using c10::Stream;
 struct Event {
   StreamTable::Point point;
   double host_ms = 0;
-  std::optional<Moment> moment;  // while time is kept
+  std::optional<TimeStamp> stamp;  // while time is kept
 };
 
 double host_ms() {
@@ -88,17 +88,16 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   void record(void** event, const Stream& stream, const DeviceIndex,
               const c10::EventFlag) const override {
     if (*event == nullptr) *event = std::make_unique<Event>().release();
-    std::optional<Moment> moment;
-    if (auto line = timeline()) moment = line->record(stream.id());
+    std::optional<TimeStamp> stamp;
+    if (auto line = timeline()) stamp = line.stamp(line->record(stream.id()));
     *static_cast<Event*>(*event) = {
-        phantom_device().streams().record(stream.id()), host_ms(), moment};
+        phantom_device().streams().record(stream.id()), host_ms(), stamp};
   }
   void block(void* event, const Stream& stream) const override {
     if (event == nullptr) return;
     phantom_device().streams().wait(stream.id(), event_at(event).point);
-    if (!event_at(event).moment) return;
-    if (auto line = timeline())
-      line->wait(stream.id(), *event_at(event).moment);
+    if (!event_at(event).stamp) return;
+    if (auto line = timeline()) line.wait(stream.id(), *event_at(event).stamp);
   }
   bool queryEvent(void* event) const override {
     return event == nullptr ||
@@ -107,8 +106,8 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     if (event == nullptr) return;
     phantom_device().streams().synchronize(event_at(event).point);
-    if (!event_at(event).moment) return;
-    if (auto line = timeline()) line->synchronize(*event_at(event).moment);
+    if (!event_at(event).stamp) return;
+    if (auto line = timeline()) line.synchronize(*event_at(event).stamp);
   }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override {
     const std::unique_ptr<Event> owned(static_cast<Event*>(event));
@@ -116,8 +115,10 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   double elapsedTime(void* first, void* second,
                      const DeviceIndex) const override {
     const Event &from = event_at(first), &to = event_at(second);
-    // Simulated where time is kept; otherwise the host's.
-    if (from.moment && to.moment) return (*to.moment - *from.moment) * 1e3;
+    // Simulated where one timeline has both; otherwise the host's.
+    if (from.stamp && to.stamp && from.stamp->timeline == to.stamp->timeline) {
+      return (to.stamp->moment - from.stamp->moment) * 1e3;
+    }
     return to.host_ms - from.host_ms;
   }
 

@@ -38,7 +38,8 @@ bool on_phantom(const Tensors& tensors) {
 // As ProcessGroupNCCL's: waiting holds up the current stream, not the host.
 class FakeWork final : public c10d::Work {
  public:
-  explicit FakeWork(std::optional<Moment> done = std::nullopt) : done_(done) {}
+  explicit FakeWork(std::optional<TimeStamp> done = std::nullopt)
+      : done_(done) {}
 
   bool wait(std::chrono::milliseconds) override {
     synchronize();
@@ -47,7 +48,7 @@ class FakeWork final : public c10d::Work {
   void synchronize() override {
     if (!done_) return;
     if (auto timeline = device_clock().timeline()) {
-      timeline->wait(current_stream(), *done_);
+      timeline.wait(current_stream(), *done_);
     }
   }
   void blockCurrentStream() override { synchronize(); }
@@ -60,7 +61,7 @@ class FakeWork final : public c10d::Work {
   }
 
  private:
-  std::optional<Moment> done_;
+  std::optional<TimeStamp> done_;
 };
 
 void copy_to_all(const Tensors& places, const at::Tensor& piece) {
@@ -86,8 +87,8 @@ FakeGroup::Work FakeGroup::timed(CollectiveKind kind, double bytes,
   const auto placement =
       place(ranks_, timeline->machine().network.ranks_per_node);
   timeline->issue();
-  return c10::make_intrusive<FakeWork>(timeline->collective(
-      number_, placement, current_stream(), async, kind, bytes));
+  return c10::make_intrusive<FakeWork>(timeline.stamp(timeline->collective(
+      number_, placement, current_stream(), async, kind, bytes)));
 }
 
 FakeGroup::Work FakeGroup::broadcast(Tensors& tensors,

@@ -208,6 +208,28 @@ def test_events_join_streams(phantom):
     assert found["host"] == 13
 
 
+def events_of_an_earlier_timeline() -> dict[str, Any]:
+    before, after = (torch.phantom.Event(enable_timing=True) for _ in range(2))
+    x = empty(10, dtype=torch.uint8)
+    with plain():
+        x.zero_()
+        before.record()  # at 10
+    with plain() as time:
+        torch.phantom.current_stream().wait_event(before)
+        x.zero_()
+        after.record()
+    return {
+        "spans": [(span.kind, span.begin, span.end) for span in time.spans()],
+        "elapsed": before.elapsed_time(after),
+    }
+
+
+def test_what_an_earlier_timeline_recorded_is_over(phantom):
+    found = phantom("meta").run(events_of_an_earlier_timeline)
+    assert found["spans"] == [("kernel", 0, 10)]
+    assert 0 <= found["elapsed"] < 60_000  # the host's, not simulated
+
+
 def read_back() -> list[tuple[str, float, float]]:
     x = empty(10, dtype=torch.uint8)
     with plain() as time:
