@@ -216,9 +216,6 @@ void Unit::pre_forward() {
   if (!at::GradMode::is_enabled() && root_->recording()) {
     ++calls_without_grad_;
   }
-  if (open_calls_.empty() && calls_without_inputs_ == 0) {
-    saved_ = false;  // not at the end of backward: a graph may be retained
-  }
   if (at::GradMode::is_enabled()) {
     ++calls_without_inputs_;  // until watch_forward_inputs says otherwise
   }
@@ -265,7 +262,7 @@ void Unit::post_forward(const std::vector<at::Tensor>& outputs) {
     return;
   }
   if (!looks_up_rows()) {
-    saved_ = saved_ || autograd_saved_parameters();
+    ever_saved_ = ever_saved_ || autograd_saved_parameters();
   }
   if (reshard_after_forward) {
     reshard_after_forward_now();
@@ -278,6 +275,11 @@ void Unit::post_forward(const std::vector<at::Tensor>& outputs) {
 // A leaf that autograd saves raises its TensorImpl's use count, a view of it
 // that autograd saves raises the StorageImpl's: comparing both before and after
 // the module's forward tells whether backward will read the parameters.
+//
+// A graph of an earlier forward may die meanwhile, when Python collects a
+// caught exception, on one rank and not on another: what it gives back would
+// hide what this forward saves, and a rank that does not gather leaves the
+// others waiting.  So saving once counts forever: such a graph saved as well.
 void Unit::count_references() {
   if (!leaf_module) {
     return;
@@ -294,9 +296,9 @@ bool Unit::autograd_saved_parameters() const {
     return true;
   }
   for (std::size_t i = 0; i < full_.size(); ++i) {
-    if (static_cast<std::int64_t>(full_[i].use_count()) !=
+    if (static_cast<std::int64_t>(full_[i].use_count()) >
             references_[i].first ||
-        buffers_.storage(i).use_count() != references_[i].second) {
+        buffers_.storage(i).use_count() > references_[i].second) {
       return true;
     }
   }
@@ -306,7 +308,7 @@ bool Unit::autograd_saved_parameters() const {
 // --- backward ---------------------------------------------------------------
 
 bool Unit::needs_gather_in_backward() const {
-  return unshard_in_backward && (saved_ || !leaf_module);
+  return unshard_in_backward && (ever_saved_ || !leaf_module);
 }
 
 void Unit::on_output_gradient() {
@@ -489,7 +491,7 @@ void Unit::abort(bool drop_gradients) {
   }
   buffers_.release();
   state_.on(UnitEvent::abort);
-  shown_ = prefetched_ = saved_ = false;
+  shown_ = prefetched_ = false;
   next_in_forward_ = nullptr;
   in_backward_ = output_gradient_ = false;
   calls_without_grad_ = nested_calls_done_ = calls_without_inputs_ = 0;

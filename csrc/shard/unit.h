@@ -214,9 +214,9 @@ class Unit final : public BackwardReceiver,
   bool prefetched_ = false;
 
   // References to the full parameters before the module's forward ran, and
-  // whether any forward added to them: a retained graph may still hold them.
+  // whether any forward so far added to them.
   std::vector<std::pair<std::int64_t, std::int64_t>> references_;
-  bool saved_ = false;
+  bool ever_saved_ = false;
 
   // Forward calls whose inputs' gradients have not been seen, and calls that
   // ran without grad inside a recorded forward (re-entrant checkpoints).

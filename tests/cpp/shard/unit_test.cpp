@@ -92,6 +92,31 @@ TEST_F(UnitTest, ALeafModuleWhoseParameterAutogradSavedIsGatheredAgain) {
   }
 }
 
+// A graph of an earlier forward that nobody ran backward, as a caught exception
+// leaves one behind, dies while one rank's leaf runs: what it gives back hides
+// what this forward saves.
+TEST_F(UnitTest, AGraphThatDiesInsideALeafsForwardHidesNothing) {
+  const Scenario scenario = around_leaf(
+      [](const auto& parameters, const auto& x) { return x * parameters[0]; });
+  on_two_ranks(scenario, [&](Rank& rank) {
+    const auto forward = [&](const Layers::Body& leaf) {
+      const auto x = input_of(scenario, rank.rank(), 0, 0);
+      return around_leaf(leaf).program(rank, x.set_requires_grad(true));
+    };
+    const auto times = [](const auto& parameters, const auto& x) {
+      return x * parameters[0];
+    };
+    at::Tensor abandoned = forward(times);
+    rank.root->abort();
+    const at::Tensor y = forward([&](const auto& parameters, const auto& x) {
+      if (rank.rank() == 1) abandoned.reset();
+      return times(parameters, x);
+    });
+    loss_of(y).backward();
+    EXPECT_EQ(num_calls(rank, comm::Kind::all_gather, "layers.0"), 3);
+  });
+}
+
 TEST_F(UnitTest, WhatTheUserUnshardedIsNotGatheredAgain) {
   on_two_ranks(chain_, [&](Rank& rank) {
     rank.unit(1).unshard();
