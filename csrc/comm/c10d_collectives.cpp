@@ -2,8 +2,10 @@
 
 #include <ATen/ops/from_blob.h>
 
+#include <exception>
 #include <set>
 #include <stdexcept>
+#include <string_view>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
 
@@ -51,6 +53,14 @@ std::string backend_name(c10d::ProcessGroup& group,
                    wanted, ", or move the model.")));
 }
 
+// [Note: Lists on gloo]
+// ProcessGroupGloo notes the name of the last work that its two worker threads
+// began and finished in plain std::strings, which both threads assign at once.
+// That is harmless only as long as no name needs the heap: a coalesced
+// all-gather's is longer, and two in flight corrupted it (torch 2.11).  So a
+// list is gathered tensor by tensor there; every other name is short.
+bool is_gloo(std::string_view backend) { return backend.ends_with("gloo"); }
+
 }  // namespace
 
 class C10dCollectives::Work final : public Pending {
@@ -63,23 +73,25 @@ class C10dCollectives::Work final : public Pending {
         size_(owner.size()),
         lists_(std::move(lists)) {}
 
-  // `issue(outs, ins)` starts the collective.
+  // `issue(outs, ins)` starts the collective, or a part of it.  When it throws,
+  // nothing is in flight any more.
   template <typename Issue>
   void start(Issue&& issue) {
     const IssuedBy issuer(label_);
     try {
-      work_ = issue(lists_.outs, lists_.ins);
+      parts_.push_back(issue(lists_.outs, lists_.ins));
     } catch (const std::exception& cause) {
+      finish_parts();
       throw collective_failed(kind_, label_, cause, rank_, size_);
     }
   }
 
   void wait() override {
-    if (!work_) return;
-    const auto work = std::move(work_);
-    const TensorLists released_on_return = std::move(lists_);
+    const auto failure = finish_parts();
+    const TensorLists released_on_return = std::exchange(lists_, {});
+    if (!failure) return;
     try {
-      if (!work->wait()) throw std::runtime_error("the group was aborted");
+      std::rethrow_exception(failure);
     } catch (const std::exception& cause) {
       throw collective_failed(kind_, label_, cause, rank_, size_);
     }
@@ -88,19 +100,33 @@ class C10dCollectives::Work final : public Pending {
   const TensorLists& lists() const { return lists_; }
 
  private:
+  // Waits for all of them; what the first that failed threw.
+  std::exception_ptr finish_parts() {
+    std::exception_ptr failure;
+    for (const auto& part : std::exchange(parts_, {})) {
+      try {
+        if (!part->wait()) throw std::runtime_error("the group was aborted");
+      } catch (const std::exception&) {
+        if (!failure) failure = std::current_exception();
+      }
+    }
+    return failure;
+  }
+
   Kind kind_;
   std::string label_;
   std::int64_t rank_;
   std::int64_t size_;
   TensorLists lists_;
-  c10::intrusive_ptr<c10d::Work> work_;
+  std::vector<c10::intrusive_ptr<c10d::Work>> parts_;
 };
 
 C10dCollectives::C10dCollectives(c10::intrusive_ptr<c10d::ProcessGroup> group,
                                  c10::DeviceType device_type)
     : group_(std::move(group)),
       device_type_(device_type),
-      backend_(backend_name(*group_, device_type)) {}
+      backend_(backend_name(*group_, device_type)),
+      gathers_lists_(!is_gloo(backend_)) {}
 
 C10dCollectives::~C10dCollectives() = default;
 
@@ -115,11 +141,19 @@ std::unique_ptr<Pending> C10dCollectives::all_gather(
       *this, Kind::all_gather, label,
       checked_lists(Kind::all_gather, outs, ins, size()));
   if (work->lists().empty()) return work;
-  work->start([&](auto& full, auto& pieces) {
-    c10d::AllgatherOptions options;
-    options.asyncOp = true;
-    return group_->allgather_into_tensor_coalesced(full, pieces, options);
-  });
+  c10d::AllgatherOptions options;
+  options.asyncOp = true;
+  if (gathers_lists_) {
+    work->start([&](auto& full, auto& pieces) {
+      return group_->allgather_into_tensor_coalesced(full, pieces, options);
+    });
+  } else {
+    for (std::size_t i = 0; i < work->lists().outs.size(); ++i) {
+      work->start([&](auto& full, auto& pieces) {
+        return group_->_allgather_base(full[i], pieces[i], options);
+      });
+    }
+  }
   count(Kind::all_gather, work->lists().full_bytes(Kind::all_gather));
   return work;
 }

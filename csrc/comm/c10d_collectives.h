@@ -47,6 +47,7 @@ class C10dCollectives final : public Collectives {
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   c10::DeviceType device_type_;
   std::string backend_;
+  bool gathers_lists_;  // see [Note: Lists on gloo]
 };
 
 }  // namespace lowtide::comm

@@ -41,6 +41,12 @@ class ScriptedBackend final : public c10d::Backend {
       const c10d::AllgatherOptions& options) override {
     return note("all_gather", options.asyncOp, outs.size());
   }
+  c10::intrusive_ptr<c10d::Work> _allgather_base(
+      at::Tensor& out, at::Tensor&,
+      const c10d::AllgatherOptions& options) override {
+    return note("all_gather to", options.asyncOp,
+                static_cast<std::size_t>(out.numel()));
+  }
   c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(
       at::Tensor&, at::Tensor&,
       const c10d::ReduceScatterOptions& options) override {
@@ -68,11 +74,13 @@ class ScriptedBackend final : public c10d::Backend {
   std::vector<std::string> calls;
   c10::intrusive_ptr<ScriptedWork> work = c10::make_intrusive<ScriptedWork>();
   bool fails_to_issue = false;
+  std::size_t most_calls = 100;  // it fails to issue more
 
  private:
   c10::intrusive_ptr<c10d::Work> note(const std::string& name, bool async,
                                       std::size_t length) {
-    if (fails_to_issue) throw std::runtime_error("the store is gone");
+    if (fails_to_issue || calls.size() >= most_calls)
+      throw std::runtime_error("the store is gone");
     EXPECT_TRUE(async);
     calls.push_back(base::concat(name, " ", length));
     return work;
@@ -116,6 +124,52 @@ TEST_F(C10dCollectivesTest, AListIsOneCallAndIsCounted) {
   const Count& count = collectives_.counters()[0];
   EXPECT_EQ(count.calls, 1);
   EXPECT_EQ(count.wire_bytes, 15);
+}
+
+// See [Note: Lists on gloo].
+TEST_F(C10dCollectivesTest, OnGlooAListIsGatheredTensorByTensor) {
+  backend_->name = "gloo";
+  C10dCollectives gloo(group_of(backend_), c10::DeviceType::CPU);
+  std::vector<at::Tensor> outs = {at::zeros({16}, at::kByte),
+                                  at::zeros({4}, at::kByte)};
+  std::vector<at::Tensor> ins = {at::zeros({4}, at::kByte),
+                                 at::zeros({1}, at::kByte)};
+  gloo.all_gather(outs, ins, "layers.0")->wait();
+  EXPECT_THAT(backend_->calls,
+              ElementsAre("all_gather to 16", "all_gather to 4"));
+  EXPECT_EQ(backend_->work->num_waits, 2);
+  EXPECT_EQ(gloo.counters()[0].calls, 1);
+  EXPECT_EQ(gloo.counters()[0].wire_bytes, 15);
+}
+
+// The tensors of the others must not go back while they are in flight.
+TEST_F(C10dCollectivesTest, AFailureOfOnePartIsThrownAfterAllWereWaitedFor) {
+  backend_->name = "gloo";
+  C10dCollectives gloo(group_of(backend_), c10::DeviceType::CPU);
+  backend_->work->on_wait = [this]() -> bool {
+    throw std::runtime_error(base::concat("part ", backend_->work->num_waits));
+  };
+  std::vector<at::Tensor> outs = {at::zeros({16}, at::kByte),
+                                  at::zeros({4}, at::kByte)};
+  std::vector<at::Tensor> ins = {at::zeros({4}, at::kByte),
+                                 at::zeros({1}, at::kByte)};
+  const auto pending = gloo.all_gather(outs, ins, "head");
+  EXPECT_THAT([&] { pending->wait(); },
+              ThrowsMessage<Error>(HasSubstr("got 'part 1'")));
+  EXPECT_EQ(backend_->work->num_waits, 2);
+}
+
+TEST_F(C10dCollectivesTest, WhatWasIssuedOfAListThatFailedIsWaitedFor) {
+  backend_->name = "gloo";
+  backend_->most_calls = 1;
+  C10dCollectives gloo(group_of(backend_), c10::DeviceType::CPU);
+  std::vector<at::Tensor> outs = {at::zeros({16}, at::kByte),
+                                  at::zeros({4}, at::kByte)};
+  std::vector<at::Tensor> ins = {at::zeros({4}, at::kByte),
+                                 at::zeros({1}, at::kByte)};
+  EXPECT_THAT([&] { gloo.all_gather(outs, ins, "head"); },
+              ThrowsMessage<Error>(HasSubstr("got 'the store is gone'")));
+  EXPECT_EQ(backend_->work->num_waits, 1);
 }
 
 TEST_F(C10dCollectivesTest, ReducesPlainAndCoalescedBySumOrAverage) {
