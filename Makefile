@@ -34,7 +34,7 @@ dev: $(CONFIGURED)
 test: dev $(BUILD)/.tests
 	$(LOCK) $(CMAKE) --build $(BUILD) -j $(JOBS)
 	$(BIN)/ctest --test-dir $(BUILD) --verbose --no-tests=error
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 demo: dev
 	$(BIN)/python examples/demo.py
