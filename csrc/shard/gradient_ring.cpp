@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <utility>
 
 #include "shard/storage.h"
 
@@ -25,32 +26,43 @@ void GradientRing::fit(std::int64_t slot_bytes) {
   slot_bytes_ = std::max(slot_bytes_, slot_bytes);
 }
 
-const c10::Storage& GradientRing::slot(std::size_t i) {
+const c10::Storage& GradientRing::slot(std::size_t i, std::int64_t bytes) {
+  const auto wanted = std::max(slot_bytes_, bytes);
   auto& storage = slots_.at(i);
-  // A unit that nobody expected may need more than the others.
-  if (storage && static_cast<std::int64_t>(storage.nbytes()) < slot_bytes_) {
+  const auto there = storage ? static_cast<std::int64_t>(storage.nbytes()) : 0;
+  if (there > 0 && there < wanted) {
+    // Its bytes are to serve the longer one.
     catch_up_compute();
     storage = c10::Storage();
+  } else if (there > wanted) {
+    retire(std::exchange(storage, {}), there);
   }
   if (!storage) {
     storage = owning_storage(
-        memory_->lease(memory::Category::gradient_stream, root_, slot_bytes_),
-        slot_bytes_);
+        memory_->lease(memory::Category::gradient_stream, root_, wanted),
+        wanted);
     compute_has_moved();
   }
   return storage;
 }
 
-void GradientRing::retire(at::Tensor source, std::int64_t budget_bytes) {
-  auto& runtime = memory_->runtime();
-  auto copied = runtime.record(Stream::reduce);
-  if (copied.empty()) {
+void GradientRing::drop_slots() {
+  catch_up_compute();
+  std::fill(slots_.begin(), slots_.end(), c10::Storage());
+}
+
+void GradientRing::retire(const at::Tensor& source, std::int64_t budget_bytes) {
+  retire(source.storage(), static_cast<std::int64_t>(source.nbytes()));
+  reclaim(budget_bytes);
+}
+
+void GradientRing::retire(c10::Storage storage, std::int64_t bytes) {
+  auto used = memory_->runtime().record(Stream::reduce);
+  if (used.empty()) {
     return;
   }
-  const auto bytes = static_cast<std::int64_t>(source.nbytes());
   retired_bytes_ += bytes;
-  retired_.push_back({std::move(source), std::move(copied), bytes});
-  reclaim(budget_bytes);
+  retired_.push_back({std::move(storage), std::move(used), bytes});
 }
 
 void GradientRing::reclaim(std::int64_t keep_bytes) {
@@ -60,7 +72,7 @@ void GradientRing::reclaim(std::int64_t keep_bytes) {
   }
   if (kept != retired_.begin()) {
     // The newest of them: `reduce` runs in order.
-    memory_->runtime().wait(Stream::compute, std::prev(kept)->copied);
+    memory_->runtime().wait(Stream::compute, std::prev(kept)->used);
     retired_.erase(retired_.begin(), kept);
   }
 }
@@ -85,9 +97,8 @@ void GradientRing::catch_up_compute() {
 }
 
 void GradientRing::release() {
-  catch_up_compute();
+  drop_slots();
   reduce_behind_ = false;
-  std::fill(slots_.begin(), slots_.end(), c10::Storage());
   slot_bytes_ = 0;
 }
 

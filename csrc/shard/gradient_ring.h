@@ -45,11 +45,15 @@ class GradientRing {
 
   // Slots leased from now on have at least that many bytes.
   void fit(std::int64_t slot_bytes);
-  // The bytes of slot i, 0 <= i < kNumSlots; nothing is on its way from it.
-  const c10::Storage& slot(std::size_t i);
+  // The bytes of slot i, 0 <= i < kNumSlots, at least `bytes`; nothing is on
+  // its way from it.  A longer slot than is needed now is retired.
+  const c10::Storage& slot(std::size_t i, std::int64_t bytes);
+  // All slots go back in the compute stream's order; nothing is on its way from
+  // them.
+  void drop_slots();
 
   // `source` has been copied on `reduce`.
-  void retire(at::Tensor source, std::int64_t budget_bytes);
+  void retire(const at::Tensor& source, std::int64_t budget_bytes);
   // All but the newest `keep_bytes` of retired sources go back now: compute
   // waits for their copies.
   void reclaim(std::int64_t keep_bytes);
@@ -71,10 +75,11 @@ class GradientRing {
 
  private:
   struct Retired {
-    at::Tensor source;
-    device::Event copied;
+    c10::Storage storage;
+    device::Event used;
     std::int64_t bytes;
   };
+  void retire(c10::Storage storage, std::int64_t bytes);
 
   std::string root_;
   std::shared_ptr<memory::DeviceMemory> memory_;

@@ -169,9 +169,20 @@ void GradientStream::accept_rows(UnitGradients& unit, std::int32_t i,
 // those that came last only at the first gradient, after the recomputation.
 // The newest, of a slot's bytes, may stay: a small unit whose turn in the ring
 // has just come is copied behind the reduction that had the slot.
+//
+// A unit with a much larger output than input, a head that was called as a
+// module, leaves room when its backward is over: its own sources and slots stay
+// in it as long as they like, and compute waits for nothing.  Without room,
+// slots of its own go first.
 void GradientStream::expects(UnitGradients& unit) {
   if (producing_ != &unit) {
-    ring_.reclaim(std::max(unit.source_bytes() / 4, unit.slot_bytes()));
+    if (producing_ != nullptr && producing_->own_slots() &&
+        room_ < producing_->source_bytes()) {
+      land_sent();
+      ring_.drop_slots();
+    }
+    ring_.reclaim(
+        std::max({unit.source_bytes() / 4, unit.slot_bytes(), room_}));
   }
   // What outlives the unit's backward is leased ahead of what does not.
   if (contains(unit) && prepare(unit)) {
@@ -181,7 +192,7 @@ void GradientStream::expects(UnitGradients& unit) {
 
 void GradientStream::produces(const UnitGradients& unit) {
   if (producing_ != &unit) {
-    ring_.reclaim(unit.slot_bytes());
+    ring_.reclaim(std::max(unit.slot_bytes(), room_));
     producing_ = &unit;
   }
 }
@@ -251,7 +262,7 @@ void GradientStream::write_piece(std::size_t place, std::size_t piece_index) {
   ++parameter.pieces_written;
   if (!whole || static_cast<std::size_t>(parameter.pieces_written) ==
                     parameter.places.size()) {
-    ring_.retire(std::move(source), entry.unit->source_bytes());
+    ring_.retire(source, std::max(entry.unit->source_bytes(), room_));
     source.reset();
   }
 }
@@ -267,8 +278,7 @@ void GradientStream::open_slot(std::size_t place) {
   if (place >= static_cast<std::size_t>(GradientRing::kNumSlots)) {
     land(place - static_cast<std::size_t>(GradientRing::kNumSlots));
   }
-  ring_.fit(entry.unit->slot_bytes());
-  const auto& storage = ring_.slot(slot);
+  const auto& storage = ring_.slot(slot, entry.unit->slot_bytes());
   const auto& chunk = chunk_of(entry);
   const auto dtype =
       entry.unit->lanes()[static_cast<std::size_t>(entry.lane)].dtype;
@@ -283,6 +293,7 @@ void GradientStream::seal(UnitGradients& unit) {
     return;
   }
   unit.seal();
+  room_ = std::max(room_, unit.room());
   pump();
 }
 
@@ -491,14 +502,18 @@ void GradientStream::read_flags(Entry& entry, const at::Tensor& flags) {
   lane.used_anywhere.assign(values, values + lane.plan.num_parameters);
 }
 
+void GradientStream::land_sent() {
+  for (std::size_t place = 0; place < next_; ++place) {
+    land(place);
+  }
+}
+
 void GradientStream::finish() {
   for (auto* unit : units_) {
     unit->seal();
   }
   pump();
-  for (std::size_t place = 0; place < entries_.size(); ++place) {
-    land(place);
-  }
+  land_sent();
   clear();
 }
 
@@ -530,6 +545,7 @@ void GradientStream::clear() {
   entries_.clear();
   next_ = 0;
   producing_ = nullptr;
+  room_ = 0;
 }
 
 }  // namespace lowtide::shard

@@ -94,6 +94,7 @@ class GradientStream {
   void send(std::size_t place);
   void send_slab(std::size_t place);
   void land(std::size_t place);
+  void land_sent();
   bool after_shards(UnitGradients& unit, const Lane& lane,
                     const std::vector<Piece>& pieces, const at::Tensor& row,
                     const at::Tensor& flags);
@@ -107,6 +108,7 @@ class GradientStream {
   std::vector<UnitGradients*> units_;
   std::size_t next_ = 0;  // the first entry that has not left
   const UnitGradients* producing_ = nullptr;  // whose gradient came last
+  std::int64_t room_ = 0;  // that units have left whose backward is over
   GradientRing ring_;
 };
 

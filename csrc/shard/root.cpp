@@ -178,13 +178,29 @@ std::int64_t Root::gradient_budget() const {
 // the next one's, its gradients and its activations, a ring three times as long
 // as those parameters fits, less what units that enclose others keep until the
 // end: parameters and gradients.  A budget below the default is kept.
+//
+// [Note: The beginning of backward]
+// The first unit to reduce, usually the head, has no unit before it to hide
+// behind either, and the next one's backward waits for its gradients.  A ring
+// as long as its own parameters, which go when its backward is over, fits where
+// its module was called (its output is larger than its input, and the gradient
+// of that output goes as well); a loss that keeps the output small keeps the
+// ring short, unless a chunk would be all latency.
 std::int64_t Root::ring_bytes_of(const Unit& unit, std::int64_t ring) const {
   constexpr std::int64_t kHeldByUnit = 3;
-  const auto [last, before] = last_to_reduce();
+  constexpr std::int64_t kManyRanks = 32;
   const auto wire = unit.gradients().wire_bytes();
-  if (&unit != last || before == nullptr ||
-      gradient_budget() < GradientRing::kDefaultBudget ||
+  if (gradient_budget() < GradientRing::kDefaultBudget ||
       wire <= GradientRing::kNumSlots * ring) {
+    return ring;
+  }
+  const bool worthwhile =
+      unit.gradients().room() > 0 || unit.groups().reduce->size() >= kManyRanks;
+  if (&unit == first_to_reduce() && !unit.streams_rows() && worthwhile) {
+    return std::max(ring, std::min(wire, unit.planned_gathered_bytes()));
+  }
+  const auto [last, before] = last_to_reduce();
+  if (&unit != last || before == nullptr) {
     return ring;
   }
   auto held = kHeldByUnit * before->planned_gathered_bytes();
@@ -200,6 +216,18 @@ void Root::plan_gradients_of(Unit& unit, std::int64_t ring) {
   const auto bytes = ring_bytes_of(unit, ring);
   unit.gradients().set_own_slots(bytes > ring);
   unit.plan_gradients(bytes);
+}
+
+// Of those that do not enclose others.
+const Unit* Root::first_to_reduce() const {
+  for (const auto number : last_order_) {
+    const auto* unit = units_[static_cast<std::size_t>(number)];
+    if (unit != nullptr && !unit->encloses_units &&
+        unit->gradients().wire_bytes() > 0) {
+      return unit;
+    }
+  }
+  return nullptr;
 }
 
 // The last two of those that do not enclose others: these are small.

@@ -74,6 +74,7 @@ class Root : public std::enable_shared_from_this<Root> {
   std::int64_t ring_bytes() const;
   std::int64_t ring_bytes_of(const Unit& unit, std::int64_t ring) const;
   void plan_gradients_of(Unit& unit, std::int64_t ring);
+  const Unit* first_to_reduce() const;
   std::pair<const Unit*, const Unit*> last_to_reduce() const;
   void agree_on_order();
   // `orders`: of `gradients`, one after the other.

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 #include "base/check.h"
 #include "base/trace.h"
@@ -13,6 +14,17 @@
 #include "shard/row_stream.h"
 
 namespace lowtide::shard {
+namespace {
+
+std::int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
+  return std::accumulate(tensors.begin(), tensors.end(), std::int64_t{0},
+                         [](std::int64_t bytes, const at::Tensor& tensor) {
+                           return bytes +
+                                  static_cast<std::int64_t>(tensor.nbytes());
+                         });
+}
+
+}  // namespace
 
 Unit::Unit(std::string name, std::vector<ParameterInfo> infos,
            UnitGroups groups, std::shared_ptr<memory::DeviceMemory> memory)
@@ -247,6 +259,7 @@ std::vector<at::Tensor> Unit::watch_forward_inputs(
     const std::vector<at::Tensor>& inputs) {
   auto watched = watch_inputs(inputs, weak_from_this());
   if (!in_backward()) {
+    input_bytes_ = bytes_of(inputs);
     --calls_without_inputs_;
     open_calls_.push_back(std::move(watched.node));
   }
@@ -261,6 +274,9 @@ void Unit::post_forward(const std::vector<at::Tensor>& outputs) {
   if (in_backward()) {
     return;
   }
+  // Of the gradient of its output, which only its own backward needs.
+  gradients_.set_room(std::max<std::int64_t>(
+      0, bytes_of(outputs) - std::exchange(input_bytes_, 0)));
   if (!looks_up_rows()) {
     ever_saved_ = ever_saved_ || autograd_saved_parameters();
   }

@@ -217,6 +217,7 @@ class Unit final : public BackwardReceiver,
   // whether any forward so far added to them.
   std::vector<std::pair<std::int64_t, std::int64_t>> references_;
   bool ever_saved_ = false;
+  std::int64_t input_bytes_ = 0;  // of the forward that runs
 
   // Forward calls whose inputs' gradients have not been seen, and calls that
   // ran without grad inside a recorded forward (re-entrant checkpoints).

@@ -124,6 +124,10 @@ class UnitGradients {
   // come; takes effect with the next backward.
   void set_own_slots(bool own) { own_slots_ = own; }
   bool own_slots() const { return own_slots_; }
+  // How many bytes fewer are there once the unit's backward is over than while
+  // it ran, its parameters and their gradients aside.
+  void set_room(std::int64_t bytes) { room_ = bytes; }
+  std::int64_t room() const { return room_; }
   // Bytes of all gradients, padded, in the dtypes they travel in.
   std::int64_t wire_bytes() const;
   // Bytes of all slabs once allocated.
@@ -176,6 +180,7 @@ class UnitGradients {
   ShardedGradients sharded_;
   GradientReduction reduction_;
   std::int64_t source_bytes_ = 0;
+  std::int64_t room_ = 0;
   bool own_slots_ = false;
   bool sync_ = true;
   bool accumulating_ = false;

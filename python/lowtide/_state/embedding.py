@@ -23,8 +23,10 @@ from lowtide._state.rows import RowChunk, strided_chunks
 # blocks. Below, the kernels that a block takes cost more than the bytes are worth.
 LARGE_TABLE = 256 << 20
 # Of a block that forward reads, two of which live at once. It costs a pass over the
-# output and a collective, which is long enough to be limited by bandwidth.
+# output and a collective, which is long enough to be limited by bandwidth: its latency
+# grows with the number of ranks.
 LOOKUP_BYTES = 128 << 20
+LOOKUP_BYTES_PER_RANK = 2 << 20
 
 
 def wants_rows(module: nn.Module, original: type) -> bool:
@@ -51,7 +53,8 @@ class EmbeddingRows:
         self._unit, self._weight = unit, weight
         self._stream = unit.gradient_rows()
         shard = self._stream.padded_rows
-        most = max(1, LOOKUP_BYTES // (self._stream.world_size * row_bytes))
+        at_once = max(LOOKUP_BYTES, LOOKUP_BYTES_PER_RANK * self._stream.world_size)
+        most = max(1, at_once // (self._stream.world_size * row_bytes))
         # Of equal size: one's bytes then serve the next.
         unit.look_up_rows(-(-shard // -(-shard // most)))
         # Recorded calls whose graphs are alive.
