@@ -80,6 +80,24 @@ C10_HOST_DEVICE Vector<T, kWidth> load(const T* from, bool as_vector) {
   return loaded;
 }
 
+// In one instruction: left alone, nvcc splits a vector of computed values.
+template <typename T, int kWidth>
+C10_HOST_DEVICE void store(Vector<T, kWidth>* to,
+                           const Vector<T, kWidth>& values) {
+#ifdef __CUDA_ARCH__
+  if constexpr (sizeof(values) == sizeof(uint4)) {
+    __stwb(reinterpret_cast<uint4*>(to),
+           *reinterpret_cast<const uint4*>(&values));
+    return;
+  } else if constexpr (sizeof(values) == sizeof(uint2)) {
+    __stwb(reinterpret_cast<uint2*>(to),
+           *reinterpret_cast<const uint2*>(&values));
+    return;
+  }
+#endif
+  *to = values;
+}
+
 // Elements of a run of `elements` at `pointer` ahead of the first vector.
 template <typename T, int kWidth>
 C10_HOST_DEVICE std::int64_t unaligned_head(const T* pointer,
@@ -90,50 +108,72 @@ C10_HOST_DEVICE std::int64_t unaligned_head(const T* pointer,
   return head < elements ? head : elements;
 }
 
-// Calls write(to, from) for what `thread` has of one run of elements.  `write`
-// takes vectors of kWidth elements and of one.
-template <typename To, typename From, typename Write>
+template <typename To, typename From, int kWidth, typename Operation>
+C10_HOST_DEVICE void finish(To* to, const Vector<To, kWidth>& before,
+                            const Vector<From, kWidth>& from,
+                            const Operation& operation) {
+  Vector<To, kWidth> result;
+  for (int i = 0; i < kWidth; ++i) {
+    result.values[i] = operation(before.values[i], from.values[i]);
+  }
+  if constexpr (Operation::kWrites) {
+    store(reinterpret_cast<Vector<To, kWidth>*>(to), result);
+  }
+}
+
+template <typename To, typename From, typename Operation>
+C10_HOST_DEVICE void run_one(To* to, const From* from,
+                             const Operation& operation) {
+  Vector<To, 1> before{};
+  if constexpr (Operation::kReads) {
+    before.values[0] = *to;
+  }
+  finish(to, before, Vector<From, 1>{{*from}}, operation);
+}
+
+// What `thread` has of one run of elements.
+template <typename To, typename From, typename Operation>
 C10_HOST_DEVICE void run_of_tile(To* to, const From* from,
                                  std::int64_t elements, int thread,
-                                 const Write& write) {
+                                 const Operation& operation) {
   constexpr int kWidth = kVectorWidth<To, From>;
   constexpr int kInFlight =
       static_cast<int>(kTileElements) / kTileThreads / kWidth;
   const std::int64_t head = unaligned_head<To, kWidth>(to, elements);
   const std::int64_t body = (elements - head) / kWidth * kWidth;
   const bool vectors = aligned<From, kWidth>(from + head);
-  // Whatever precedes and follows the vectors: fewer than kWidth each.
+  // What precedes and follows the vectors: fewer than kWidth elements each.
   const std::int64_t tail = head + body;
-  const auto single = [&](std::int64_t i) {
-    Vector<From, 1> one{{from[i]}};
-    write(reinterpret_cast<Vector<To, 1>*>(to + i), one);
-  };
   if (thread < head) {
-    single(thread);
+    run_one(to + thread, from + thread, operation);
   }
-  if (tail + thread < elements && thread < kWidth) {
-    single(tail + thread);
+  if (tail + thread < elements) {
+    run_one(to + tail + thread, from + tail + thread, operation);
   }
   // All loads of a thread are under way before its first store.
   Vector<From, kWidth> loaded[kInFlight] = {};
+  Vector<To, kWidth> before[kInFlight] = {};
   for (int k = 0; k < kInFlight; ++k) {
     const std::int64_t i = (k * kTileThreads + thread) * std::int64_t{kWidth};
     if (i < body) {
       loaded[k] = load<From, kWidth>(from + head + i, vectors);
+      if constexpr (Operation::kReads) {
+        before[k] = load<To, kWidth>(to + head + i, true);
+      }
     }
   }
   for (int k = 0; k < kInFlight; ++k) {
     const std::int64_t i = (k * kTileThreads + thread) * std::int64_t{kWidth};
     if (i < body) {
-      write(reinterpret_cast<Vector<To, kWidth>*>(to + head + i), loaded[k]);
+      finish(to + head + i, before[k], loaded[k], operation);
     }
   }
 }
 
 // What `thread` of kTileThreads does of tile `tile` of `t`.
-template <typename To, typename From, typename Write>
+template <typename To, typename From, typename Operation>
 C10_HOST_DEVICE void run_tile(const Transfer& t, std::int64_t tile, int thread,
-                              const Write& write) {
+                              const Operation& operation) {
   auto* const to = static_cast<To*>(t.to);
   const auto* const from = static_cast<const From*>(t.from);
   if (t.columns >= kWideColumns) {
@@ -145,7 +185,7 @@ C10_HOST_DEVICE void run_tile(const Transfer& t, std::int64_t tile, int thread,
     const std::int64_t r = row - matrix * t.rows;
     run_of_tile(to + matrix * t.to_matrix + r * t.to_row + begin,
                 from + matrix * t.from_matrix + r * t.from_row + begin,
-                left < kTileElements ? left : kTileElements, thread, write);
+                left < kTileElements ? left : kTileElements, thread, operation);
     return;
   }
   const std::int64_t begin = tile * kTileElements;
@@ -156,11 +196,8 @@ C10_HOST_DEVICE void run_tile(const Transfer& t, std::int64_t tile, int thread,
     const std::int64_t column = begin + i - row * t.columns;
     const std::int64_t matrix = divide(row, t.rows);
     const std::int64_t r = row - matrix * t.rows;
-    const Vector<From, 1> one{
-        {from[matrix * t.from_matrix + r * t.from_row + column]}};
-    write(reinterpret_cast<Vector<To, 1>*>(to + matrix * t.to_matrix +
-                                           r * t.to_row + column),
-          one);
+    run_one(to + matrix * t.to_matrix + r * t.to_row + column,
+            from + matrix * t.from_matrix + r * t.from_row + column, operation);
   }
 }
 
@@ -174,45 +211,51 @@ C10_HOST_DEVICE To converted(From value) {
   }
 }
 
-// What is written: computed in fp32, rounded once, as at::copy_, at::add_ and
-// at::mul_ do.
-struct CopyWrite {
-  template <typename To, typename From, int kWidth>
-  C10_HOST_DEVICE void operator()(Vector<To, kWidth>* to,
-                                  const Vector<From, kWidth>& from) const {
-    Vector<To, kWidth> result;
-    for (int i = 0; i < kWidth; ++i) {
-      result.values[i] = converted<To>(from.values[i]);
-    }
-    *to = result;
+// Operations, element by element, computed in fp32 and rounded once, as
+// at::copy_, at::add_ and at::mul_ do.  kReads: what is there before the write.
+struct Copy {
+  static constexpr bool kReads = false;
+  static constexpr bool kWrites = true;
+
+  template <typename To, typename From>
+  C10_HOST_DEVICE To operator()(To, From from) const {
+    return converted<To>(from);
   }
 };
 
-struct AddWrite {
-  template <typename To, typename From, int kWidth>
-  C10_HOST_DEVICE void operator()(Vector<To, kWidth>* to,
-                                  const Vector<From, kWidth>& from) const {
-    Vector<To, kWidth> result = *to;
-    for (int i = 0; i < kWidth; ++i) {
-      result.values[i] = static_cast<To>(static_cast<float>(result.values[i]) +
-                                         static_cast<float>(from.values[i]));
-    }
-    *to = result;
+struct Add {
+  static constexpr bool kReads = true;
+  static constexpr bool kWrites = true;
+
+  template <typename To, typename From>
+  C10_HOST_DEVICE To operator()(To before, From from) const {
+    return static_cast<To>(static_cast<float>(before) +
+                           static_cast<float>(from));
   }
 };
 
-struct ScaleWrite {
+struct Scale {
+  static constexpr bool kReads = false;
+  static constexpr bool kWrites = true;
   float factor;
 
-  template <typename To, typename From, int kWidth>
-  C10_HOST_DEVICE void operator()(Vector<To, kWidth>* to,
-                                  const Vector<From, kWidth>& from) const {
-    Vector<To, kWidth> result;
-    for (int i = 0; i < kWidth; ++i) {
-      result.values[i] =
-          static_cast<To>(static_cast<float>(from.values[i]) * factor);
-    }
-    *to = result;
+  template <typename To, typename From>
+  C10_HOST_DEVICE To operator()(To, From from) const {
+    return static_cast<To>(static_cast<float>(from) * factor);
+  }
+};
+
+// Adds up the squares of what is read, in fp32 for one tile.
+struct SquareSum {
+  static constexpr bool kReads = false;
+  static constexpr bool kWrites = false;
+  float* sum;
+
+  template <typename To, typename From>
+  C10_HOST_DEVICE To operator()(To before, From from) const {
+    const auto value = static_cast<float>(from);
+    *sum += value * value;
+    return before;
   }
 };
 

@@ -4,15 +4,16 @@
 namespace lowtide::ops::cuda {
 namespace {
 
-template <typename To, typename From, typename Write>
+template <typename To, typename From, typename Operation>
 __global__ void __launch_bounds__(kTileThreads)
     transfer_kernel(const __grid_constant__ Batch batch) {
   for_each_tile(batch, [](const Transfer& transfer, std::int64_t tile) {
-    run_tile<To, From>(transfer, tile, static_cast<int>(threadIdx.x), Write{});
+    run_tile<To, From>(transfer, tile, static_cast<int>(threadIdx.x),
+                       Operation{});
   });
 }
 
-template <typename Write>
+template <typename Operation>
 void launch(c10::ScalarType to, c10::ScalarType from,
             const std::vector<Transfer>& transfers) {
   const auto stream = c10::cuda::getCurrentCUDAStream();
@@ -21,7 +22,7 @@ void launch(c10::ScalarType to, c10::ScalarType from,
       using To = decltype(to_value);
       using From = decltype(from_value);
       for_each_batch(transfers, [&](const Batch& batch, unsigned groups) {
-        transfer_kernel<To, From, Write>
+        transfer_kernel<To, From, Operation>
             <<<groups, kTileThreads, 0, stream>>>(batch);
         C10_CUDA_KERNEL_LAUNCH_CHECK();
       });
@@ -33,12 +34,12 @@ void launch(c10::ScalarType to, c10::ScalarType from,
 
 void launch_copy(c10::ScalarType to, c10::ScalarType from,
                  const std::vector<Transfer>& transfers) {
-  launch<CopyWrite>(to, from, transfers);
+  launch<Copy>(to, from, transfers);
 }
 
 void launch_add(c10::ScalarType to, c10::ScalarType from,
                 const std::vector<Transfer>& transfers) {
-  launch<AddWrite>(to, from, transfers);
+  launch<Add>(to, from, transfers);
 }
 
 }  // namespace lowtide::ops::cuda

@@ -13,11 +13,11 @@
 namespace lowtide::ops {
 namespace {
 
-template <typename To, typename From, typename Write>
-void run(const Transfer& transfer, Write write) {
+template <typename To, typename From, typename Operation>
+void run(const Transfer& transfer, Operation operation) {
   for (std::int64_t tile = 0; tile < num_tiles(transfer); ++tile) {
     for (int thread = 0; thread < kTileThreads; ++thread) {
-      run_tile<To, From>(transfer, tile, thread, write);
+      run_tile<To, From>(transfer, tile, thread, operation);
     }
   }
 }
@@ -47,9 +47,9 @@ at::Tensor rows_in(const at::Tensor& canvas, const Shape& shape,
                            {shape.columns + gap, 1}, offset);
 }
 
-template <typename Write, typename Reference>
+template <typename Operation, typename Reference>
 void expect_as_at(at::ScalarType to_dtype, at::ScalarType from_dtype,
-                  Reference reference, Write write) {
+                  Reference reference, Operation operation) {
   for (const auto& shape : kShapes) {
     for (const std::int64_t to_offset : {0, 1, 4, 7}) {
       for (const std::int64_t from_offset : {0, 1, 2, 8}) {
@@ -62,7 +62,7 @@ void expect_as_at(at::ScalarType to_dtype, at::ScalarType from_dtype,
         reference(rows_in(expected, shape, to_offset, shape.gap), from);
         with_type(to_dtype, [&](auto t) {
           with_type(from_dtype, [&](auto f) {
-            run<decltype(t), decltype(f)>(*transfer_of(to, from), write);
+            run<decltype(t), decltype(f)>(*transfer_of(to, from), operation);
           });
         });
         ASSERT_TRUE(at::equal(bits(canvas), bits(expected)))
@@ -79,7 +79,7 @@ TEST(TransferTest, CopiesAndCastsWhatAtCopyDoes) {
     for (const auto from : kKernelTypes) {
       expect_as_at(
           to, from, [](at::Tensor a, const at::Tensor& b) { a.copy_(b); },
-          CopyWrite{});
+          Copy{});
     }
   }
 }
@@ -89,7 +89,7 @@ TEST(TransferTest, AddsWhatAtAddDoes) {
     for (const auto from : kKernelTypes) {
       expect_as_at(
           to, from, [](at::Tensor a, const at::Tensor& b) { a.add_(b); },
-          AddWrite{});
+          Add{});
     }
   }
 }
@@ -103,7 +103,7 @@ TEST(TransferTest, TakesMatricesOfRows) {
     const auto to = at::zeros({2, 4, width});
     const auto transfer = transfer_of(to, packed);
     ASSERT_TRUE(transfer.has_value());
-    run<float, float>(*transfer, CopyWrite{});
+    run<float, float>(*transfer, Copy{});
     EXPECT_TRUE(at::equal(to, packed)) << width;
   }
 }
@@ -112,7 +112,7 @@ TEST(TransferTest, CopiesOfTheSameTypeKeepTheBitsOfNaNs) {
   const auto nans = at::full({9}, 0x7fab, at::kShort);
   const auto to = at::zeros({9}, at::kBFloat16);
   run<at::BFloat16, at::BFloat16>(*transfer_of(to, nans.view(at::kBFloat16)),
-                                  CopyWrite{});
+                                  Copy{});
   EXPECT_TRUE(at::equal(bits(to), nans));
 }
 
@@ -126,7 +126,7 @@ TEST(TransferTest, MergesWhatIsContiguousInBoth) {
 TEST(TransferTest, TakesTransposedSourcesElementByElement) {
   const auto from = at::randn({40, 50}).t();
   const auto to = at::zeros({50, 40});
-  run<float, float>(*transfer_of(to, from), CopyWrite{});
+  run<float, float>(*transfer_of(to, from), Copy{});
   EXPECT_TRUE(at::equal(to, from));
 }
 
