@@ -6,13 +6,6 @@
 #endif
 
 namespace lowtide::ops {
-namespace {
-
-bool on_cuda(at::TensorList tensors) {
-  return !tensors.empty() && tensors.front().is_cuda();
-}
-
-}  // namespace
 
 void require_pairs(const char* name, at::TensorList to, at::TensorList from) {
   const auto who = base::concat("torch.ops.lowtide.", name);
@@ -35,7 +28,7 @@ void require_pairs(const char* name, at::TensorList to, at::TensorList from) {
 void foreach_copy(at::TensorList to, at::TensorList from) {
   require_pairs("foreach_copy_", to, from);
 #ifdef LOWTIDE_WITH_CUDA
-  if (on_cuda(to)) return cuda::foreach_copy(to, from);
+  if (!to.empty() && to[0].is_cuda()) return cuda::foreach_copy(to, from);
 #endif
   for (std::size_t i = 0; i < to.size(); ++i) {
     to[i].copy_(from[i]);
@@ -45,7 +38,7 @@ void foreach_copy(at::TensorList to, at::TensorList from) {
 void foreach_add(at::TensorList to, at::TensorList from) {
   require_pairs("foreach_add_", to, from);
 #ifdef LOWTIDE_WITH_CUDA
-  if (on_cuda(to)) return cuda::foreach_add(to, from);
+  if (!to.empty() && to[0].is_cuda()) return cuda::foreach_add(to, from);
 #endif
   for (std::size_t i = 0; i < to.size(); ++i) {
     to[i].add_(from[i]);
