@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "base/check.h"
+#include "ops/foreach.h"
 
 namespace lowtide::shard {
 namespace {
@@ -128,7 +129,7 @@ ParameterBuffers::ParameterBuffers(UnitName unit,
 }
 
 std::int64_t ParameterBuffers::cast_bytes() const {
-  return casts_.empty() ? 0 : layout_.input_bytes();
+  return casts_.to.empty() ? 0 : layout_.input_bytes();
 }
 
 void ParameterBuffers::build_parameters() {
@@ -170,18 +171,18 @@ void ParameterBuffers::build_casts() {
     }
     before = i;
     const auto from_input = slice.input_offset / itemsize(info.compute_dtype);
-    const auto start =
-        extends ? casts_.back().input.storage_offset() : from_input;
+    const auto start = extends ? casts_.to.back().storage_offset() : from_input;
     const auto numel = from_input + slice.shard_numel - start;
     const auto from_master = slice.shard_offset / itemsize(info.storage_dtype) -
                              (from_input - start);
     if (extends) {
-      casts_.pop_back();
+      casts_.to.pop_back();
+      casts_.from.pop_back();
     }
-    casts_.push_back(
-        {input_.view(info.compute_dtype, {numel}, {1}, start),
-         flat_view(master_, info.storage_dtype,
-                   from_master * itemsize(info.storage_dtype), numel)});
+    casts_.to.push_back(input_.view(info.compute_dtype, {numel}, {1}, start));
+    casts_.from.push_back(flat_view(master_, info.storage_dtype,
+                                    from_master * itemsize(info.storage_dtype),
+                                    numel));
   }
 }
 
@@ -195,8 +196,9 @@ void ParameterBuffers::build_unpacks() {
   const auto size = layout_.world_size();
   gather_outs_.push_back(
       input_.view(at::kByte, {size * row}, {1}, cast_bytes()));
-  gather_ins_.push_back(casts_.empty() ? flat_view(master_, at::kByte, 0, row)
-                                       : input_.view(at::kByte, {row}, {1}));
+  gather_ins_.push_back(casts_.to.empty()
+                            ? flat_view(master_, at::kByte, 0, row)
+                            : input_.view(at::kByte, {row}, {1}));
   for (const auto i : layout_.order()) {
     const auto& slice = layout_[i];
     if (!slice.packed) {
@@ -210,11 +212,11 @@ void ParameterBuffers::build_unpacks() {
     const std::int64_t sizes[] = {outer, ranks, width};
     const std::int64_t packed[] = {width, row / itemsize(dtype), 1};
     const std::int64_t in_place[] = {ranks * width, width, 1};
-    unpacks_.push_back(
-        {input_.view(dtype, sizes, packed,
-                     (cast_bytes() + slice.input_offset) / itemsize(dtype)),
-         gathered_.view(dtype, sizes, in_place,
-                        slice.gathered_offset / itemsize(dtype))});
+    unpacks_.from.push_back(
+        input_.view(dtype, sizes, packed,
+                    (cast_bytes() + slice.input_offset) / itemsize(dtype)));
+    unpacks_.to.push_back(gathered_.view(
+        dtype, sizes, in_place, slice.gathered_offset / itemsize(dtype)));
   }
 }
 
@@ -360,28 +362,32 @@ void ParameterBuffers::drop_part() {
 void ParameterBuffers::cast_masters() {
   auto& runtime = memory_->runtime();
   const BelowAutograd guard;
-  for (auto& run : casts_) {
-    runtime.touches(device::Stream::gather, run.master.const_data_ptr(),
-                    run.master.nbytes(), device::Access::read);
-    runtime.touches(device::Stream::gather, run.input.const_data_ptr(),
-                    run.input.nbytes(), device::Access::write);
-    run.input.copy_(run.master);
+  for (std::size_t k = 0; k < casts_.to.size(); ++k) {
+    const auto& to = casts_.to[k];
+    const auto& from = casts_.from[k];
+    runtime.touches(device::Stream::gather, from.const_data_ptr(),
+                    from.nbytes(), device::Access::read);
+    runtime.touches(device::Stream::gather, to.const_data_ptr(), to.nbytes(),
+                    device::Access::write);
   }
+  ops::foreach_copy(casts_.to, casts_.from);
 }
 
 void ParameterBuffers::unpack() {
   auto& runtime = memory_->runtime();
   const BelowAutograd guard;
-  for (auto& one : unpacks_) {
-    const auto extent = (one.packed.size(1) - 1) * one.packed.stride(1) +
-                        one.packed.size(0) * one.packed.size(2);
-    runtime.touches(device::Stream::compute, one.packed.const_data_ptr(),
-                    static_cast<std::size_t>(extent) * one.packed.itemsize(),
+  for (std::size_t k = 0; k < unpacks_.to.size(); ++k) {
+    const auto& to = unpacks_.to[k];
+    const auto& packed = unpacks_.from[k];
+    const auto extent = (packed.size(1) - 1) * packed.stride(1) +
+                        packed.size(0) * packed.size(2);
+    runtime.touches(device::Stream::compute, packed.const_data_ptr(),
+                    static_cast<std::size_t>(extent) * packed.itemsize(),
                     device::Access::read);
-    runtime.touches(device::Stream::compute, one.gathered.const_data_ptr(),
-                    one.gathered.nbytes(), device::Access::write);
-    one.gathered.copy_(one.packed);
+    runtime.touches(device::Stream::compute, to.const_data_ptr(), to.nbytes(),
+                    device::Access::write);
   }
+  ops::foreach_copy(unpacks_.to, unpacks_.from);
 }
 
 void ParameterBuffers::arrived() { input_.unbind(); }

@@ -116,17 +116,9 @@ class ParameterBuffers {
     RepointedStorage storage;
     at::Tensor full;
   };
-  // Neighbours of one dtype pair: one copy casts them all.
-  struct CastRun {
-    at::Tensor input;
-    at::Tensor master;
-  };
-
-  // What a packed parameter is copied from and to: [N, shard_numel], or
-  // [outer, N, width] if another dimension is split.
-  struct Unpack {
-    at::Tensor packed;
-    at::Tensor gathered;
+  struct Copies {
+    std::vector<at::Tensor> to;
+    std::vector<at::Tensor> from;
   };
 
   bool casts(std::size_t i) const {
@@ -158,8 +150,11 @@ class ParameterBuffers {
   // what autograd saved (see unit.cpp).
   RepointedStorage gathered_;
   std::vector<Parameter> parameters_;
-  std::vector<CastRun> casts_;
-  std::vector<Unpack> unpacks_;
+  // Masters to the gather's input; neighbours of one dtype pair are one run.
+  Copies casts_;
+  // Packed parameters to their places: [N, shard_numel], or [outer, N, width]
+  // if another dimension is split.
+  Copies unpacks_;
   std::vector<at::Tensor> gather_outs_;  // uint8, per parameter
   std::vector<at::Tensor> gather_ins_;
 };

@@ -8,6 +8,7 @@
 
 #include "base/check.h"
 #include "base/trace.h"
+#include "ops/foreach.h"
 
 namespace lowtide::shard {
 namespace {
@@ -176,7 +177,7 @@ at::Tensor RowStream::cast_rows(Block& block, std::int64_t k) {
                   Access::read);
   runtime.touches(Stream::gather, cast.const_data_ptr(), cast.nbytes(),
                   Access::write);
-  cast.copy_(rows);
+  ops::foreach_copy(cast, rows);
   return block.input.view(at::kByte, {static_cast<std::int64_t>(cast.nbytes())},
                           {1});
 }

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 
+#include "ops/foreach.h"
 #include "shard/storage.h"
 
 namespace lowtide::shard {
@@ -109,7 +110,7 @@ void ShardedGradients::write(const at::Tensor& to, const at::Tensor& from,
                   device::Access::read);
   runtime.touches(runtime.current(), to.const_data_ptr(), to.nbytes(),
                   device::Access::write);
-  add ? to.add_(from) : to.copy_(from);
+  add ? ops::foreach_add(to, from) : ops::foreach_copy(to, from);
 }
 
 void ShardedGradients::land(const std::vector<Piece>& pieces,

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lowtide._state import flat_norm
+
 __all__ = ["clip_grad_norm_"]
 
 
@@ -22,6 +24,10 @@ def clip_grad_norm_(
 ) -> Tensor:
     """``torch.nn.utils.clip_grad_norm_`` with one more argument.
 
+    The same bits as torch's, except for the L2 norm of gradients on CUDA that are
+    sharded alike: that takes one kernel for a rank's shards and one scalar between the
+    ranks, summed in another order.
+
     Args:
         skip_nonfinite: If the total norm is infinite or NaN, as after one rank had a
             NaN, drop every gradient: the optimizer's next ``step`` then changes
@@ -33,17 +39,28 @@ def clip_grad_norm_(
         if the step is skipped.
     """
     chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    norm = torch.nn.utils.get_total_norm(
-        [p.grad for p in chosen if p.grad is not None],
-        norm_type,
-        error_if_nonfinite,
-        foreach,
+    gradients = [p.grad for p in chosen if p.grad is not None]
+    flat = (
+        norm_type == 2.0
+        and foreach is not False
+        and not error_if_nonfinite
+        and any(g.is_cuda for g in gradients)
+        and flat_norm.fits(gradients)
     )
+    if flat:
+        norm = flat_norm.total_norm(gradients)
+    else:
+        norm = torch.nn.utils.get_total_norm(
+            gradients, norm_type, error_if_nonfinite, foreach
+        )
     if skip_nonfinite:
         whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if not bool(torch.isfinite(whole)):
             for p in chosen:
                 p.grad = None
             return norm
-    torch.nn.utils.clip_grads_with_norm_(chosen, max_norm, norm, foreach)
+    if flat:
+        flat_norm.scale_(gradients, max_norm, norm)
+    else:
+        torch.nn.utils.clip_grads_with_norm_(chosen, max_norm, norm, foreach)
     return norm

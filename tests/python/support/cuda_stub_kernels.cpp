@@ -76,7 +76,13 @@ cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void*) {
   *kernel = reinterpret_cast<cudaKernel_t>(std::uintptr_t{16});
   return cudaSuccess;
 }
-cudaError_t __cudaLaunchKernel(...) { return cudaSuccess; }
+static std::atomic<std::int64_t> launches = 0;
+// For programs that count them.
+std::int64_t cuda_stub_launches() { return launches; }
+cudaError_t __cudaLaunchKernel(...) {
+  ++launches;
+  return cudaSuccess;
+}
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*,
                                 void**) {
   return cudaSuccess;

@@ -1,0 +1,83 @@
+// torch.ops.lowtide.*: the operators of this room, for programs and torch's own
+// checks.  The engine calls the functions.
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/stack.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <vector>
+
+#include "ops/clipping.h"
+#include "ops/foreach.h"
+#include "ops/rows.h"
+
+namespace lowtide::ops {
+namespace {
+
+TORCH_LIBRARY_FRAGMENT(lowtide, m) {
+  m.def("foreach_copy_(Tensor(a!)[] self, Tensor[] source) -> ()");
+  m.def("foreach_add_(Tensor(a!)[] self, Tensor[] source) -> ()");
+  m.def("foreach_scale_(Tensor(a!)[] self, Tensor factor) -> ()");
+  m.def("foreach_l2_norm(Tensor[] self) -> Tensor");
+  m.def("add_rows_(Tensor(a!) self, Tensor index, Tensor rows) -> ()");
+}
+
+void implement(torch::Library& m) {
+  m.impl("foreach_copy_", &foreach_copy);
+  m.impl("foreach_add_", &foreach_add);
+  m.impl("foreach_scale_", &foreach_scale);
+  m.impl("foreach_l2_norm", &foreach_l2_norm);
+  m.impl("add_rows_", &add_rows);
+}
+
+at::Tensor norm_on_meta(at::TensorList tensors) {
+  require_norm_arguments(tensors);
+  return at::empty({}, tensors[0].options().dtype(at::kFloat));
+}
+
+TORCH_LIBRARY_IMPL(lowtide, CPU, m) { implement(m); }
+TORCH_LIBRARY_IMPL(lowtide, PrivateUse1, m) { implement(m); }
+#ifdef LOWTIDE_WITH_CUDA
+TORCH_LIBRARY_IMPL(lowtide, CUDA, m) { implement(m); }
+#endif
+TORCH_LIBRARY_IMPL(lowtide, Meta, m) {
+  m.impl("foreach_copy_", [](at::TensorList to, at::TensorList from) {
+    require_pairs("foreach_copy_", to, from);
+  });
+  m.impl("foreach_add_", [](at::TensorList to, at::TensorList from) {
+    require_pairs("foreach_add_", to, from);
+  });
+  m.impl("foreach_scale_", &require_scale_arguments);
+  m.impl("foreach_l2_norm", &norm_on_meta);
+  m.impl("add_rows_", &require_rows_arguments);
+}
+
+// Version counters see what is written: `self`, in all of them.
+void count_writes(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) {
+  const auto count = op.schema().arguments().size();
+  const c10::IValue self = torch::jit::last(*stack, count)[0];
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+  }
+  const auto written = self.isTensor()
+                           ? std::vector<at::Tensor>{self.toTensor()}
+                           : self.toTensorVector();
+  for (const auto& tensor : written) {
+    if (!tensor.is_inference()) {
+      tensor.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+}
+
+TORCH_LIBRARY_IMPL(lowtide, ADInplaceOrView, m) {
+  for (const char* name :
+       {"foreach_copy_", "foreach_add_", "foreach_scale_", "add_rows_"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&count_writes>());
+  }
+}
+
+}  // namespace
+}  // namespace lowtide::ops
