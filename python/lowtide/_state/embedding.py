@@ -26,7 +26,8 @@ LARGE_TABLE = 256 << 20
 # output and a collective, which is long enough to be limited by bandwidth: its latency
 # grows with the number of ranks.
 LOOKUP_BYTES = 128 << 20
-LOOKUP_BYTES_PER_RANK = 2 << 20
+# Ranks from which on a block grows with them.
+LOOKUP_RANKS = 64
 
 
 def wants_rows(module: nn.Module, original: type) -> bool:
@@ -53,7 +54,7 @@ class EmbeddingRows:
         self._unit, self._weight = unit, weight
         self._stream = unit.gradient_rows()
         shard = self._stream.padded_rows
-        at_once = max(LOOKUP_BYTES, LOOKUP_BYTES_PER_RANK * self._stream.world_size)
+        at_once = LOOKUP_BYTES * max(1, self._stream.world_size // LOOKUP_RANKS)
         most = max(1, at_once // (self._stream.world_size * row_bytes))
         # Of equal size: one's bytes then serve the next.
         unit.look_up_rows(-(-shard // -(-shard // most)))
