@@ -181,11 +181,10 @@ std::int64_t Root::gradient_budget() const {
 //
 // [Note: The beginning of backward]
 // The first unit to reduce, usually the head, has no unit before it to hide
-// behind either, and the next one's backward waits for its gradients.  A ring
-// as long as its own parameters, which go when its backward is over, fits where
-// its module was called (its output is larger than its input, and the gradient
-// of that output goes as well); a loss that keeps the output small keeps the
-// ring short, unless a chunk would be all latency.
+// behind either, and the next one's backward waits for its gradients.  Among
+// many ranks, where a chunk would be all latency, its ring is as long as its
+// own parameters, which go when its backward is over.  How much room its output
+// leaves must not decide that: ranks may differ in it, and a plan may not.
 std::int64_t Root::ring_bytes_of(const Unit& unit, std::int64_t ring) const {
   constexpr std::int64_t kHeldByUnit = 3;
   constexpr std::int64_t kManyRanks = 32;
@@ -194,9 +193,8 @@ std::int64_t Root::ring_bytes_of(const Unit& unit, std::int64_t ring) const {
       wire <= GradientRing::kNumSlots * ring) {
     return ring;
   }
-  const bool worthwhile =
-      unit.gradients().room() > 0 || unit.groups().reduce->size() >= kManyRanks;
-  if (&unit == first_to_reduce() && !unit.streams_rows() && worthwhile) {
+  if (&unit == first_to_reduce() && !unit.streams_rows() &&
+      unit.groups().reduce->size() >= kManyRanks) {
     return std::max(ring, std::min(wire, unit.planned_gathered_bytes()));
   }
   const auto [last, before] = last_to_reduce();
