@@ -80,8 +80,7 @@ void Unit::plan_gradients(std::int64_t budget_bytes) {
     gradient_order_.resize(shards_.size());
     std::iota(gradient_order_.rbegin(), gradient_order_.rend(), 0);
   }
-  gradients_.plan(trainable(), gradient_order_, budget_bytes,
-                  GradientRing::kNumSlots);
+  gradients_.plan(trainable(), gradient_order_, budget_bytes);
   install_nodes();
 }
 
