@@ -60,8 +60,8 @@ def measure() -> list[Row]:
 
 
 def simulate(world: int, runs: Sequence[Run]) -> dict[Run, Seen]:
-    arguments = (str(world), str(WIDTH), *map(str, runs))
-    seen = json.loads(run("residual_simulated.py", *arguments, timeout=3600))
+    arguments = ("phantom", str(world), str(WIDTH), *map(str, runs))
+    seen = json.loads(run("residual_full_scale.py", *arguments, timeout=3600))
     return dict(zip(runs, seen, strict=True))
 
 
@@ -126,7 +126,7 @@ CASE = Case(
     name=NAME,
     describe="The same at the report's size (xla 17541), simulated.",
     how=f"""\
-`programs/residual_simulated.py`: the blocks of
+`programs/residual_full_scale.py`: the blocks of
 case2_residual_offload, {LAYERS} of them, width {WIDTH}, fp32, the residual of
 [16, 4096, {WIDTH}] that each of the report's {WORLD} devices has ({RESIDUAL_GIB} GiB),
 between a small embedding and a mean of squares, on `lowtide.phantom` in meta mode; the
