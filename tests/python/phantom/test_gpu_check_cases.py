@@ -1,4 +1,4 @@
-"""The two cases that gpu_check runs, in tiny sizes over the stub of the CUDA runtime."""
+"""The two cases that gpu_check runs, tiny, over the stub of the CUDA runtime."""
 
 from __future__ import annotations
 
