@@ -132,8 +132,9 @@ CUresult mem_release(CUmemGenericAllocationHandle handle) {
   device().give(handle);
   return CUDA_SUCCESS;
 }
-CUresult device_attribute(int* value, CUdevice_attribute, CUdevice) {
-  *value = 0;
+// NVLink's multicast, which torch asks for before it lets NCCL allocate.
+CUresult device_attribute(int* value, CUdevice_attribute attribute, CUdevice) {
+  *value = attribute == CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED;
   return CUDA_SUCCESS;
 }
 CUresult succeed() { return CUDA_SUCCESS; }

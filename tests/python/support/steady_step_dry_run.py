@@ -41,6 +41,7 @@ def step_of(
     policy: lowtide.ActivationPolicy | None = None,
     read: bool = False,
     capturable: bool = False,
+    prepare: Callable[[nn.Module], None] = lambda model: None,
 ) -> Callable[[], None]:
     with torch.device("meta"):
         model: Any = Llama(CONFIGS["tiny"])
@@ -51,6 +52,7 @@ def step_of(
         lowtide.fully_shard(layer, mp_policy=precision)
     lowtide.fully_shard(model, mp_policy=precision)
     model.to_empty(device="cuda")
+    prepare(model)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=capturable)
     tokens = torch.zeros(SHAPE, dtype=torch.long, device="cuda")
 
@@ -67,6 +69,10 @@ def step_of(
             loss.item()
 
     return step
+
+
+def units_of(model: Any) -> list[Any]:
+    return [*model.layers, model]
 
 
 def waits_of(step: Callable[[], None]) -> list[int]:
