@@ -1,7 +1,7 @@
 """Step time of a slice of a Llama on one GPU, lowtide and FSDP2 step by step in turns,
 as JSON: world 1, so every collective is a copy of the group's.
 
-    llama_speed.py --num-layers 8 --loss chunked:16 [--backend nccl]
+    llama_speed.py --num-layers 8 --loss chunked:16
 
 Options are those of llama_memory.py; plain SGD, because two models with Adam's state do
 not fit.
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from llama_memory import build as build_model
 from llama_memory import parser, shard_by_unit
-from stage import init_fake_group, without_cudnn_attention
+from stage import without_cudnn_attention
 from timing import in_turns, ratio
 from torch import nn
 
@@ -31,7 +31,6 @@ SYSTEMS = ("fsdp2", "lowtide")
 def options() -> Namespace:
     base = parser()
     base.set_defaults(device="cuda")
-    base.add_argument("--backend", choices=("nccl", "fake"), default="nccl")
     base.add_argument("--rounds", type=int, default=8)
     return base.parse_args()
 
@@ -72,14 +71,13 @@ def flops(model: nn.Module, sequence: int) -> int:
 
 def main() -> None:
     args = options()
-    if args.backend == "nccl":
-        store = dist.HashStore()
-        device = torch.device("cuda", 0)
-        dist.init_process_group(
-            "nccl", store=store, rank=0, world_size=1, device_id=device
-        )
-    else:
-        init_fake_group(1)
+    dist.init_process_group(
+        "nccl",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+        device_id=torch.device("cuda", 0),
+    )
     without_cudnn_attention()
     models = {system: build(args, system) for system in SYSTEMS}
     vocabulary = models["lowtide"].tok_embeddings.weight.shape[0]

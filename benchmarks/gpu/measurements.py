@@ -101,7 +101,7 @@ def llama_memory_rows(checkpoint: str, figures: Figures) -> Iterator[Row]:
 
 
 def llama_speed(scale: Scale) -> Figures:
-    options = ("--rounds", scale.rounds, "--backend", scale.backend)
+    options = ("--rounds", scale.rounds)
     return program("llama_speed.py", *scale.llama, "--loss", scale.llama_loss, *options)
 
 

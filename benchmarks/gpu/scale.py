@@ -11,7 +11,6 @@ class Scale:
     llama: tuple[str, ...]  # options of llama_memory.py: the slice
     llama_loss: str
     replayed: tuple[str, ...]  # the same, for the allocator's replay
-    backend: str  # of the one rank whose steps are timed
     flat_widths: str
     residual: tuple[int, int, int]  # layers, rows, width
     link_bytes: int
@@ -27,7 +26,6 @@ FULL = Scale(
     llama=("--config", "8b", "--num-layers", "8", "--sequence", "8192"),
     llama_loss="chunked:16",
     replayed=("--config", "8b", "--num-layers", "2", "--sequence", "4096"),
-    backend="nccl",
     flat_widths="published",
     residual=(32, 16 * 4096, 2048),
     link_bytes=1 << 30,
@@ -42,7 +40,6 @@ TINY = Scale(
     llama=("--config", "tiny", "--sequence", "64"),
     llama_loss="chunked:2",
     replayed=("--config", "tiny", "--sequence", "64"),
-    backend="fake",
     flat_widths="tiny",
     residual=(4, 256, 128),
     link_bytes=1 << 12,
