@@ -146,16 +146,18 @@ TEST_P(NumLayersTest, GradientsOnTheirWayAreThoseOfOneUnitAtMost) {
 // Bytes of sources that wait where the backward of layers.0 begins, after that
 // of layers.1 whose output is `times` as wide as its input.
 std::int64_t retired_behind(std::int64_t times) {
-  Scenario scenario{.units = model_of(2, dense()), .num_steps = 1};
+  Scenario scenario = layers(2);
+  scenario.units = model_of(2, dense());
   scenario.units[2].parameters.push_back({{4000}});
   scenario.program = [times](Layers& layers, const at::Tensor& x) {
     return layers.call(0, x, [&](const auto& parameters, const auto& in) {
-      const at::Tensor y = layers.call(1, in, layer());
+      const at::Tensor first = layer()(parameters, in);
+      const at::Tensor y = layers.call(1, first, layer());
       const at::Tensor wide =
           layers.call(2, y, [times](const auto& p, const auto& h) {
             return layer()(p, h).repeat({1, times});
           });
-      return layer()(parameters, wide.narrow(1, 0, kWidth));
+      return wide.narrow(1, 0, kWidth);
     });
   };
   std::int64_t retired = -1;
