@@ -140,6 +140,7 @@ SETTINGS: dict[str, Setting] = {
     "unshard_in_backward": Setting(change=not_unsharded_in_backward),
     "buffers_of_the_group": Setting(change=buffers_of_the_group),
     "unshard_async_op": Setting(change=asynchronous_unshard),
+    "post_optim_event": Setting(before=with_event, microbatches=2),
 }
 
 
