@@ -9,8 +9,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from lowtide import spmd
-from lowtide.spmd import I, P, R, V
-from support.spmd import RANK, failure, inside, leaf, message
+from lowtide.spmd import COLLECTIVE, SAME_AS, I, P, R, V
+from support.spmd import RANK, failure, function, inside, leaf, message
 
 
 def test_declared_against_inferred(mesh: DeviceMesh) -> None:
@@ -172,4 +172,33 @@ def test_wrong_declarations(mesh: DeviceMesh) -> None:
     assert message(without_outputs, RuntimeError) == (
         "lowtide: region 'body': expected outputs(), got none. Pass what leaves the "
         "region to outputs()."
+    )
+
+
+def test_rules_that_do_not_fit_their_operator(mesh: DeviceMesh) -> None:
+    def call(rule: spmd.Rule) -> str:
+        op = function(lambda x: x * 2, lambda g: g)
+        spmd.register_rule(op, rule)
+        return failure(
+            lambda: inside(
+                lambda x: op.apply(x),
+                leaf(4),
+                in_types=V,
+                out_types=V,
+                mesh=mesh["model"],
+            )  # fmt: skip
+        )
+
+    got = "got support.spmd.function.<locals>.HandWritten(V) over 'model' at HERE"
+    who = "lowtide: region 'body': expected that "
+    assert call(COLLECTIVE(P, R)) == (
+        f"{who}the collective's first input has its source type, {got} {RANK}. Convert "
+        "the input first, or register the rule with its type."
+    )
+    assert call(SAME_AS(3)) == (
+        f"{who}the rule names one of the tensor inputs, {got} {RANK}. Register the "
+        "rule with an index below the number of tensor inputs."
+    )
+    assert message(lambda: spmd.all_gather(leaf(4), mesh), ValueError) == (
+        "lowtide: axis: expected a mesh of one dimension, got 2. Pass mesh['name']."
     )
