@@ -90,6 +90,8 @@ py::dict unit_plan(shard::Unit& unit) {
   bytes["gather_input"] = unit.planned_input_bytes();
   bytes["gradient_chunks"] = gradients.num_chunks();
   bytes["gradient_slot"] = gradients.slot_bytes();
+  bytes["gradient_own_slots"] =
+      gradients.own_slots() ? gradients.num_slots() : 0;
   bytes["gradient_slab"] = gradients.slab_bytes();
   bytes["sharded_gradients"] =
       gradients.sharded().generation_bytes(gradients.trainable());
