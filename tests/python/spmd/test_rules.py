@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lowtide import spmd
 from lowtide.spmd import COLLECTIVE, LINEAR, LOCAL, SAME_AS, P, R, V
-from support.spmd import RANK, failure, function, inside, leaf, message
+from support.spmd import RANK, failure, function, inside, leaf, library_of, message
 
 
 @pytest.fixture(scope="module")
 def library() -> torch.library.Library:
-    library = torch.library.Library("spmd_test", "DEF")
+    library = library_of("spmd_test")
     for name in ("opaque", "talking", "second", "overloaded", "overloaded.other"):
         extra = ", int n=0" if name == "overloaded.other" else ""
         library.define(f"{name}(Tensor x, Tensor? y=None{extra}) -> Tensor")
