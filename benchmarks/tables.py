@@ -56,26 +56,35 @@ def section(result: Result) -> Iterator[str]:
     yield ""
     yield f"`{result.command}`"
     yield ""
-    systems = columns(result.rows)
+    yield from table(result.rows)
+    yield ""
+    yield obtained_with(result)
+
+
+def obtained_with(result: Result) -> str:
+    environment = ", ".join(f"{k} {v}" for k, v in result.environment.items())
+    return f"Obtained with {environment}."
+
+
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    """A line for each quantity, a column for each system; then the notes."""
+    systems = columns(rows)
     titles = [TITLES.get(system, system) for system in systems]
     yield f"| | {' | '.join(titles)} | unit | kind |"
     yield f"|---|{'--:|' * len(systems)}---|---|"
     notes: dict[str, int] = {}
-    for quantity in dict.fromkeys(row.quantity for row in result.rows):
-        rows = [row for row in result.rows if row.quantity == quantity]
-        cells = {row.system: number(row) + mark(row, notes) for row in rows}
+    for quantity in dict.fromkeys(row.quantity for row in rows):
+        line = [row for row in rows if row.quantity == quantity]
+        cells = {row.system: number(row) + mark(row, notes) for row in line}
         yield "| {} | {} | {} | {} |".format(
             quantity,
             " | ".join(cells.get(system, "") for system in systems),
-            rows[0].unit,
-            ", ".join(dict.fromkeys(row.kind for row in rows)),
+            line[0].unit,
+            ", ".join(dict.fromkeys(row.kind for row in line)),
         )
     if notes:
         yield ""
     yield from (f"{place}. {note}" for note, place in notes.items())
-    yield ""
-    environment = ", ".join(f"{k} {v}" for k, v in result.environment.items())
-    yield f"Obtained with {environment}."
 
 
 def columns(rows: Iterable[Row]) -> list[str]:

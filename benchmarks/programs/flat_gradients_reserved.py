@@ -1,5 +1,5 @@
 """Peak reserved memory of flat_gradients.py's variants at the published widths, on the
-simulated device: rank 0 of eight data-parallel ranks.  As JSON.
+simulated device or a GPU: rank 0 of eight data-parallel ranks.  As JSON.
 
     flat_gradients_reserved.py lowtide [--expandable]
 """
@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from flat_gradients import CONFIG, MICROBATCHES, VARIANTS, PerParameter
+from stage import DEVICES, peaks, start
 
-import lowtide.phantom
+import lowtide
 from support.model import Llama, ModelConfig, loss_fn
 
-WIDTHS = replace(CONFIG, dim=8192, vocab=32064, kv_dim=256, ffn=7168, seq=1024, batch=4)
+WIDTHS = {
+    "published": replace(
+        CONFIG, dim=8192, vocab=32064, kv_dim=256, ffn=7168, seq=1024, batch=4
+    ),
+    "tiny": CONFIG,
+}
 WORLD = 8
 NUM_STEPS = 2  # the second is like all that follow
 
@@ -27,62 +34,72 @@ def model_of(config: ModelConfig) -> Llama:
         return Llama(config)
 
 
-def accumulate(model: Any) -> None:
-    shape = (WIDTHS.batch, WIDTHS.seq)
+def accumulate(model: Any, config: ModelConfig) -> None:
     for _ in range(MICROBATCHES):
-        ids = torch.zeros(shape, dtype=torch.long)
+        ids = torch.zeros((config.batch, config.seq), dtype=torch.long)
         (loss_fn(model(ids), ids) / MICROBATCHES).backward()
 
 
-def run_variant(name: str) -> None:
-    model = model_of(WIDTHS).bfloat16().to_empty(device="phantom")
+def variant_step(name: str, config: ModelConfig, device: str) -> Callable[[], None]:
+    model = model_of(config).bfloat16().to_empty(device=device)
     # What a sharded run keeps of the parameters beside the full ones.
     numel = sum(p.numel() for p in model.parameters())
     shards = torch.empty(numel // WORLD, dtype=torch.bfloat16)
     variant: PerParameter = VARIANTS[name](model)
-    for _ in range(NUM_STEPS):
+
+    def step(_shards: torch.Tensor = shards) -> None:
         variant.before_step()
-        accumulate(model)
+        accumulate(model, config)
         handed = variant.hand_over()
         variant.sums = {}
         del handed
-    del shards
+
+    return step
 
 
-def run_lowtide() -> None:
-    model: Any = model_of(WIDTHS).bfloat16()
+def lowtide_model(config: ModelConfig, device: str, **settings: Any) -> Any:
+    """Gradients accumulate without a reduction; ``lowtide.abort_step`` drops them."""
+    model: Any = model_of(config).bfloat16()
     policy = lowtide.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     units = (*model.layers, model.embed, model.head, model)
     for module in units:
-        lowtide.fully_shard(module, mp_policy=policy, reshard_after_forward=False)
-    model.to_empty(device="phantom")
+        lowtide.fully_shard(
+            module, mp_policy=policy, reshard_after_forward=False, **settings
+        )
+    model.to_empty(device=device)
     # The full parameters stay, as they do in the other variants.
     model.set_reshard_after_backward(False)
     model.set_requires_gradient_sync(False)
+    return model
+
+
+def run_steps(variant: str, config: ModelConfig, device: str) -> None:
+    if variant not in LOWTIDE:
+        step = variant_step(variant, config, device)
+        for _ in range(NUM_STEPS):
+            step()
+        return
+    model = lowtide_model(config, device, **LOWTIDE[variant])
     for _ in range(NUM_STEPS):
-        accumulate(model)
+        accumulate(model, config)
         # Up to here the slab is what the reduce-scatter would take.
         lowtide.abort_step(model)
 
 
+LOWTIDE: dict[str, dict[str, Any]] = {"lowtide": {}, "fused": {"grads": "fused"}}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("variant", choices=(*VARIANTS, "lowtide"))
+    parser.add_argument("variant", choices=(*VARIANTS, *LOWTIDE))
     parser.add_argument("--expandable", action="store_true")
+    parser.add_argument("--device", choices=DEVICES, default="phantom")
+    parser.add_argument("--widths", choices=WIDTHS, default="published")
     args = parser.parse_args()
-    lowtide.phantom.install(mode="meta", expandable=args.expandable)
-    lowtide.phantom.init_world(WORLD)
-    torch.set_default_device("phantom")
-    if args.variant == "lowtide":
-        run_lowtide()
-    else:
-        run_variant(args.variant)
-    accelerator = torch.accelerator
-    peaks = {
-        "reserved": accelerator.max_memory_reserved(),
-        "allocated": accelerator.max_memory_allocated(),
-    }
-    print(json.dumps(peaks))
+    start(args.device, WORLD, expandable=args.expandable)
+    torch.set_default_device(args.device)
+    run_steps(args.variant, WIDTHS[args.widths], args.device)
+    print(json.dumps(peaks()))
 
 
 if __name__ == "__main__":

@@ -7,9 +7,8 @@ hooks, autograd nodes, bookkeeping.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
+from stage import init_fake_group
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from support.model import ModelConfig, batch, build, loss_fn
 from support.systems import get_system
@@ -20,7 +19,7 @@ SYSTEMS = ("plain", "fsdp2", "lowtide")
 
 def start() -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("fake", rank=0, world_size=WORLD_SIZE, store=FakeStore())
+    init_fake_group(WORLD_SIZE)
 
 
 def config(num_layers: int) -> ModelConfig:
@@ -40,11 +39,11 @@ def config(num_layers: int) -> ModelConfig:
 class Training:
     """Forward and backward of one system, separately."""
 
-    def __init__(self, system_name: str, num_layers: int) -> None:
+    def __init__(self, system_name: str, num_layers: int, device: str = "cpu") -> None:
         shape = config(num_layers)
         self.num_units = num_layers + 1  # the blocks and the root
-        self._inputs, self._targets = batch(shape, 0, 0, 0)
-        self.model: nn.Module = build(shape)
+        self._inputs, self._targets = (t.to(device) for t in batch(shape, 0, 0, 0))
+        self.model: nn.Module = build(shape).to(device)
         self._loss: torch.Tensor | None = None
         if system_name == "plain":
             self.model = self.model.bfloat16()

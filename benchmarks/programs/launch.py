@@ -11,12 +11,11 @@ from pathlib import Path
 PROGRAMS = Path(__file__).resolve().parent
 REPOSITORY = PROGRAMS.parents[1]
 # The package of this checkout, whatever else is installed.
-PATHS = (REPOSITORY / "tests" / "python", REPOSITORY / "python")
+PATHS = (REPOSITORY / "tests" / "python", REPOSITORY / "python", PROGRAMS)
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 ENVIRONMENT = {
-    "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
     "PYTHONHASHSEED": "0",
-    # The program's own folder comes by itself.
     "PYTHONPATH": os.pathsep.join(map(str, PATHS)),
 }
 
@@ -26,9 +25,11 @@ def run(
     *arguments: str,
     under: Sequence[str] = (),
     directory: Path | None = None,
+    gpu: bool = False,
     timeout: float,
 ) -> str:
-    """What it printed; RuntimeError with the end of its errors when it fails."""
+    """What it printed; RuntimeError with the end of its errors when it fails. It sees
+    no GPU unless ``gpu``."""
     command = [*under, sys.executable, str(PROGRAMS / program), *arguments]
     done = subprocess.run(
         command,
@@ -36,7 +37,7 @@ def run(
         text=True,
         timeout=timeout,
         cwd=directory,
-        env=os.environ | ENVIRONMENT,
+        env=os.environ | ENVIRONMENT | ({} if gpu else NO_GPU),
     )
     if done.returncode != 0:
         raise RuntimeError(f"{program}: exit {done.returncode}\n{done.stderr[-3000:]}")

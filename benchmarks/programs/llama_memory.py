@@ -1,9 +1,10 @@
-"""Peak bytes of training steps of a Llama on the simulated device, as JSON.
+"""Peak bytes of training steps of a Llama on the simulated device or a GPU, as JSON.
 
     llama_memory.py --system lowtide --config 8b --world 8 [...]
 
-Meta mode: operators run without bytes, collectives on torch's fake group; the
-allocator model answers as CUDA's would. One process is one rank, rank 0.
+On the simulated device (meta mode) operators run without bytes, and the allocator
+model answers as CUDA's would; on a GPU they run. Collectives are torch's fake group's.
+One process is one rank, rank 0.
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from stage import DEVICES, peaks, start
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-import lowtide.phantom
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from llama import CONFIGS, Llama, LlamaConfig
@@ -41,8 +41,9 @@ KEPT = (
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--system", choices=SYSTEMS, required=True)
-    parser.add_argument("--config", choices=("8b", "70b"), default="8b")
+    parser.add_argument("--system", choices=SYSTEMS, default="lowtide")
+    parser.add_argument("--device", choices=DEVICES, default="phantom")
+    parser.add_argument("--config", choices=CONFIGS, default="8b")
     parser.add_argument("--num-layers", type=int, help="instead of the config's")
     parser.add_argument("--vocab-size", type=int, help="instead of the config's")
     parser.add_argument("--world", type=int, default=8)
@@ -179,7 +180,7 @@ def shard_by_unit(model: Any, args: argparse.Namespace) -> nn.Module:
         else:
             shard(model.output, reshard_after_forward=False)
     shard(model)
-    model.to_empty(device="phantom")
+    model.to_empty(device=args.device)
     if args.system == "lowtide" and args.loss == "vocabulary":
         from lowtide.losses import stream_rows
 
@@ -195,8 +196,8 @@ def shard_flat(model: Any, args: argparse.Namespace) -> nn.Module:
         model,
         auto_wrap_policy=ModuleWrapPolicy({type(model.layers[0])}),
         mixed_precision=MixedPrecision(BF16, FP32),
-        device_id=torch.device("phantom", 0),
-        param_init_fn=lambda m: m.to_empty(device="phantom", recurse=False),
+        device_id=torch.device(args.device, 0),
+        param_init_fn=lambda m: m.to_empty(device=args.device, recurse=False),
         use_orig_params=True,
         limit_all_gathers=True,
     )
@@ -245,14 +246,10 @@ class Peaks:
         torch.accelerator.reset_peak_memory_stats()
 
     def mark(self, moment: str) -> None:
-        accelerator = torch.accelerator
-        now = {
-            "allocated": accelerator.max_memory_allocated(),
-            "reserved": accelerator.max_memory_reserved(),
-        }
+        now = peaks()
         before = self.moments.get(moment, now)
         self.moments[moment] = {k: max(now[k], before[k]) for k in now}
-        accelerator.reset_peak_memory_stats()
+        torch.accelerator.reset_peak_memory_stats()
 
     def step(self) -> dict[str, Any]:
         return {
@@ -274,7 +271,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             last = microbatch == args.microbatches - 1
             with set_sync(model, last or args.reduce_every):
                 tokens = torch.zeros(
-                    1, args.sequence + 1, dtype=torch.long, device="phantom"
+                    1, args.sequence + 1, dtype=torch.long, device=args.device
                 )
                 loss = model(tokens[:, :-1], tokens[:, 1:])
                 peaks.mark("forward")
@@ -303,8 +300,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     args = parser().parse_args()
-    lowtide.phantom.install(mode="meta", expandable=args.expandable)
-    lowtide.phantom.init_world(args.world)
+    start(args.device, args.world, expandable=args.expandable)
     if args.whole_embedding:
         from lowtide._state import embedding
 

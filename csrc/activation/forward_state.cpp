@@ -9,6 +9,8 @@
 #include <exception>
 #include <mutex>
 
+#include "base/check.h"
+
 namespace lowtide::activation {
 namespace {
 
@@ -60,11 +62,28 @@ void apply(const AutocastState& state) {
 
 }  // namespace
 
+namespace {
+
+at::Generator copy_of(at::Generator& generator) {
+  try {
+    return generator.clone();
+  } catch (const c10::Error& error) {
+    throw Error(base::error_text(
+        "checkpoint", "the state of a random generator, to compute again with",
+        base::concat("'", error.what_without_backtrace(), "'"),
+        "While a CUDA graph is captured torch gives none, to its own "
+        "checkpoint "
+        "neither: capture modules that are not checkpointed."));
+  }
+}
+
+}  // namespace
+
 RandomState RandomState::capture(c10::Device device) {
   RandomState state;
   const auto add = [&](at::Generator generator) {
     const std::lock_guard lock(generator.mutex());
-    state.saved_.push_back({generator, generator.clone()});
+    state.saved_.push_back({generator, copy_of(generator)});
   };
   add(at::globalContext().defaultGenerator(c10::Device(c10::kCPU)));
   if (!device.is_cpu()) {

@@ -16,6 +16,7 @@ namespace lowtide::activation {
 // The default generators of the CPU and of one device.
 class RandomState {
  public:
+  // Throws lowtide::Error where torch does not let a generator be copied.
   static RandomState capture(c10::Device device);
   // Whether a generator has moved on since.
   bool consumed() const;

@@ -46,6 +46,14 @@ class GradientRing {
   static std::int64_t bytes_for(std::int64_t budget_bytes,
                                 std::int64_t largest_unit_bytes);
 
+  // The same for a unit with a ring of its own: about `ring_bytes`, such that
+  // its `wire_bytes` leave in chunks of equal size; a short one at the end
+  // would be all latency.  Chunks end with a row of `row_bytes`, of one rank.
+  static std::int64_t bytes_of_equal_chunks(std::int64_t ring_bytes,
+                                            std::int64_t wire_bytes,
+                                            std::int64_t world_size,
+                                            std::int64_t row_bytes);
+
   // `root`: owner of the slots in the ledger.
   GradientRing(std::string root, std::shared_ptr<memory::DeviceMemory> memory);
 

@@ -9,20 +9,6 @@ namespace {
 
 constexpr auto kManyRanks = GradientRing::kManyRanks;
 
-// A ring of about `bytes` whose chunks are equal: without a short one at the
-// end, which would be all latency.
-std::int64_t with_equal_chunks(const Unit& unit, std::int64_t bytes) {
-  const auto& gradients = unit.gradients();
-  const auto ranks = unit.groups().reduce->size();
-  const auto slots = gradients.num_slots();
-  const auto of_a_rank = gradients.wire_bytes() / ranks;
-  const auto in_slot = bytes / (slots * (ranks + 1));
-  const auto chunks = std::max(slots, (of_a_rank + in_slot / 2) / in_slot);
-  const auto row =
-      unit.buffers().slice(0).inner * static_cast<std::int64_t>(sizeof(float));
-  return slots * (ranks + 1) * (of_a_rank / chunks + row);
-}
-
 }  // namespace
 
 std::int64_t Root::ring_bytes() const {
@@ -89,7 +75,12 @@ void Root::plan_gradients_of(Unit& unit, std::int64_t ring) {
   const auto bytes = ring_bytes_of(unit, ring);
   const bool own = bytes > ring;
   unit.gradients().set_own_slots(own);
-  unit.plan_gradients(own ? with_equal_chunks(unit, bytes) : ring);
+  constexpr auto kItemsize = static_cast<std::int64_t>(sizeof(float));
+  unit.plan_gradients(own ? GradientRing::bytes_of_equal_chunks(
+                                bytes, unit.gradients().wire_bytes(),
+                                unit.groups().reduce->size(),
+                                unit.buffers().slice(0).inner * kItemsize)
+                          : ring);
 }
 
 // Of those that do not enclose others.

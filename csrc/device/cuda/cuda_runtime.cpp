@@ -1,5 +1,6 @@
 #include "device/cuda/cuda_runtime.h"
 
+#include <ATen/Context.h>
 #include <c10/cuda/CUDAGuard.h>
 
 namespace lowtide::device {
@@ -15,7 +16,10 @@ struct Point {
 
 CudaRuntime::CudaRuntime(c10::Device device)
     : GuardRuntime(device),
-      events_(std::make_shared<c10::cuda::CUDAEventPool>()) {}
+      events_(std::make_shared<c10::cuda::CUDAEventPool>()) {
+  // A model that was on the meta device has not used CUDA yet.
+  at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
+}
 
 c10::cuda::CUDAStream CudaRuntime::cuda_stream(Stream stream) const {
   return c10::cuda::CUDAStream(stream_of(stream));
@@ -24,11 +28,14 @@ c10::cuda::CUDAStream CudaRuntime::cuda_stream(Stream stream) const {
 c10::DataPtr CudaRuntime::allocate_pinned(std::size_t bytes) {
   const c10::cuda::CUDAGuard guard(device().index());
   void* data = nullptr;
-  if (cudaHostAlloc(&data, bytes, cudaHostAllocDefault) != cudaSuccess) {
+  const cudaError_t error = cudaHostAlloc(&data, bytes, cudaHostAllocDefault);
+  if (error == cudaErrorMemoryAllocation) {
     cudaGetLastError();  // the caller falls back; the next call must not see it
     return {};
   }
-  return {data, data, [](void* begin) { cudaFreeHost(begin); },
+  C10_CUDA_CHECK(error);
+  return {data, data,
+          [](void* begin) { C10_CUDA_CHECK_WARN(cudaFreeHost(begin)); },
           c10::Device(c10::DeviceType::CPU)};
 }
 

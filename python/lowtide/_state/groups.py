@@ -6,10 +6,15 @@ gradient plan. Each order is the same on every rank, but how the two interleave 
 not: a rank that leaves a parameter unused completes its chunks later. One
 communicator for both would deadlock or mix them up; two can not, and on NCCL they
 also overlap. Sums over replicas follow the plan's order on a third.
+
+LOWTIDE_COMMUNICATORS=shared uses the mesh's own for both, which saves NCCL's buffers of
+one. It is for models whose ranks use the same parameters in every step; their
+communication no longer overlaps.
 """
 
 import dataclasses
 import datetime
+import os
 
 import torch
 import torch.distributed as dist
@@ -46,14 +51,7 @@ def groups_of(mesh: DeviceMesh, device: torch.device) -> Groups:
     ):
         return known[1]
     *replicas, shards = groups
-    reduce_group = dist.new_group(
-        dist.get_process_group_ranks(shards),
-        timeout=_timeout(shards, device),
-        backend=dist.get_backend(shards),
-        use_local_synchronization=True,
-        group_desc="lowtide_reduce",
-    )
-    assert reduce_group is not None
+    reduce_group = shards if _shared() else _second_group(shards, device)
     made = Groups(
         _C.Collectives(shards.group_name, device),
         _C.Collectives(reduce_group.group_name, device),
@@ -62,6 +60,31 @@ def groups_of(mesh: DeviceMesh, device: torch.device) -> Groups:
         reduce_group,
     )
     _known[names] = (groups, made)
+    return made
+
+
+_COMMUNICATORS = "LOWTIDE_COMMUNICATORS"
+
+
+def _shared() -> bool:
+    value = os.environ.get(_COMMUNICATORS, "separate")
+    if value not in ("separate", "shared"):
+        raise ValueError(
+            f"lowtide: {_COMMUNICATORS}: expected separate or shared, got {value!r}. "
+            "Unset it for a communicator of reductions beside that of gathers."
+        )
+    return value == "shared"
+
+
+def _second_group(shards: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    made = dist.new_group(
+        dist.get_process_group_ranks(shards),
+        timeout=_timeout(shards, device),
+        backend=dist.get_backend(shards),
+        use_local_synchronization=True,
+        group_desc="lowtide_reduce",
+    )
+    assert made is not None
     return made
 
 

@@ -143,6 +143,40 @@ TEST_P(NumLayersTest, GradientsOnTheirWayAreThoseOfOneUnitAtMost) {
   });
 }
 
+// Bytes of sources that wait where the backward of layers.0 begins, after that
+// of layers.1 whose output is `times` as wide as its input.
+std::int64_t retired_behind(std::int64_t times) {
+  Scenario scenario{.units = model_of(2, dense()), .num_steps = 1};
+  scenario.units[2].parameters.push_back({{4000}});
+  scenario.program = [times](Layers& layers, const at::Tensor& x) {
+    return layers.call(0, x, [&](const auto& parameters, const auto& in) {
+      const at::Tensor y = layers.call(1, in, layer());
+      const at::Tensor wide =
+          layers.call(2, y, [times](const auto& p, const auto& h) {
+            return layer()(p, h).repeat({1, times});
+          });
+      return layer()(parameters, wide.narrow(1, 0, kWidth));
+    });
+  };
+  std::int64_t retired = -1;
+  on_two_ranks(scenario, [&](Rank& rank) {
+    rank.root->set_gradient_budget(1);
+    rank.on_kernel = [&](const std::string& kernel) {
+      if (rank.rank() == 0 && kernel == "backward layers.0") {
+        retired = rank.root->stream().ring().retired_bytes();
+      }
+    };
+    run_step(rank, scenario, 0);
+  });
+  return retired;
+}
+
+TEST(MemoryTest, SourcesStayWhereAnOutputLeftRoom) {
+  const std::int64_t gradient = 4000 * itemsize(at::kFloat);
+  EXPECT_LT(retired_behind(1), gradient);
+  EXPECT_GE(retired_behind(2000), gradient);
+}
+
 TEST(MemoryTest, ASmallBudgetBoundsTheRing) {
   const Scenario scenario = layers(3);
   on_two_ranks(scenario, [&](Rank& rank) {

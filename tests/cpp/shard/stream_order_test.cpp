@@ -104,6 +104,47 @@ TEST(StreamOrderTest, NoGatherInBackwardWaitsForTheUnitBefore) {
   });
 }
 
+// 4 FLOPs for each element and each of 20000 tokens cover more than a gather.
+Scenario chain_of_many_tokens() {
+  Scenario scenario = chain_of_layers();
+  scenario.program = [](Layers& layers, const at::Tensor& x) {
+    return chain(kLayers)(layers, x.repeat({20000 / x.size(0), 1}));
+  };
+  return scenario;
+}
+
+TEST(StreamOrderTest, AGatherInBackwardLeavesWhileTheRestCoversIt) {
+  for_each_step(chain_of_many_tokens(), [](const Step& step) {
+    for (std::size_t i = kLayers - 1; i > 0; --i) {
+      const EntryId gather = step.at("all-gather " + layer_name(i - 1), 1);
+      EXPECT_TRUE(step.leads(step.at("backward " + layer_name(i)), gather));
+      EXPECT_FALSE(
+          step.leads(step.at("backward end " + layer_name(i)), gather));
+      EXPECT_TRUE(step.leads(gather, step.at("backward " + layer_name(i - 1))));
+    }
+    EXPECT_EQ(step.all("all-gather layers.0").size(), 2u);
+  });
+}
+
+TEST(StreamOrderTest, WhoIsCalledAgainDoesNotPutOffTheGather) {
+  Scenario scenario = chain_of_many_tokens();
+  scenario.program = [](Layers& layers, const at::Tensor& x) {
+    at::Tensor y = x.repeat({20000 / x.size(0), 1});
+    return layers.call(0, y, [&](const auto& parameters, const auto& in) {
+      y = in;
+      for (const std::size_t unit : {1, 2, 3, 2}) {
+        y = layers.call(unit, y, layer());
+      }
+      return layer()(parameters, y);
+    });
+  };
+  for_each_step(scenario, [](const Step& step) {
+    // Its gradients come only with its first call.
+    EXPECT_FALSE(step.leads(step.at("backward layers.1"),
+                            step.all("all-gather layers.2").back()));
+  });
+}
+
 TEST(StreamOrderTest, AGatherInBackwardWaitsForTheUnitWhoseBytesItMayReuse) {
   for_each_step(chain_of_layers(), [](const Step& step) {
     for (std::size_t i = kLayers - 1; i > 1; --i) {

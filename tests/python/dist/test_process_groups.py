@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 
 from lowtide import _C
+from lowtide._state import groups
 from support.bits import same_bits
 from support.left_fold import left_fold
 from support.ranks import RankPool
+from support.training import Run, Trace, train_sharded
 
 COLUMNS = (128, 384, 128 * 77)
 WAIT_SECONDS = 10
@@ -169,3 +171,29 @@ def test_a_group_without_a_backend_for_the_device_is_refused(pool_of):
             f"cpu (rank {rank} of 2). Pass init_process_group or init_device_mesh a "
             "backend for cuda, or move the model."
         )
+
+
+# -- one communicator -----------------------------------------------------------------
+
+SHARED_RUN = Run(world_size=2, microbatches=2, num_steps=2)
+
+
+def train_and_count(run: Run) -> tuple[Trace, bool]:
+    """The run, and whether gathers and reductions had the same group."""
+    trace = train_sharded("lowtide", run)
+    known = [made for _, made in groups._known.values()]
+    one = all(g.gather_process_group is g.reduce_process_group for g in known)
+    return trace, one and bool(known)
+
+
+def test_one_communicator_for_both_gives_the_same_bits(pool_of):
+    separate = pool_of(2).run(train_and_count, SHARED_RUN)
+    with RankPool(2, env={"LOWTIDE_COMMUNICATORS": "shared"}) as pool:
+        shared = pool.run(train_and_count, SHARED_RUN)
+    for (apart, one_apart), (together, one_together) in zip(
+        separate, shared, strict=True
+    ):
+        assert (one_apart, one_together) == (False, True)
+        assert apart.losses == together.losses
+        for a, b in zip(apart.params, together.params, strict=True):
+            assert all(same_bits(a[name], b[name]) for name in a)

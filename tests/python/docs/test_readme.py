@@ -31,3 +31,20 @@ def test_quickstart_runs_verbatim(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr[-2000:]
     assert "sharded_gradients" in run.stdout
     assert "planned" in run.stdout
+
+
+def test_every_kind_of_figure_is_explained() -> None:
+    text = README.read_text()
+    _, _, rest = text.partition("<!-- benchmarks:begin -->")
+    table, _, after = rest.partition("<!-- benchmarks:end -->")
+    last_cells = [line.split("|")[-2] for line in table.strip().splitlines()[2:]]
+    kinds = {kind.strip() for cell in last_cells for kind in cell.split("/")}
+    assert kinds == {"measured", "simulated", "arithmetic"}
+    for kind in kinds:
+        assert f"*{kind}*: " in after, kind
+
+
+def test_no_figure_is_said_to_be_of_a_gpu_before_a_run_is_stored() -> None:
+    stored = README.parent / "benchmarks" / "results" / "gpu_check.json"
+    says_none = "No figure\nhere comes from a GPU" in README.read_text()
+    assert says_none != stored.exists()

@@ -21,8 +21,8 @@ ROWS, WIDTH, WORLD = 16 * 4096, 2048, 8
 
 
 def simulate(*specs: str) -> list[dict[str, Any]]:
-    arguments = (str(WORLD), str(WIDTH), *specs)
-    figures = json.loads(run("residual_simulated.py", *arguments, timeout=600))
+    arguments = ("phantom", str(WORLD), str(WIDTH), *specs)
+    figures = json.loads(run("residual_full_scale.py", *arguments, timeout=600))
     assert isinstance(figures, list)
     return figures
 

@@ -11,10 +11,13 @@
 //     for their stream or for the device;
 //   - cudaFree waits for the device; nothing else does;
 //   - every other call succeeds and does nothing.
+// cuda_stub_capture.cpp says what is refused while a stream is captured.
+// cuda_stub_waits() tells how often the host waited for the device.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -23,13 +26,18 @@
 #include <mutex>
 #include <string>
 
+#include "cuda_stub_capture.h"
+
 namespace {
+
+using cuda_stub::Capture;
 
 using Address = std::uintptr_t;
 
 struct Event {
   cudaStream_t stream = nullptr;
   std::uint64_t ticket = 0;
+  cuda_stub::Captured captured = {};
 };
 
 class Device {
@@ -65,7 +73,8 @@ class Device {
   }
 
   void record(Event& event, cudaStream_t stream) {
-    event = {stream, ++last_ticket_};
+    event.stream = stream;
+    event.ticket = ++last_ticket_;
   }
   bool done(const Event& event) {
     return immediate_ || event.ticket <= device_done_ ||
@@ -99,6 +108,8 @@ class Device {
 
 Device& device() { return Device::instance(); }
 
+std::atomic<std::int64_t> waits = 0;
+
 // The driver's part, for expandable segments.
 
 CUresult address_reserve(CUdeviceptr* address, std::size_t bytes, std::size_t,
@@ -121,8 +132,9 @@ CUresult mem_release(CUmemGenericAllocationHandle handle) {
   device().give(handle);
   return CUDA_SUCCESS;
 }
-CUresult device_attribute(int* value, CUdevice_attribute, CUdevice) {
-  *value = 0;
+// NVLink's multicast, which torch asks for before it lets NCCL allocate.
+CUresult device_attribute(int* value, CUdevice_attribute attribute, CUdevice) {
+  *value = attribute == CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED;
   return CUDA_SUCCESS;
 }
 CUresult succeed() { return CUDA_SUCCESS; }
@@ -135,6 +147,10 @@ void* pointer_to(Function* function) {
 }  // namespace
 
 extern "C" {
+
+// For programs that count them.
+std::int64_t cuda_stub_waits() { return waits; }
+void cuda_stub_count_wait() { ++waits; }
 
 cudaError_t cudaGetDeviceCount(int* count) {
   *count = 1;
@@ -178,6 +194,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
 }
 
 cudaError_t cudaMalloc(void** address, std::size_t bytes) {
+  if (const auto refused = Capture::instance().unsafe()) return refused;
   if (!device().take(bytes)) return cudaErrorMemoryAllocation;
   *address = reinterpret_cast<void*>(device().place(bytes));
   return cudaSuccess;
@@ -203,15 +220,15 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
   *stream = reinterpret_cast<cudaStream_t>(++last);
   return cudaSuccess;
 }
-cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* now) {
-  *now = cudaStreamCaptureStatusNone;
-  return cudaSuccess;
-}
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  ++waits;
+  if (const auto refused = Capture::instance().host_waits()) return refused;
   device().wait_for_stream(stream);
   return cudaSuccess;
 }
 cudaError_t cudaDeviceSynchronize() {
+  ++waits;
+  if (const auto refused = Capture::instance().host_waits()) return refused;
   device().wait_for_device();
   return cudaSuccess;
 }
@@ -225,14 +242,26 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
   return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  device().record(*reinterpret_cast<Event*>(event), stream);
+  auto& recorded = *reinterpret_cast<Event*>(event);
+  Capture::instance().record(recorded.captured, stream);
+  device().record(recorded, stream);
   return cudaSuccess;
 }
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event,
+                                unsigned) {
+  const auto& captured = reinterpret_cast<Event*>(event)->captured;
+  return Capture::instance().wait(stream, captured);
+}
 cudaError_t cudaEventQuery(cudaEvent_t event) {
+  const auto& captured = reinterpret_cast<Event*>(event)->captured;
+  if (const auto refused = Capture::instance().ask(captured)) return refused;
   const bool done = device().done(*reinterpret_cast<Event*>(event));
   return done ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  ++waits;
+  const auto& captured = reinterpret_cast<Event*>(event)->captured;
+  if (const auto refused = Capture::instance().ask(captured)) return refused;
   device().wait(*reinterpret_cast<Event*>(event));
   return cudaSuccess;
 }
@@ -251,6 +280,13 @@ cudaError_t cudaGetDriverEntryPointByVersion(
   *function = found == kFunctions.end() ? pointer_to(succeed) : found->second;
   if (result) *result = cudaDriverEntryPointSuccess;
   return cudaSuccess;
+}
+
+// torch asks before it makes a thread's streams current.
+CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned* flags, int* active) {
+  *flags = 0;
+  *active = 1;
+  return CUDA_SUCCESS;
 }
 
 // Stands for every function that support/cuda_stub.py finds missing.

@@ -12,7 +12,12 @@ from pathlib import Path
 
 import torch
 
-SOURCES = ("cuda_stub.cpp", "cuda_stub_kernels.cpp")
+SOURCES = (
+    "cuda_stub.cpp",
+    "cuda_stub_capture.cpp",
+    "cuda_stub_kernels.cpp",
+    "cuda_stub_nccl.cpp",
+)
 
 
 @dataclass(frozen=True)
@@ -28,9 +33,11 @@ class CudaStub:
         memory: int,
         events: str,
         conf: str = "",
+        statuses: Sequence[int] = (0,),
     ) -> str:
         """What the Python program printed. ``memory``: bytes of the device; ``events``:
-        "immediate" or "at_sync"; ``conf``: PYTORCH_ALLOC_CONF."""
+        "immediate" or "at_sync"; ``conf``: PYTORCH_ALLOC_CONF; ``statuses``: how it may
+        end."""
         foreign = ("CUDA", "PYTORCH")
         keep = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
         done = subprocess.run(
@@ -46,7 +53,7 @@ class CudaStub:
             capture_output=True,
             text=True,
         )
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.returncode in statuses, done.stdout + done.stderr
         return done.stdout
 
 
@@ -55,7 +62,8 @@ def build_cuda_stub(folder: Path) -> CudaStub:
     library = folder / "libcuda.so.1"
     site = Path(torch.__file__).parents[1]
     (header,) = site.glob("nvidia/cu*/include/cuda_runtime_api.h")
-    options = ("-std=c++20", "-O1", "-fPIC", f"-I{header.parent}")
+    headers = (f"-I{header.parent}", f"-I{site / 'nvidia/nccl/include'}")
+    options = ("-std=c++20", "-O1", "-fPIC", *headers)
     objects = []
     for source in (Path(__file__).with_name(name) for name in SOURCES):
         objects.append(folder / f"{source.stem}.o")
@@ -78,12 +86,16 @@ def _compile(*arguments: str) -> None:
 
 
 def _missing(objects: Sequence[Path]) -> set[str]:
-    """Functions of cuBLAS that torch calls, and of the driver that its NVRTC library
-    wants to find, without those the stub has."""
+    """Functions of cuBLAS and NCCL that torch calls, and of the driver that its NVRTC
+    library wants to find, without those the stub has."""
     libraries = Path(torch.__file__).parent / "lib"
     wanted = {
         name
-        for library, prefix in (("torch_cuda", "cublas"), ("caffe2_nvrtc", "cu"))
+        for library, prefix in (
+            ("torch_cuda", "cublas"),
+            ("torch_cuda", "nccl"),
+            ("caffe2_nvrtc", "cu"),
+        )
         for name in _symbols("-Du", libraries / f"lib{library}.so")
         if name.startswith(prefix) and not name.startswith("cuda")
     }

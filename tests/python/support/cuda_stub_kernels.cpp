@@ -18,7 +18,11 @@
 #include <cstring>
 #include <map>
 
+#include "cuda_stub_capture.h"
+
 namespace {
+
+using cuda_stub::Capture;
 
 bool on_device(const void* pointer) {
   const auto address = reinterpret_cast<std::uintptr_t>(pointer);
@@ -79,13 +83,14 @@ cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void*) {
 static std::atomic<std::int64_t> launches = 0;
 // For programs that count them.
 std::int64_t cuda_stub_launches() { return launches; }
-cudaError_t __cudaLaunchKernel(...) {
+cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void**, std::size_t,
+                               cudaStream_t stream) {
   ++launches;
-  return cudaSuccess;
+  return Capture::instance().enqueue(stream);
 }
-cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t*, const void*,
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void*,
                                 void**) {
-  return cudaSuccess;
+  return Capture::instance().enqueue(config->stream);
 }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   *attributes = {};
@@ -109,8 +114,9 @@ cudaError_t cudaGetSymbolAddress(void** address, const void*) {
 
 // Bytes.
 
-cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes,
-                       cudaMemcpyKind) {
+void cuda_stub_count_wait();
+
+static cudaError_t copy(void* to, const void* from, std::size_t bytes) {
   if (on_device(to)) return cudaSuccess;
   if (on_device(from)) {
     std::memset(to, 0, bytes);
@@ -119,19 +125,27 @@ cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes,
   }
   return cudaSuccess;
 }
+cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes,
+                       cudaMemcpyKind) {
+  cuda_stub_count_wait();
+  if (const auto refused = Capture::instance().host_waits()) return refused;
+  return copy(to, from, bytes);
+}
 cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes,
-                            cudaMemcpyKind kind, cudaStream_t) {
-  return cudaMemcpy(to, from, bytes, kind);
+                            cudaMemcpyKind, cudaStream_t stream) {
+  Capture::instance().enqueue(stream);
+  return copy(to, from, bytes);
 }
 cudaError_t cudaMemcpyToSymbol(const void*, const void*, std::size_t,
                                std::size_t, cudaMemcpyKind) {
   return cudaSuccess;
 }
 cudaError_t cudaMemset(void*, int, std::size_t) { return cudaSuccess; }
-cudaError_t cudaMemsetAsync(void*, int, std::size_t, cudaStream_t) {
-  return cudaSuccess;
+cudaError_t cudaMemsetAsync(void*, int, std::size_t, cudaStream_t stream) {
+  return Capture::instance().enqueue(stream);
 }
 cudaError_t cudaHostAlloc(void** address, std::size_t bytes, unsigned) {
+  if (const auto refused = Capture::instance().unsafe()) return refused;
   constexpr std::size_t kPage = 4096;
   *address = std::aligned_alloc(kPage, (bytes + kPage - 1) / kPage * kPage);
   return cudaSuccess;
@@ -153,9 +167,6 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream,
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t,
                                  cudaEvent_t) {
   *milliseconds = 1;
-  return cudaSuccess;
-}
-cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }

@@ -88,8 +88,9 @@ class Block(nn.Module):
 def _rope(x: torch.Tensor) -> torch.Tensor:
     """Rotary positions in fp32; [batch, heads, seq, head_dim]."""
     half = x.shape[-1] // 2
-    frequency = ROPE_BASE ** (-torch.arange(half, dtype=torch.float32) / max(half, 1))
-    angle = torch.outer(torch.arange(x.shape[-2], dtype=torch.float32), frequency)
+    kind = {"dtype": torch.float32, "device": x.device}
+    frequency = ROPE_BASE ** (-torch.arange(half, **kind) / max(half, 1))
+    angle = torch.outer(torch.arange(x.shape[-2], **kind), frequency)
     cos, sin = angle.cos(), angle.sin()
     a, b = x.float().split(half, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).type_as(x)

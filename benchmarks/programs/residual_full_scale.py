@@ -1,10 +1,11 @@
-"""Training steps of the report's stack at its own size on the simulated device: peak
-bytes and where they are.  As a JSON list, one for each
+"""Training steps of the report's stack at its own size on the simulated device or a
+GPU: peak bytes and where they are.  As a JSON list, one for each
 SYSTEM:NUM_LAYERS:ROWS:PREFETCH.
 
-    residual_simulated.py WORLD WIDTH "offload residual:32:65536:1" [...]
+    residual_full_scale.py DEVICE WORLD WIDTH "offload residual:32:65536:1" [...]
 
-Meta mode: operators run without bytes, the allocator model answers as CUDA's would.
+On the simulated device (meta mode) operators run without bytes, and the allocator
+model answers as CUDA's would. Collectives move nothing on either.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ os.environ["LOWTIDE_PINNED_BYTES"] = str(1 << 40)
 
 import torch
 from residual_offload import Model
+from stage import peaks, start
 from torch import Tensor, nn
 
-import lowtide.phantom
 from lowtide import fully_shard, memory_report
 
 STEPS = 3
@@ -42,7 +43,7 @@ class Trained(nn.Module):
 
 
 def build(
-    system: str, num_layers: int, width: int, prefetch: int, world: int
+    device: str, system: str, num_layers: int, width: int, prefetch: int, world: int
 ) -> Trained:
     with torch.device("meta"):
         model = Trained(system, num_layers, width, prefetch)
@@ -50,16 +51,21 @@ def build(
         for block in model.stack.blocks:
             fully_shard(block)
         fully_shard(model)
-    model.to_empty(device="phantom")
-    return model
+    return model.to_empty(device=device)
 
 
 def measure(
-    system: str, num_layers: int, rows: int, width: int, prefetch: int, world: int
+    device: str,
+    world: int,
+    width: int,
+    system: str,
+    num_layers: int,
+    rows: int,
+    prefetch: int,
 ) -> dict[str, Any]:
     accelerator = torch.accelerator
-    model = build(system, num_layers, width, prefetch, world)
-    tokens = torch.zeros(rows, dtype=torch.long, device="phantom")
+    model = build(device, system, num_layers, width, prefetch, world)
+    tokens = torch.zeros(rows, dtype=torch.long, device=device)
     figures: dict[str, Any] = {}
     for _ in range(STEPS):
         model.zero_grad()
@@ -73,8 +79,7 @@ def measure(
         figures = {
             "held": held,
             "host": host,
-            "allocated": accelerator.max_memory_allocated(),
-            "reserved": accelerator.max_memory_reserved(),
+            **peaks(),
             # Parameters and gradients, when all are there.
             "state": accelerator.memory_allocated(),
         }
@@ -87,14 +92,16 @@ def measure(
 
 
 def main() -> None:
-    world, width = map(int, sys.argv[1:3])
-    lowtide.phantom.install(mode="meta")
-    lowtide.phantom.init_world(world)
+    device = sys.argv[1]
+    world, width = map(int, sys.argv[2:4])
+    start(device, world)
     figures = []
-    for spec in sys.argv[3:]:
+    for spec in sys.argv[4:]:
         system, *numbers = spec.split(":")
         num_layers, rows, prefetch = map(int, numbers)
-        figures.append(measure(system, num_layers, rows, width, prefetch, world))
+        figures.append(
+            measure(device, world, width, system, num_layers, rows, prefetch)
+        )
         gc.collect()
         torch.accelerator.empty_cache()
     json.dump(figures, sys.stdout)

@@ -1,0 +1,44 @@
+"""Figures beside what we set out to reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from case import Row, rows_of
+
+NAME = "gpu_check"
+row = rows_of(NAME)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A figure may be at most ``limit``."""
+
+    limit: float
+
+    def met(self, value: float) -> bool:
+        return value <= self.limit
+
+
+OF_FSDP2_RESERVED = Bar(0.95)
+RESERVED_OF_ALLOCATED = Bar(1.05)
+FLAT_OF_CAT = Bar(0.88)
+CASE2_DEVICE_GIB = Bar(5.6)
+STEP_TIME = Bar(1.02)
+NONE = Bar(0)  # errors, differences
+
+
+def with_bar(
+    quantity: str, value: float, bar: Bar, unit: str = "", note: str = ""
+) -> Iterator[Row]:
+    """The figure, its bar, and whether it is met, as columns of one line. What is
+    compared is the figure, not what a table rounds it to."""
+    yield row("lowtide", quantity, value, unit, "measured", note)
+    yield row("bar", quantity, bar.limit, unit, "arithmetic")
+    yield row("met", quantity, bar.met(value), "", "measured")
+
+
+def missed(rows: Iterable[Row]) -> list[str]:
+    """Quantities above their bar."""
+    return [r.quantity for r in rows if r.system == "met" and r.value is False]

@@ -1,0 +1,73 @@
+"""Time of a step of flat_gradients.py's variants on a GPU, in turns, as JSON: four
+microbatches up to where the input of the reduce-scatter is there.
+
+    flat_gradients_speed.py [--widths tiny]
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+from functools import partial
+from typing import Any
+
+import torch
+from flat_gradients import MICROBATCHES, VARIANTS
+from flat_gradients_reserved import (
+    LOWTIDE,
+    WIDTHS,
+    WORLD,
+    accumulate,
+    lowtide_model,
+    model_of,
+    variant_step,
+)
+from stage import start
+from timing import in_turns
+
+import lowtide
+from support.model import ModelConfig
+
+
+def available() -> list[str]:
+    """lowtide's variants that this version has."""
+    has_fused = "grads" in inspect.signature(lowtide.fully_shard).parameters
+    return [name for name in LOWTIDE if name != "fused" or has_fused]
+
+
+def flops(config: ModelConfig) -> int:
+    """Of a step: 6 a parameter and token, less the embedding, and full attention."""
+    model = model_of(config)
+    weights = sum(p.numel() for p in model.parameters()) - model.embed.weight.numel()
+    tokens = MICROBATCHES * config.batch * config.seq
+    width = config.num_heads * (config.kv_dim // config.num_kv_heads)
+    return 6 * tokens * (weights + 2 * config.num_layers * width * config.seq)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--widths", choices=WIDTHS, default="published")
+    parser.add_argument("--rounds", type=int, default=8)
+    args = parser.parse_args()
+    config = WIDTHS[args.widths]
+    start("cuda", WORLD)
+    torch.set_default_device("cuda")
+    models: dict[str, Any] = {
+        name: lowtide_model(config, "cuda", **LOWTIDE[name]) for name in available()
+    }
+    steps = {name: variant_step(name, config, "cuda") for name in VARIANTS}
+    steps |= {
+        name: partial(accumulate, model, config) for name, model in models.items()
+    }
+
+    def drop_gradients(name: str) -> None:
+        if name in models:
+            lowtide.abort_step(models[name])
+
+    times = in_turns(steps, rounds=args.rounds, warm_up=2, after=drop_gradients)
+    print(json.dumps({"ms": times, "flops": flops(config)}))
+
+
+if __name__ == "__main__":
+    main()

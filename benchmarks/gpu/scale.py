@@ -1,0 +1,50 @@
+"""The sizes of the measurements."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Scale:
+    segments: tuple[str, ...]  # of the allocator: default, expandable
+    llama: tuple[str, ...]  # options of llama_memory.py: the slice
+    llama_loss: str
+    replayed: tuple[str, ...]  # the same, for the allocator's replay
+    flat_widths: str
+    residual: tuple[int, int, int]  # layers, rows, width
+    link_bytes: int
+    kernel_elements: int
+    host_layers: int
+    rounds: int
+    host_steps: int
+
+
+# Eight layers of an 8B Llama with the full head; the reports' own sizes.
+FULL = Scale(
+    segments=("default", "expandable"),
+    llama=("--config", "8b", "--num-layers", "8", "--sequence", "8192"),
+    llama_loss="chunked:16",
+    replayed=("--config", "8b", "--num-layers", "2", "--sequence", "4096"),
+    flat_widths="published",
+    residual=(32, 16 * 4096, 2048),
+    link_bytes=1 << 30,
+    kernel_elements=1 << 28,
+    host_layers=32,
+    rounds=8,
+    host_steps=30,
+)
+# For dry runs: the same programs, figures that mean nothing.
+TINY = Scale(
+    segments=("default",),
+    llama=("--config", "tiny", "--sequence", "64"),
+    llama_loss="chunked:2",
+    replayed=("--config", "tiny", "--sequence", "64"),
+    flat_widths="tiny",
+    residual=(4, 256, 128),
+    link_bytes=1 << 12,
+    kernel_elements=1 << 18,
+    host_layers=2,
+    rounds=2,
+    host_steps=2,
+)

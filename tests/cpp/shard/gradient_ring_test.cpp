@@ -1,0 +1,150 @@
+#include "shard/gradient_ring.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "device/scripted_runtime.h"
+#include "memory/ledger.h"
+
+namespace lowtide::shard {
+namespace {
+
+using device::Stream;
+using memory::Category;
+
+constexpr std::int64_t kMiB = std::int64_t{1} << 20;
+
+TEST(RingBytesTest, TheBudgetGrowsWithTheRanks) {
+  EXPECT_EQ(GradientRing::default_budget(8), 64 * kMiB);
+  EXPECT_EQ(GradientRing::default_budget(64), 64 * kMiB);
+  EXPECT_EQ(GradientRing::default_budget(256), 256 * kMiB);
+}
+
+TEST(RingBytesTest, ManyRanksHaveTwoSlots) {
+  EXPECT_EQ(GradientRing::num_slots(8), 4);
+  EXPECT_EQ(GradientRing::num_slots(31), 4);
+  EXPECT_EQ(GradientRing::num_slots(32), 2);
+}
+
+TEST(RingBytesTest, ARingIsAQuarterOfTheLargestUnitAtMost) {
+  EXPECT_EQ(GradientRing::bytes_for(64 * kMiB, 40 * kMiB), 10 * kMiB);
+  EXPECT_EQ(GradientRing::bytes_for(64 * kMiB, 400 * kMiB), 64 * kMiB);
+  EXPECT_EQ(GradientRing::bytes_for(64 * kMiB, kMiB), 2 * kMiB);
+}
+
+// Llama 8B's embedding: 128256 rows of 4096 in fp32, 2004 MiB.
+TEST(RingBytesTest, EqualChunksOfARingOfItsOwn) {
+  constexpr std::int64_t kRow = std::int64_t{4} * 4096;
+  // 64 ranks, 1248 MiB: 3.26 chunks of a slot each become 3 of 668 rows.
+  EXPECT_EQ(
+      GradientRing::bytes_of_equal_chunks(1248 * kMiB, 2004 * kMiB, 64, kRow),
+      2 * 65 * (668 + 1) * kRow);
+  // 8 ranks, 832 MiB: 10.8 chunks become 11.
+  EXPECT_EQ(
+      GradientRing::bytes_of_equal_chunks(832 * kMiB, 2004 * kMiB, 8, kRow),
+      4 * 9 * (16032 * kRow / 11 + kRow));
+}
+
+TEST(RingBytesTest, AsManyChunksAsSlotsAtLeast) {
+  EXPECT_EQ(GradientRing::bytes_of_equal_chunks(900, 200, 2, 4),
+            4 * 3 * (25 + 4));
+}
+
+class GradientRingTest : public testing::Test {
+ protected:
+  std::int64_t live() const {
+    return ledger_->live()[static_cast<std::size_t>(Category::gradient_stream)];
+  }
+  // Bytes that `reduce` reads last.
+  at::Tensor source(std::int64_t bytes) {
+    at::Tensor tensor = at::empty({bytes}, at::kByte);
+    runtime_->mark(Stream::reduce, "copy");
+    return tensor;
+  }
+  // Whether what is enqueued on compute now comes after that entry.
+  bool compute_is_behind(device::EntryId entry) {
+    return runtime_->happens_before(entry,
+                                    runtime_->mark(Stream::compute, "next"));
+  }
+
+  std::shared_ptr<device::ScriptedRuntime> runtime_ =
+      std::make_shared<device::ScriptedRuntime>();
+  std::shared_ptr<memory::Ledger> ledger_ = std::make_shared<memory::Ledger>();
+  GradientRing ring_{"model",
+                     std::make_shared<memory::DeviceMemory>(runtime_, ledger_)};
+};
+
+TEST_F(GradientRingTest, SlotsAreLeasedWhenTheyAreNeeded) {
+  ring_.fit(100);
+  EXPECT_EQ(live(), 0);
+  const void* bytes = ring_.slot(0, 100).data();
+  EXPECT_EQ(live(), 100);
+  EXPECT_EQ(ring_.slot(0, 100).data(), bytes);
+  ring_.slot(1, 100);
+  EXPECT_EQ(live(), 200);
+  ring_.release();
+  EXPECT_EQ(live(), 0);
+}
+
+TEST_F(GradientRingTest, AShorterChunkGetsALongSlot) {
+  ring_.fit(100);
+  EXPECT_EQ(ring_.slot(0, 60).nbytes(), 100u);
+}
+
+// The unit with slots of its own is over: theirs may still be read.
+TEST_F(GradientRingTest, ALongerSlotThanIsNeededGoesBehindItsLastUse) {
+  ring_.slot(0, 1000);
+  const auto use = runtime_->mark(Stream::reduce, "chunk");
+  ring_.fit(100);
+  EXPECT_EQ(ring_.slot(0, 100).nbytes(), 100u);
+  EXPECT_EQ(live(), 1100);
+  EXPECT_EQ(ring_.retired_bytes(), 1000);
+  EXPECT_FALSE(compute_is_behind(use));
+  ring_.reclaim(0);
+  EXPECT_EQ(live(), 100);
+  EXPECT_TRUE(compute_is_behind(use));
+}
+
+// A unit with slots of its own begins: they take the place of the others.
+TEST_F(GradientRingTest, AShorterSlotGoesBeforeALongerOneIsLeased) {
+  ring_.fit(100);
+  ring_.slot(0, 100);
+  ring_.catch_up_reduce();
+  const auto use = runtime_->mark(Stream::reduce, "chunk");
+  ledger_->reset_peaks();
+  EXPECT_EQ(ring_.slot(0, 1000).nbytes(), 1000u);
+  EXPECT_EQ(
+      ledger_->peak()[static_cast<std::size_t>(Category::gradient_stream)],
+      1000);
+  EXPECT_TRUE(compute_is_behind(use));
+}
+
+TEST_F(GradientRingTest, ComputeWaitsForSourcesBeyondTheBudget) {
+  ring_.retire(source(60), 100);
+  ring_.retire(source(40), 100);
+  const auto second = runtime_->entries("copy").back();
+  EXPECT_EQ(ring_.retired_bytes(), 100);
+  ring_.retire(source(50), 100);
+  const auto third = runtime_->entries("copy").back();
+  EXPECT_EQ(ring_.retired_bytes(), 90);  // the first has gone
+  EXPECT_FALSE(compute_is_behind(second));
+  ring_.reclaim(50);
+  EXPECT_EQ(ring_.retired_bytes(), 50);
+  EXPECT_TRUE(compute_is_behind(second));
+  EXPECT_FALSE(compute_is_behind(third));
+}
+
+TEST_F(GradientRingTest, DroppedSlotsTakeTheSourcesWithThem) {
+  ring_.fit(100);
+  ring_.slot(0, 100);
+  ring_.catch_up_reduce();
+  ring_.retire(source(60), 100);
+  const auto copy = runtime_->entries("copy").back();
+  ring_.drop_slots();
+  EXPECT_EQ(live(), 0);
+  EXPECT_EQ(ring_.retired_bytes(), 0);
+  EXPECT_TRUE(compute_is_behind(copy));
+}
+
+}  // namespace
+}  // namespace lowtide::shard

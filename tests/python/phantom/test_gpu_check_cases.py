@@ -1,0 +1,34 @@
+"""The two cases that gpu_check runs, tiny, over the stub of the CUDA runtime."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.cuda_stub import build_cuda_stub
+from support.gpu_check import GpuCheck
+
+LAYERS, RESIDUAL = 4, 256 * 128 * 4  # bytes
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> GpuCheck:
+    folder = tmp_path_factory.mktemp("stub")
+    return GpuCheck.run(build_cuda_stub(folder), folder / "out", "case1", "case2")
+
+
+def test_flat_gradients(seen: GpuCheck) -> None:
+    peaks = seen.figures["case1"]["peaks"]["default"]
+    assert peaks["lowtide"]["allocated"] < peaks["cat"]["allocated"]
+    times = seen.figures["case1"]["speed"]["ms"]
+    assert set(times) == set(peaks) >= {"per_parameter", "cat", "flat", "lowtide"}
+    assert times["lowtide"] == [1.0, 1.0]  # what the stub's clock says
+
+
+def test_offload_of_the_residual(seen: GpuCheck) -> None:
+    peaks = seen.figures["case2"]["peaks"]
+    assert peaks["nothing named"]["host"] == 0
+    assert peaks["offload residual"]["host"] == LAYERS * RESIDUAL
+    assert peaks["offload both"]["host"] == 2 * LAYERS * RESIDUAL
+    held = peaks["nothing named"]["held"] - peaks["offload residual"]["held"]
+    assert held == (LAYERS - 2) * RESIDUAL  # one on its way, one for the loss
+    assert set(seen.figures["case2"]["speed"]["ms"]) == set(peaks)

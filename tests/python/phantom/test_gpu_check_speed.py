@@ -1,0 +1,48 @@
+"""The programs of gpu_check whose figures are times, in tiny sizes over the stub of the
+CUDA runtime, where everything between two events takes a millisecond."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.cuda_stub import build_cuda_stub
+from support.gpu_check import GpuCheck
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> GpuCheck:
+    folder = tmp_path_factory.mktemp("stub")
+    steps = ("speed", "links", "kernels", "host")
+    return GpuCheck.run(build_cuda_stub(folder), folder / "out", *steps)
+
+
+def test_steps_of_both_systems_take_turns(seen: GpuCheck) -> None:
+    speed = seen.figures["speed"]
+    assert speed["ms"] == {"fsdp2": [1.0, 1.0], "lowtide": [1.0, 1.0]}
+    assert speed["ratio"] == {"median": 1.0, "low": 1.0, "high": 1.0}
+    assert speed["flops"] > 0
+
+
+def test_links_move_the_bytes_asked_for(seen: GpuCheck) -> None:
+    each = 4096 / 1e6  # GB/s
+    assert seen.figures["links"] == {"h2d": each, "d2h": each, "both": 2 * each}
+
+
+def test_kernels_count_what_they_read_and_write(seen: GpuCheck) -> None:
+    rates = {k: round(v * 1e6) for k, v in seen.figures["kernels"].items()}
+    copied = rates["copy"] // 2  # bytes of the list in fp32
+    assert rates["copy and cast, bf16 to fp32"] == copied * 3 // 2
+    assert rates["copy and cast, fp32 to bf16"] == copied * 3 // 2
+    assert rates["add, bf16 to fp32"] == copied * 5 // 2
+    assert rates["add, fp32"] == copied * 3
+    assert rates["norm"] == copied
+    assert rates["scale"] == copied * 2
+    assert 0 < rates["rows, bf16 to fp32"] < copied
+
+
+def test_host_time_has_every_system_and_phase(seen: GpuCheck) -> None:
+    host = seen.figures["host"]
+    assert set(host) == {"plain", "fsdp2", "lowtide"}
+    for phases in host.values():
+        assert set(phases) == {"forward", "backward"}
+        assert min(phases.values()) > 0

@@ -1,0 +1,54 @@
+// Stream capture of the CUDA stub (cuda_stub.cpp): which streams a capture has
+// joined, and what CUDA refuses meanwhile.  Nothing is recorded in a graph.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <map>
+#include <mutex>
+
+namespace cuda_stub {
+
+// What an event knows of the capture it was recorded in.
+struct Captured {
+  std::uint64_t capture = 0;                    // 0: in none
+  std::map<cudaStream_t, std::uint64_t> clock;  // work it comes after
+};
+
+// Calls return what CUDA would.  Thread-safe.
+class Capture {
+ public:
+  static Capture& instance();
+
+  cudaError_t begin(cudaStream_t origin);
+  // Every stream that joined must have been joined back.
+  cudaError_t end(cudaStream_t origin);
+
+  bool has(cudaStream_t stream);
+  std::uint64_t id(cudaStream_t stream);  // 0: not captured
+
+  // Work enqueued on `stream`.  On a stream outside the capture it is legal and
+  // missing from the graph; it counts as stray.
+  cudaError_t enqueue(cudaStream_t stream);
+  void record(Captured& event, cudaStream_t stream);
+  cudaError_t wait(cudaStream_t stream, const Captured& event);
+  // The host asks for an event.
+  cudaError_t ask(const Captured& event);
+  // A call that the thread's capture mode may forbid, such as cudaMalloc.
+  cudaError_t unsafe();
+  cudaError_t host_waits();
+
+  std::int64_t stray();
+
+ private:
+  std::mutex mutex_;
+  cudaStream_t origin_ = nullptr;
+  std::uint64_t active_ = 0;  // id, 0: none
+  std::uint64_t last_id_ = 0;
+  std::uint64_t last_work_ = 0;
+  std::map<cudaStream_t, std::map<cudaStream_t, std::uint64_t>> joined_;
+  std::int64_t stray_ = 0;
+};
+
+}  // namespace cuda_stub

@@ -1,0 +1,95 @@
+"""How often the host waits for the device in training steps on CUDA, over the stub.
+
+python steady_step_dry_run.py    prints {kind of step: waits in each step}
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import lowtide
+from llama import CONFIGS, Llama
+
+NUM_STEPS = 6
+SHAPE = (1, 33)
+KINDS: dict[str, dict[str, Any]] = {
+    "each backward reduces": {},
+    "two microbatches without sync": {"microbatches": 2},
+    "checkpointed": {"policy": lowtide.ActivationPolicy()},
+    "offloaded": {"policy": lowtide.ActivationPolicy(offload=["input"])},
+    "read back": {"read": True},
+}
+
+
+def host_waits() -> int:
+    waits = ctypes.CDLL(None).cuda_stub_waits
+    waits.restype = ctypes.c_int64
+    return waits()
+
+
+def step_of(
+    *,
+    microbatches: int = 1,
+    policy: lowtide.ActivationPolicy | None = None,
+    read: bool = False,
+    capturable: bool = False,
+    prepare: Callable[[nn.Module], None] = lambda model: None,
+) -> Callable[[], None]:
+    with torch.device("meta"):
+        model: Any = Llama(CONFIGS["tiny"])
+    precision = lowtide.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for layer in model.layers:
+        if policy is not None:
+            lowtide.checkpoint(layer, policy)
+        lowtide.fully_shard(layer, mp_policy=precision)
+    lowtide.fully_shard(model, mp_policy=precision)
+    model.to_empty(device="cuda")
+    prepare(model)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=capturable)
+    tokens = torch.zeros(SHAPE, dtype=torch.long, device="cuda")
+
+    def step() -> None:
+        for microbatch in range(microbatches):
+            model.set_requires_gradient_sync(microbatch == microbatches - 1)
+            loss = model(tokens[:, :-1]).float().square().mean()
+            loss.backward()
+        lowtide.clip_grad_norm_(model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if read:
+            loss.item()
+
+    return step
+
+
+def units_of(model: Any) -> list[Any]:
+    return [*model.layers, model]
+
+
+def waits_of(step: Callable[[], None]) -> list[int]:
+    found = []
+    for _ in range(NUM_STEPS):
+        before = host_waits()
+        step()
+        found.append(host_waits() - before)
+    return found
+
+
+def main() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    print(json.dumps({name: waits_of(step_of(**kind)) for name, kind in KINDS.items()}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
