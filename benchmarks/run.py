@@ -43,6 +43,7 @@ CASES = (
     "wire_bytes",
     "host_cost",
     "host_instructions",
+    "optimizer_step",
     "step_cpu",
     "import_time",
 )

@@ -192,6 +192,14 @@ def place_of(name: str) -> tuple[str, int | None]:
     return name, None
 
 
+def origin_of(name: str) -> tuple[str, int | None]:
+    """Of a parameter here: its name in `Llama`, and the dim that is split."""
+    for theirs, (ours, dim) in SPLIT.items():
+        if name.endswith(ours):
+            return name.removesuffix(ours) + theirs, dim
+    return name, None
+
+
 @torch.no_grad()
 def load_whole(model: ParallelLlama, state: dict[str, Tensor]) -> None:
     """This rank's part of each parameter of a `Llama`."""
@@ -208,13 +216,6 @@ def shard(model: ParallelLlama, dp: DeviceMesh) -> ParallelLlama:
         fully_shard(layer, mesh=dp)
     fully_shard(model, mesh=dp)
     return model
-
-
-def checkpoint_of(model: nn.Module, tp: DeviceMesh) -> dict[str, Any]:
-    """For ``torch.distributed.checkpoint``; every rank of the axis has tensors of its
-    own under each name, so it loads on the same axis."""
-    prefix = f"tp{tp.get_local_rank()}of{tp.size()}."
-    return {prefix + name: value for name, value in model.state_dict().items()}
 
 
 def train(config: LlamaConfig, mesh: DeviceMesh, steps: int) -> list[float]:

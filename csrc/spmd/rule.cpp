@@ -185,7 +185,7 @@ std::string_view problem_text(Problem problem) {
     case Problem::other_source:
       return "the collective's first input has its source type";
     case Problem::no_such_input:
-      return "the input that the rule names";
+      return "the rule names one of the tensor inputs";
     case Problem::differs_by_rank:
       return "a Python number is the same on all ranks";
   }

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.tensor import DTensor
 
 from lowtide import _C
+from lowtide._state import open_regions
 from lowtide._state.gather_axes import Group, axis_of, process_group
 from lowtide.sequence_parallel import operators
 from lowtide.sequence_parallel.policy import decide, prefetch_bytes
@@ -130,6 +131,7 @@ def _gathered_bytes(shard: Tensor, group: Any) -> int:
 def _checked(who: str, name: str | None, tensor: Tensor, group: Group) -> Any:
     if name is not None:
         who = f"{who} '{name}'"
+    _refuse_regions(who)
     if isinstance(tensor, DTensor):
         raise ValueError(
             f"lowtide: {who}: expected this rank's part as a plain tensor, got a "
@@ -142,6 +144,18 @@ def _checked(who: str, name: str | None, tensor: Tensor, group: Group) -> Any:
             "scalar. Reshape it to [1]."
         )
     return process_group(group, who=who)
+
+
+def _refuse_regions(who: str) -> None:
+    """A region counts collectives by the types of values; these have none."""
+    if torch.compiler.is_compiling():  # regions are in no graph
+        return
+    if (name := open_regions.innermost()) is not None:
+        raise RuntimeError(
+            f"lowtide: {who}: expected a call outside of the regions of lowtide.spmd, "
+            f"got one inside region {name!r}. Use the typed collectives of "
+            "lowtide.spmd there, or end the region before the layer."
+        )
 
 
 def _check_weights(

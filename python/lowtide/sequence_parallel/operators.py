@@ -253,8 +253,8 @@ def gather_linear(
     return tuple(outputs)
 
 
-# What regions of lowtide.spmd know of them. The outputs of the pair are what its shard
-# is, varying; a region refuses that it communicates on its own.
+# For rule books that are exported. Inside a region lowtide's own functions refuse the
+# call: what the pair sends in backward follows from no type.
 _C.register_rule("lowtide::sp_all_gather", _C.rule_collective("V", "R"))
 _C.register_rule("lowtide::sp_reduce_scatter", _C.rule_collective("P", "V"))
 for _name in ("lowtide::sp_gather_linear", "lowtide::sp_gather_linear_backward"):

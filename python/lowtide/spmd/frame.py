@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from lowtide import _C
+from lowtide._state import open_regions
 from lowtide.spmd.axes import Axis, rank_text
 from lowtide.spmd.types import ReplicationError, error
 
@@ -176,7 +177,9 @@ def current() -> Frame | None:
 
 def push(frame: Frame) -> None:
     _stack.frames.append(frame)
+    open_regions.enter(frame.name)
 
 
 def pop(frame: Frame) -> None:
     assert _stack.frames.pop() is frame
+    open_regions.leave()

@@ -25,6 +25,7 @@ from lowtide.spmd import annotation
 from lowtide.spmd.axes import rank_text
 from lowtide.spmd.checker import Checker
 from lowtide.spmd.declarations import Declaration, region_axes
+from lowtide.spmd.eager import eager, not_traced, resume_compiler, suspend_compiler
 from lowtide.spmd.frame import Frame, pop, push
 from lowtide.spmd.replicas import comparing
 from lowtide.spmd.source import line
@@ -55,7 +56,7 @@ class region:
 
     Raises ReplicationError where a declared type is not the inferred one, an operator
     has no rule, or backward sends anything else than what the types require. Regions
-    are for eager code.
+    run eagerly: torch.compile breaks its graph around them.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class region:
         self.check = check
         self.in_types, self.out_types, self.grad_types = in_types, out_types, grad_types
         self.mesh = mesh
-        self._runs: list[_Run] = []
+        self._runs: list[tuple[_Run, Any]] = []  # with the compiler around it
 
     def __call__(self, fn: Fn) -> Fn:
         signature = inspect.signature(fn)
@@ -91,21 +92,32 @@ class region:
                 run.take(bound.arguments)
                 return run.outputs(fn(*bound.args, **bound.kwargs))
 
-        return wrapper  # type: ignore[return-value]
+        return eager(wrapper)  # type: ignore[return-value]
 
+    @not_traced
     def __enter__(self) -> _Run:
-        run = _Run(self)
-        run.__enter__()
-        self._runs.append(run)
+        compiler = suspend_compiler()
+        try:
+            run = _Run(self)
+            run.__enter__()
+        except BaseException:
+            resume_compiler(compiler)
+            raise
+        self._runs.append((run, compiler))
         return run
 
+    @not_traced
     def __exit__(
         self,
         exc_type: type[BaseException] | None,
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._runs.pop().__exit__(exc_type, exc, traceback)
+        run, compiler = self._runs.pop()
+        try:
+            run.__exit__(exc_type, exc, traceback)
+        finally:
+            resume_compiler(compiler)
 
 
 class _Run:

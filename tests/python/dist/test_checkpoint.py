@@ -146,25 +146,3 @@ def test_full_state_dict_goes_out_and_in(pool_of, system, world_size):
     assert_same_tensors(results[0][0], expected, "full state dict")
     shards = [shards for _, shards in results]
     assert_same_tensors(stitched(shards), expected, "loaded parameters")
-
-
-def plain_load_state_dict(system: str, run: Run, assign: bool) -> list[float]:
-    """Losses on the same batch: of the saved model and of one that loaded its
-    `state_dict()` after having run already."""
-    from support.model import batch, loss_fn
-
-    inputs, targets = batch(run.model, 0, 0, dist.get_rank())
-    source, _ = make(system, run)
-    target, optimizer = make(system, run, seed=1)
-    train_step(target, optimizer, run, 0, Trace())
-    state = {name: tensor.clone() for name, tensor in source.state_dict().items()}
-    target.load_state_dict(state, assign=assign)
-    return [loss_fn(model(inputs), targets).item() for model in (source, target)]
-
-
-@pytest.mark.parametrize("assign", [False, True], ids=("copy", "assign"))
-def test_load_state_dict_reaches_the_next_forward(pool_of, system, assign):
-    for expected, loaded in pool_of(2).run(
-        plain_load_state_dict, system, Run(TINY, 2), assign
-    ):
-        assert loaded == expected

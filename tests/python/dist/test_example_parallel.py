@@ -6,8 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import llama
 import llama_parallel
 import lowtide
+import parallel_checkpoint
 from lowtide._state.gather_axes import axis_of
 
 CONFIG = dataclasses.replace(llama.CONFIGS["tiny"], max_seq_len=8)
@@ -112,27 +113,62 @@ def test_gathering_again_changes_no_bit(pool_of):
             assert torch.equal(one, other)
 
 
-def through_a_checkpoint(directory: str) -> list[bool]:
-    mesh = mesh_of(2, 2)
-    torch.manual_seed(dist.get_rank())
-    model = llama_parallel.shard(
-        llama_parallel.ParallelLlama(CONFIG, mesh["tp"]), mesh["dp"]
-    )
-    expected = [p.to_local().detach().clone() for p in model.parameters()]
-    dcp.save(llama_parallel.checkpoint_of(model, mesh["tp"]), checkpoint_id=directory)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.to_local().zero_()
-    dcp.load(llama_parallel.checkpoint_of(model, mesh["tp"]), checkpoint_id=directory)
-    return [
-        torch.equal(p.to_local(), e)
-        for p, e in zip(model.parameters(), expected, strict=True)
-    ]
+def model_on(dp: int, tp: int, seed: int) -> tuple[Any, Any, Any]:
+    """A model with this seed's values, its optimizer, and their mesh."""
+    mesh = mesh_of(dp, tp)
+    whole = llama.Llama(CONFIG)
+    llama.init_weights(whole, seed=seed)
+    model = llama_parallel.ParallelLlama(CONFIG, mesh["tp"])
+    llama_parallel.load_whole(model, dict(whole.named_parameters()))
+    llama_parallel.shard(model, mesh["dp"])
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3), mesh
 
 
-def test_distributed_checkpoint(pool_of, tmp_path: Path):
-    for same in pool_of(4).run(through_a_checkpoint, str(tmp_path)):
-        assert all(same)
+def train_and_save(dp: int, tp: int, directory: Path) -> None:
+    model, optimizer, mesh = model_on(dp, tp, seed=1)
+    for step in range(2):
+        step_of(model, step, mesh["dp"].get_local_rank(), regather=True)
+        optimizer.step()
+        optimizer.zero_grad()
+    parallel_checkpoint.save(model, optimizer, mesh, directory)
+
+
+def load_and_save(dp: int, tp: int, directory: Path, again: Path) -> None:
+    model, optimizer, mesh = model_on(dp, tp, seed=2)
+    parallel_checkpoint.load(model, optimizer, mesh, directory)
+    parallel_checkpoint.save(model, optimizer, mesh, again)
+
+
+def read_whole(directory: Path) -> dict[str, torch.Tensor]:
+    """Parameters and moments, in this process alone, by the names of `Llama`."""
+    content: dict[str, Any] = {"model": {}, "optimizer": {}}
+    for name, p in llama.Llama(CONFIG).named_parameters():
+        content["model"][name] = torch.full_like(p.detach(), torch.nan)
+        content["optimizer"][name] = {
+            "step": torch.tensor(-1.0),
+            "exp_avg": torch.full_like(p.detach(), torch.nan),
+            "exp_avg_sq": torch.full_like(p.detach(), torch.nan),
+        }
+    dcp.load(content, checkpoint_id=directory)
+    flat = dict(content["model"])
+    for name, values in content["optimizer"].items():
+        flat |= {f"{name} {key}": value for key, value in values.items()}
+    return flat
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (1, 2), (2, 1), (2, 2)], ids=str)
+def test_a_checkpoint_loads_on_another_mesh(pool_of, tmp_path: Path, shape) -> None:
+    """Parameters and moments, bit for bit, at another tp size and without any."""
+    pool_of(4).run(train_and_save, 2, 2, tmp_path / "saved")
+    dp, tp = shape
+    pool_of(dp * tp).run(load_and_save, dp, tp, tmp_path / "saved", tmp_path / "again")
+    saved, again = (read_whole(tmp_path / name) for name in ("saved", "again"))
+    assert set(saved) == set(again) and len(saved) == 4 * 21
+    for name, value in saved.items():
+        assert torch.equal(value, again[name]), name
+        assert not value.isnan().any(), name
+    plain = llama.Llama(CONFIG)
+    plain.load_state_dict({name: saved[name] for name in plain.state_dict()})
 
 
 def example_losses() -> list[float]:

@@ -163,6 +163,25 @@ def test_sharded_parameters_look_like_fsdp2s(pool_of, world_size):
         assert theirs[3]["layers.0.wk.weight"][2] == (0, 16)
 
 
+def test_modules_are_torchs_fsdp_modules_by_inheritance(pool_of):
+    """Pipeline schedules and frameworks ask for the class and for the state."""
+    assert pool_of(1).run(inherited) == [[True, True, True, "FSDPLinear"]]
+
+
+def inherited() -> list[Any]:
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    import lowtide
+
+    module = lowtide.fully_shard(nn.Linear(2, 2))
+    return [
+        issubclass(lowtide.FSDPModule, FSDPModule),
+        isinstance(module, FSDPModule) and isinstance(module, nn.Linear),
+        fully_shard.state(module) is module._get_fsdp_state(),
+        type(module).__name__,
+    ]
+
+
 class TwoInputs(nn.Module):
     """Float inputs by position and by keyword; says which dtypes it saw."""
 

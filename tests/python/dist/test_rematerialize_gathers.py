@@ -33,12 +33,18 @@ BATCH, SEQ, DIM, HIDDEN = 2, 8, 16, 24
 class FeedForward(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.writes = False
         self.w1 = nn.Linear(DIM, HIDDEN, bias=False)
         self.w3 = nn.Linear(DIM, HIDDEN)
         self.w2 = nn.Linear(HIDDEN, DIM, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        gate, up = F.silu(self.w1(x)), self.w3(x)
+        hidden = gate * up
+        if self.writes:
+            with torch.no_grad():
+                up.add_(1)
+        return self.w2(hidden)
 
 
 class Block(nn.Module):
@@ -199,3 +205,23 @@ def test_what_can_not_be_done_is_refused_by_name(pool_of):
             f"{(BATCH, 4 - rank, DIM)} of {(BATCH, 7, DIM)} over a mesh (2,). Pad the "
             "sequence, or leave the module out.",
         ]
+
+
+def writes_to_a_saved_tensor() -> str:
+    model, mesh = build(1)
+    lowtide.rematerialize_gathers(model, ["*.ffn"], min_bytes=0)
+    model[1].ffn.writes = True
+    try:
+        train(model, mesh, 1, torch.float32)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_write_to_a_saved_tensor_raises(pool_of):
+    for text in pool_of(2).run(writes_to_a_saved_tensor):
+        assert text == (
+            "lowtide: rematerialize_gathers: expected a tensor that backward needs at "
+            "version 0, as it was saved, got version 1: something wrote to it in "
+            "place. Write out of place."
+        )

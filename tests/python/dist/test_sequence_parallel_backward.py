@@ -238,3 +238,60 @@ def test_a_write_in_place_names_the_site_and_the_tensor(pool_of):
                 "the value."
             )
         )
+
+
+def writes_to_another_saved_tensor() -> str:
+    """One that is not gathered: hooks switch off autograd's own check of versions."""
+    shard = shard_of(dist.get_rank())
+    with lowtide.gather_policy(**EVERYTHING):
+        hidden = shard * 1
+        loss = (hidden**2).sum()
+    with torch.no_grad():
+        hidden.mul_(2)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_write_to_any_saved_tensor_under_a_policy_raises(pool_of):
+    for text in pool_of(2).run(writes_to_another_saved_tensor):
+        assert text == (
+            "lowtide: gather_policy: expected a tensor that backward needs at version "
+            "0, as it was saved, got version 1: something wrote to it in place. Write "
+            "out of place."
+        )
+
+
+def with_create_graph() -> list[str]:
+    texts = []
+    weights = weights_of((8,), 0)
+    calls = {
+        "generic": lambda x: lowtide.sp_all_gather(x, group(), "x"),
+        "linear": lambda x: lowtide.sp_gather_linear(
+            x, weights, group=group(), name="x"
+        )[0],
+        "scatter": lambda x: lowtide.sp_reduce_scatter(x, group()),
+    }
+    for call in calls.values():
+        with lowtide.gather_policy(**EVERYTHING):
+            loss = (call(shard_of(dist.get_rank()) * 1) ** 2).sum()
+        try:
+            torch.autograd.backward(loss, create_graph=True)
+            texts.append("")
+        except RuntimeError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_create_graph_is_refused_by_name(pool_of):
+    after = (
+        ": expected a backward without create_graph, got create_graph=True. Compute "
+        "higher-order derivatives on a model without sequence parallelism."
+    )
+    gather = f"lowtide: sequence-parallel gather 'x'{after}"
+    for texts in pool_of(2).run(with_create_graph):
+        assert texts[:2] == [gather, gather]
+        assert texts[2].startswith("lowtide: sequence-parallel")
+        assert texts[2].endswith(after)

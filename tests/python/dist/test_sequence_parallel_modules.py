@@ -85,7 +85,10 @@ def refusals() -> list[str]:
         lambda: lowtide.sp_all_gather(x.sum(), mesh["tp"], "x"),
         lambda: lowtide.sp_gather_linear(x, [], group=mesh["tp"], name="x"),
         lambda: lowtide.sp_gather_linear(x, [x.t()], group=mesh["tp"], name="x"),
+        lambda: lowtide.sp_gather_linear(x, [tensor], group=mesh["tp"], name="x"),
         lambda: lowtide.ColumnParallelLinear(8, 7, group=mesh["tp"], name="x"),
+        lambda: lowtide.RowParallelLinear(7, 8, group=mesh["tp"]),
+        lambda: lowtide.RowParallelLinear(8, 7, group=mesh["tp"]),
         lambda: lowtide.gather_policy(min_bytes=-1),
         lambda: lowtide.gather_policy(regather="attn_in"),
     ):
@@ -112,8 +115,14 @@ def test_refusals(pool_of):
         "lowtide: sp_gather_linear 'x': expected weights [outputs, features] and a "
         "shard [rows, ..., features], got (8, 6) and (6, 8). Transpose or reshape "
         "them.",
+        "lowtide: sp_gather_linear 'x': expected weights that are plain tensors, got a "
+        "DTensor. Pass weight.to_local(), inside the module that fully_shard gathers "
+        "for.",
         "lowtide: ColumnParallelLinear 'x': expected out_features that the group's "
         "size 2 divides, got 7. Pad the layer, or choose another group.",
+        "lowtide: RowParallelLinear: expected in_features that the group's size 2 "
+        "divides, got 7. Pad the layer, or choose another group.",
+        "",  # as many out_features as you like
         "lowtide: gather_policy.min_bytes: expected an integer >= 0, got -1. Leave it "
         "out for the default.",
         "lowtide: gather_policy.regather: expected a list of names or 'all', got "

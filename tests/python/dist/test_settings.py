@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,6 +140,7 @@ SETTINGS: dict[str, Setting] = {
     "unshard_in_backward": Setting(change=not_unsharded_in_backward),
     "buffers_of_the_group": Setting(change=buffers_of_the_group),
     "unshard_async_op": Setting(change=asynchronous_unshard),
+    "post_optim_event": Setting(before=with_event, microbatches=2),
 }
 
 
@@ -154,107 +155,6 @@ def test_setting_keeps_the_bits(pool_of, name, num_ranks):
 
 
 # -- what a setting did -------------------------------------------------------------
-
-
-class Recording:
-    """FSDP2's comm objects, through the default group's own collectives."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, torch.dtype, int]] = []
-        self.allocated = 0
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        self.allocated += 1
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class RecordingAllGather(Recording):
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> Any:
-        self.calls.append(("gather", input_tensor.dtype, input_tensor.numel()))
-        return dist.all_gather_into_tensor(
-            output_tensor, input_tensor, group=group, async_op=async_op
-        )
-
-
-class RecordingReduceScatter(Recording):
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> Any:
-        self.calls.append((str(op), input_tensor.dtype, input_tensor.numel()))
-        return dist.reduce_scatter_tensor(
-            output_tensor, input_tensor, op=op, group=group, async_op=async_op
-        )
-
-
-def train_with_custom_comm(system_name: str, sync: bool) -> tuple[Record, list[Any]]:
-    gather, reduce = RecordingAllGather(), RecordingReduceScatter()
-
-    def change(system: System, unit: Any) -> None:
-        if hasattr(unit, "wq"):
-            unit.set_custom_all_gather(gather)
-            unit.set_custom_reduce_scatter(reduce)
-
-    model = llama(get_system(system_name), Setting(change=change))
-    optimizer = adamw(model, foreach=False)
-    record = Recorder()
-    for step in range(NUM_STEPS):
-        for last in (False, True):
-            model.set_requires_gradient_sync(sync or last)
-            inputs, targets = batch(CONFIG, step, int(last), dist.get_rank())
-            loss_fn(model(inputs), targets).backward()
-        finish_step(model, optimizer, record)
-    return record.values, [gather.calls, reduce.calls, gather.allocated > 0]
-
-
-@pytest.mark.parametrize("sync", [True, False], ids=("chunks", "slabs"))
-def test_custom_comm_objects_run_and_keep_the_bits(pool_of, sync):
-    theirs = pool_of(2).run(train_with_custom_comm, "fsdp2", sync)
-    ours = pool_of(2).run(train_with_custom_comm, "lowtide", sync)
-    for (mine, did), (other, _) in zip(ours, theirs, strict=True):
-        assert_same_records(mine, other)
-        gathers, reduces, allocated = did
-        assert allocated
-        # Two layers, forward and backward of two microbatches a step.
-        assert len(gathers) == 2 * 2 * 2 * NUM_STEPS
-        assert all(dtype == torch.uint8 for _, dtype, _ in gathers)
-        assert len(reduces) >= 2 * NUM_STEPS * (2 if sync else 1)
-        assert {(op.rpartition(".")[2], dtype) for op, dtype, _ in reduces} == {
-            ("AVG", torch.float32)
-        }
-
-
-def refuse_own_buffers_beside_custom_comm() -> str:
-    from lowtide import fully_shard
-
-    module: Any = fully_shard(nn.Linear(2, 2))
-    module.set_custom_all_gather(RecordingAllGather())
-    try:
-        module.set_allocate_memory_from_process_group_for_comm(True)
-    except AssertionError as error:
-        return str(error)
-    return "no error"
-
-
-def test_own_buffers_beside_a_custom_object_are_refused(pool_of):
-    for message in pool_of(2).run(refuse_own_buffers_beside_custom_comm):
-        assert message == (
-            "lowtide: FSDPModule.set_allocate_memory_from_process_group_for_comm: "
-            "expected no custom comm object, got RecordingAllGather. It allocates its "
-            "own buffers: remove one of the two calls."
-        )
 
 
 def placements_and_wire(columns_sharded: bool) -> tuple[list[Any], tuple[int, int]]:

@@ -74,3 +74,39 @@ def test_a_sequence_parallel_block_equals_the_whole(pool_of: Any, size: int) -> 
             if dim is not None:
                 all_of_it = all_of_it.chunk(size, dim)[rank]
             torch.testing.assert_close(mine, all_of_it, rtol=1e-12, atol=1e-12)
+
+
+def sends_in_backward(below: bool) -> tuple[str, dict[str, Any]]:
+    """What a hidden all-reduce, through the group or its backend object, does to a
+    region."""
+    from support.spmd import function
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    group = mesh.get_group("tp")
+
+    def backward(gradient: torch.Tensor) -> torch.Tensor:
+        total = gradient.clone()
+        if below:
+            group._get_backend(torch.device("cpu")).allreduce([total]).wait()
+        else:
+            group.allreduce([total]).wait()
+        return total
+
+    hidden = function(lambda x: x * 2, backward)
+    spmd.register_rule(hidden, spmd.LOCAL)
+    with spmd.region("body", R, R, mesh=mesh) as run:
+        y = run.outputs(hidden.apply(*run.inputs(torch.ones(4, requires_grad=True))))
+    try:
+        y.sum().backward()
+    except spmd.ReplicationError as error:
+        return str(error), run.sent
+    return "", run.sent
+
+
+def test_calls_on_a_group_are_counted_and_those_on_gloo_itself_are_not(
+    pool_of: Any,
+) -> None:
+    for text, sent in pool_of(2).run(sends_in_backward, False):
+        assert "expected no all-reduce over 'tp' here in backward" in text
+        assert sent == {"all-reduce": (1, 16)}
+    assert pool_of(2).run(sends_in_backward, True) == [("", {}), ("", {})]

@@ -327,7 +327,7 @@ def record_pattern(system: str, pattern: str) -> Record:
     return record.values
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_pattern_equals_fsdp2(pool_of, pattern, num_ranks):
     pool = pool_of(num_ranks)

@@ -66,6 +66,22 @@ def test_model_trains_as_wrapped_by_hand(pool_of, name, num_ranks):
     )
 
 
+def experts_used() -> set[int]:
+    """By this rank's tokens of the first step above, in Mixtral's first block."""
+    spec = MODELS["mixtral"]
+    torch.manual_seed(7)
+    model = spec.build()
+    chosen: list[torch.Tensor] = []
+    gate = model.model.layers[0].mlp.gate
+    gate.register_forward_hook(lambda module, args, out: chosen.append(out[-1]))
+    spec.loss(model, torch.Generator().manual_seed(dist.get_rank()))
+    return set(chosen[0].flatten().tolist())
+
+
+def test_some_of_mixtrals_experts_are_unused_on_a_rank(pool_of):
+    assert pool_of(2).run(experts_used) == [{2, 3}, {0, 1, 2, 3}]
+
+
 class Net(torch.nn.Module):
     """An embedding, four blocks of which two share a weight, a small tied head."""
 

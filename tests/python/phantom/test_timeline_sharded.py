@@ -117,3 +117,36 @@ def test_both_systems_compute_the_same_products(steps):
     # FSDP2 copies what it gathered, on the compute stream.
     ours, theirs = (steps[name]["step"]["compute"] for name in ("lowtide", "fsdp2"))
     assert ours < theirs
+
+
+def gathers_after_an_optimizer_elsewhere(system_name: str) -> tuple[float, float]:
+    """The optimizer's kernels run on a stream of their own, most of a second, and
+    the next step is told its event: when they end, and when its first gather begins."""
+    if not dist.is_initialized():
+        lowtide.phantom.init_world(WORLD)
+    system = get_system(system_name)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(2)))
+    model.to("phantom")
+    for unit in (*model, model):
+        system.fully_shard(unit)
+    x = torch.zeros(4, 8, device="phantom")
+    other = torch.Stream("phantom")
+    model(x).sum().backward()  # what runs only once
+    with lowtide.phantom.timeline("h100") as time:
+        with other:
+            for p in model.parameters():
+                p.grad.to_local().add_(1)
+            torch.zeros(1 << 38, device="phantom").zero_()
+            event = other.record_event()
+        model.set_post_optim_event(event)
+        model(x)
+    spans = [span for span in time.spans() if span.kind != "wait"]
+    done = max(span.end for span in spans if span.stream == other.stream_id)
+    gathers = [span.begin for span in spans if span.kind == "collective"]
+    return done, min(gathers)
+
+
+@pytest.mark.parametrize("system", ["fsdp2", "lowtide"])
+def test_gathers_wait_for_the_optimizers_event(phantom, system):
+    done, gather = phantom("meta").run(gathers_after_an_optimizer_elsewhere, system)
+    assert 0.5 < done <= gather

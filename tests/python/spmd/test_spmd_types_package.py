@@ -3,7 +3,6 @@ our regions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,13 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lowtide import spmd
 from lowtide.spmd import COLLECTIVE, LINEAR, LOCAL, MULTILINEAR, SAME_AS, P, R, V
-from support.spmd import fake_mesh, function, inside, leaf, reduced
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    with fake_mesh() as mesh:
-        yield mesh
+from support.spmd import function, inside, leaf, library_of, reduced
 
 
 def typed(tensor: torch.Tensor, mesh: DeviceMesh, type_: spmd.Type) -> torch.Tensor:
@@ -74,7 +67,7 @@ def test_rules_of_autograd_functions_are_exported(mesh: DeviceMesh) -> None:
 
 
 def test_rules_of_operators_are_exported(mesh: DeviceMesh) -> None:
-    library = torch.library.Library("spmd_types_test", "DEF")
+    library = library_of("spmd_types_test")
     for name in ("sum", "product", "opaque", "gathers"):
         library.define(f"{name}(Tensor x, Tensor y) -> Tensor")
         library.impl(name, lambda x, y: x + y, "CompositeExplicitAutograd")

@@ -1,0 +1,51 @@
+"""Host time of an optimizer step: DTensors beside plain local shards."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from case import Case, Row, rows_of
+from launch import run
+
+NAME = "optimizer_step"
+NUM_STEPS = 40
+SYSTEMS = {
+    "plain": "plain tensors",
+    "fsdp2": "fsdp2",
+    "lowtide": "lowtide, model.parameters()",
+    "local_parameters": "lowtide",
+}
+
+
+def measure() -> list[Row]:
+    output = run("optimizer_time.py", str(NUM_STEPS), timeout=600)
+    return rows(json.loads(output))
+
+
+def rows(found: dict[str, dict[str, dict[str, Any]]]) -> list[Row]:
+    row = rows_of(NAME)
+    result = []
+    for variant, kinds in found.items():
+        for kind, system in SYSTEMS.items():
+            quantity = f"optimizer step, {variant} AdamW, a parameter"
+            us = round(kinds[kind]["us"], 1)
+            result.append(row(system, quantity, us, "us", "measured"))
+            quantity = f"DTensor calls of a step, {variant} AdamW"
+            calls = kinds[kind]["DTensor calls"]
+            result.append(row(system, quantity, calls, "", "measured"))
+    return result
+
+
+CASE = Case(
+    name=NAME,
+    describe="Host time of an optimizer step on local shards, beside DTensors.",
+    how="""\
+`programs/optimizer_time.py`: torch's `fake` process group of 8 ranks, a Llama of 16
+blocks and tensors of a few elements. AdamW on plain tensors of the shards' sizes, on
+FSDP2's and lowtide's `DTensor` parameters, and (the column "lowtide") on
+`lowtide.local_parameters(model)` take turns in one process; a figure is the median of
+40 steps of the thread's CPU time. DTensor calls: what a mode sees in a step.""",
+    run=measure,
+    headlines=("optimizer step, fused AdamW, a parameter",),
+)

@@ -1,0 +1,95 @@
+"""Thread CPU time of an optimizer step on four kinds of parameters, in turns, and how
+often DTensor's dispatcher is asked, as JSON."""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from host_models import config, start
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lowtide
+from support.model import build
+from support.systems import get_system
+
+NUM_LAYERS = 16
+WARM_UP = 5
+VARIANTS: dict[str, dict[str, Any]] = {
+    "fused": {"fused": True},
+    "foreach": {"foreach": True},
+}
+KINDS = ("plain", "fsdp2", "lowtide", "local_parameters")
+
+
+def optimizer_of(kind: str, variant: str) -> torch.optim.Optimizer:
+    """Every parameter has a gradient; plain parameters have the shards' sizes."""
+    model: Any = build(config(NUM_LAYERS))
+    if kind == "plain":
+        parameters = [
+            torch.nn.Parameter(p.detach()[: max(1, len(p) // dist.get_world_size())])
+            for p in model.parameters()
+        ]
+    else:
+        system = get_system("fsdp2" if kind == "fsdp2" else "lowtide")
+        for module in (*model.layers, model):
+            system.fully_shard(module)
+        parameters = list(model.parameters())
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    if kind == "local_parameters":
+        parameters = lowtide.local_parameters(model)
+    optimizer = torch.optim.AdamW(parameters, **VARIANTS[variant])
+    optimizer.model = model  # type: ignore[attr-defined]  keeps it alive
+    return optimizer
+
+
+class DTensorCalls(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += any(issubclass(kind, DTensor) for kind in types)
+        return func(*args, **(kwargs or {}))
+
+
+def main() -> None:
+    num_steps = int(sys.argv[1])
+    start()
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for variant in VARIANTS:
+        optimizers = {kind: optimizer_of(kind, variant) for kind in KINDS}
+        times: dict[str, list[int]] = {kind: [] for kind in KINDS}
+        gc.disable()
+        for step in range(WARM_UP + num_steps):
+            for kind, optimizer in optimizers.items():
+                begin = time.thread_time_ns()
+                optimizer.step()
+                if step >= WARM_UP:
+                    times[kind].append(time.thread_time_ns() - begin)
+        gc.enable()
+        found[variant] = {}
+        for kind, optimizer in optimizers.items():
+            with DTensorCalls() as calls:
+                optimizer.step()
+            number = sum(len(group["params"]) for group in optimizer.param_groups)
+            found[variant][kind] = {
+                "us": statistics.median(times[kind]) / 1e3 / number,
+                "DTensor calls": calls.count,
+            }
+    print(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

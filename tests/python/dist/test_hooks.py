@@ -1,0 +1,131 @@
+"""User hooks fire with what FSDP2 gives them; when, where that differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from support.layers import NUM_STEPS, Pattern, blocks, data, train
+from support.recorder import Record, Recorder, assert_same_records
+from support.systems import System, get_system
+
+
+def module_and_state_dict_hooks(system: System, record: Recorder) -> None:
+    model = blocks(system)
+    layer = model.layers[1]
+
+    def log(name: str) -> Callable[..., None]:
+        def hook(*args: Any) -> None:
+            for i, value in enumerate(args):
+                values = value if isinstance(value, tuple | list) else [value]
+                for one in values:
+                    if isinstance(one, torch.Tensor):
+                        record.add(f"{name} {i} {type(one).__name__}", one)
+
+        return hook
+
+    layer.register_forward_pre_hook(log("forward pre"))
+    layer.register_forward_hook(log("forward"))
+    layer.register_full_backward_pre_hook(log("backward pre"))
+    layer.register_full_backward_hook(log("backward"))
+    model.register_state_dict_post_hook(lambda *args: record.add("saved", None))
+    model.register_load_state_dict_pre_hook(lambda *args: record.add("loading", None))
+    train(model, record, lambda step: model(data(step)).pow(2).sum())
+    model.load_state_dict(model.state_dict())
+    names = {name.split(" ")[0] for name, _ in record.values}
+    assert names >= {"forward", "backward", "saved", "loading"}
+
+
+def post_accumulate_hooks(system: System, record: Recorder) -> None:
+    """With which gradient; the order of parameters is another."""
+    model = blocks(system)
+    found: dict[str, list[torch.Tensor]] = {n: [] for n, _ in model.named_parameters()}
+    for name, p in model.named_parameters():
+
+        def accumulated(p: Any, name: str = name) -> None:
+            assert p.grad.placements == p.placements
+            found[name].append(p.grad.to_local().clone())
+
+        p.register_post_accumulate_grad_hook(accumulated)
+    for step in range(NUM_STEPS):
+        for microbatch in range(3):
+            model.set_requires_gradient_sync(microbatch > 0)
+            model(data(3 * step + microbatch)).pow(2).sum().backward()
+        model.zero_grad()
+    for name, gradients in found.items():
+        assert len(gradients) == 2 * NUM_STEPS  # not without synchronization
+        for gradient in gradients:
+            record.add(name, gradient)
+
+
+def optimizer_in_backward(system: System, record: Recorder) -> None:
+    """Each parameter is updated in its hook, which drops its gradient."""
+    model = blocks(system)
+    for p in model.parameters():
+        optimizer = torch.optim.SGD([p], lr=0.1, momentum=0.5)
+
+        def update(p: Any, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        p.register_post_accumulate_grad_hook(update)
+    for step in range(NUM_STEPS):
+        model(data(step)).pow(2).sum().backward()
+        record.add_model(model)
+        assert all(p.grad is None for p in model.parameters())
+
+
+PATTERNS: dict[str, Pattern] = {
+    pattern.__name__: pattern
+    for pattern in (
+        module_and_state_dict_hooks,
+        post_accumulate_hooks,
+        optimizer_in_backward,
+    )
+}
+
+
+def record_pattern(system: str, pattern: str) -> Record:
+    record = Recorder()
+    PATTERNS[pattern](get_system(system), record)
+    return record.values
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_hooks_get_what_fsdp2_gives_them(pool_of, pattern, num_ranks):
+    pool = pool_of(num_ranks)
+    theirs = pool.run(record_pattern, "fsdp2", pattern, timeout=40)
+    ours = pool.run(record_pattern, "lowtide", pattern, timeout=40)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert len(mine) >= NUM_STEPS
+        assert_same_records(mine, other)
+
+
+def order_of_hooks(system_name: str) -> list[str]:
+    """In one backward: layers that are done, and gradients that are there."""
+    model = blocks(get_system(system_name))
+    events: list[str] = []
+    for i, layer in enumerate(model.layers):
+        layer.register_full_backward_hook(
+            lambda *args, i=i: events.append(f"backward {i}")
+        )
+        layer.weight.register_post_accumulate_grad_hook(
+            lambda p, i=i: events.append(f"gradient {i}")
+        )
+    model(data(0, grad=True)).pow(2).sum().backward()
+    return events
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_post_accumulate_hooks_fire_at_the_end_of_backward(pool_of, num_ranks):
+    """FSDP2's fire when their unit is done."""
+    pool = pool_of(num_ranks)
+    by_unit = [f"{what} {i}" for i in (2, 1, 0) for what in ("backward", "gradient")]
+    at_the_end = [f"backward {i}" for i in (2, 1, 0)]
+    at_the_end += [f"gradient {i}" for i in (0, 1, 2)]
+    assert pool.run(order_of_hooks, "fsdp2") == [by_unit] * num_ranks
+    assert pool.run(order_of_hooks, "lowtide") == [at_the_end] * num_ranks
