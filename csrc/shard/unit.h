@@ -51,6 +51,16 @@ struct UnitGroups {
   std::shared_ptr<comm::Collectives> reduce;
 };
 
+// How often a layer's product was added in place, and how often autograd had to
+// see it.
+struct FusedUses {
+  std::int64_t added = 0;
+  std::int64_t hooks = 0;
+  std::int64_t asked_for = 0;
+  std::int64_t recorded = 0;
+  std::int64_t repeated = 0;  // a second use in one backward
+};
+
 class Unit final : public BackwardReceiver,
                    public std::enable_shared_from_this<Unit> {
  public:
@@ -152,10 +162,23 @@ class Unit final : public BackwardReceiver,
   void prefetch_for_forward();
   void on_row_gradient(std::int64_t block, at::Tensor rows);
 
+  // --- gradients in place, see docs/design/fused_gradients.md ---------------
+  // Which parameters' gradients are summed where they are sent from.  Between
+  // steps, with no gradients accumulated; the same on every rank.
+  void fuse_gradients(const std::vector<bool>& fused);
+  // What became of each so far.
+  const std::vector<FusedUses>& fused_uses() const { return fused_uses_; }
+  // Parameter i's gradient, [rows, inner] of the reduce dtype, zero if nothing
+  // was added in this step, for code that adds to it by itself during a
+  // backward.  Undefined where the ranks' parts have gaps.
+  at::Tensor open_gradient(std::int32_t i);
+
   // --- backward -------------------------------------------------------------
   void on_output_gradient() override;
   void on_parameter_gradient(std::int32_t i, at::Tensor gradient) override;
   void on_inputs_done(const torch::autograd::Node* node) override;
+  bool on_product(std::int32_t i, const at::Tensor& grad_output,
+                  const at::Tensor& input, Obstacle obstacle) override;
   void begin_backward();  // called by Root for every unit that takes part
   // Called by Root when all gradients have landed; `more_backwards`: forwards
   // from before this backward still wait for theirs.
@@ -199,6 +222,7 @@ class Unit final : public BackwardReceiver,
   std::shared_ptr<Root> root_;
   std::int32_t number_ = -1;
 
+  std::vector<FusedUses> fused_uses_;
   std::vector<at::Tensor> shards_;
   std::vector<at::Tensor> full_;
   std::vector<std::int32_t> gradient_order_;
