@@ -113,8 +113,7 @@ void GradientSlab::add_product(std::int32_t p, const at::Tensor& grad_output,
                   device::Access::write);
   const auto rows = grad_output.size(1);
   const auto inner = input.size(1);
-  const bool gapless = columns_[i] == shard_numel_[i];
-  const auto at_once = gapless || inner == 0
+  const auto at_once = gapless(p) || inner == 0
                            ? rows
                            : std::max<std::int64_t>(1, shard_numel_[i] / inner);
   for (std::int64_t row = 0, rank = 0; row < rows; row += at_once, ++rank) {
@@ -129,9 +128,6 @@ void GradientSlab::add_product(std::int32_t p, const at::Tensor& grad_output,
 
 at::Tensor GradientSlab::whole(std::int32_t p, std::int64_t inner) {
   const auto i = static_cast<std::size_t>(p);
-  if (columns_[i] != shard_numel_[i] && world_size_ > 1) {
-    return {};
-  }
   if (!allocated()) {
     allocate();
   }

@@ -48,8 +48,12 @@ class GradientSlab {
   // in place, see ops/weight_gradient.h.
   void add_product(std::int32_t i, const at::Tensor& grad_output,
                    const at::Tensor& input);
-  // Parameter i's block, [rows, inner] without padding; defined if ranks' parts
-  // follow each other there without a gap.  Allocates.
+  // Whether ranks' parts of parameter i follow each other without a gap.
+  bool gapless(std::int32_t i) const {
+    const auto k = static_cast<std::size_t>(i);
+    return columns_[k] == shard_numel_[k] || world_size_ == 1;
+  }
+  // Parameter i's block, which is gapless, as [rows, inner].  Allocates.
   at::Tensor whole(std::int32_t i, std::int64_t inner);
   // What `whole` was asked for has been written by someone else.
   void touch(std::int32_t i) { touched_[static_cast<std::size_t>(i)] = true; }

@@ -56,6 +56,8 @@ class GradientStream {
   // i's slab.  Throws as accept does.
   void add_in_place(UnitGradients& unit, std::int32_t i,
                     const std::function<void(GradientSlab& slab)>& add);
+  // Makes room for i's slab, which is about to be written.
+  void make_room(UnitGradients& unit, std::int32_t i);
 
   // Block `block` of parameter i's rows, [N * rows, row_numel], in any dtype:
   // every rank's rows of it in rank order.  Blocks come in order, all of them,
@@ -104,7 +106,6 @@ class GradientStream {
   void land(std::size_t place);
   void land_sent();
   void land_in_place(std::int64_t keep_bytes);
-  void make_room(UnitGradients& unit, std::int32_t i);
   void require_here(const UnitGradients& unit, std::int32_t i) const;
   bool after_shards(UnitGradients& unit, const Lane& lane,
                     const std::vector<Piece>& pieces, const at::Tensor& row,

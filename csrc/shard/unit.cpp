@@ -340,6 +340,7 @@ void Unit::on_output_gradient() {
     prefetch_for_backward();
     // After the gather, which must not wait for other units' gradients.
     root_->stream().expects(gradients_);
+    open_main_gradients();
   }
   if (needs_gather_in_backward()) {
     wait_for_gather();
@@ -374,6 +375,7 @@ void Unit::on_parameter_gradient(std::int32_t i, at::Tensor gradient) {
   if (gradients_.parameter(i).lane < 0) {
     return;  // frozen since its forward; AccumulateGrad ignores it, too
   }
+  gradient = what_main_gradient_lacks(i, std::move(gradient));
   if (gradient.defined()) {
     if (gradient.key_set().has(c10::DispatchKey::Python) && view_) {
       gradient = view_->local_gradient(i, gradient);
@@ -469,6 +471,9 @@ void Unit::end_backward(bool more_backwards) {
           return wrap_gradients(parameters, locals);
         });
   }
+  for (std::size_t i = 0; i < main_gradients_.size(); ++i) {
+    close_main_gradient(static_cast<std::int32_t>(i));
+  }
   if (in_backward_) {
     gradients_.end();
   }
@@ -512,6 +517,9 @@ void Unit::abort(bool drop_gradients) {
   in_backward_ = output_gradient_ = false;
   calls_without_grad_ = nested_calls_done_ = calls_without_inputs_ = 0;
   open_calls_.clear();
+  for (std::size_t i = 0; i < main_gradients_.size(); ++i) {
+    close_main_gradient(static_cast<std::int32_t>(i));
+  }
   if (drop_gradients) {
     gradients_.abort();
   }

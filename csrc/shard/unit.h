@@ -22,6 +22,7 @@
 #include "memory/device_memory.h"
 #include "shard/autograd_nodes.h"
 #include "shard/parameter_buffers.h"
+#include "shard/storage.h"
 #include "shard/unit_gradients.h"
 #include "shard/unit_state.h"
 
@@ -41,6 +42,16 @@ class ModuleView {
   virtual std::vector<at::Tensor> wrap_gradients(
       const std::vector<std::int32_t>& parameters,
       const std::vector<at::Tensor>& locals) = 0;
+  // Whether a layer has added parameter i's gradient to main_gradient since the
+  // last call; `gradient`, what it gave autograd, then stands for none unless
+  // `zero_out` asked for zeros in its place.
+  struct MainGradientUse {
+    bool added = false;
+    bool zero_out = false;
+  };
+  virtual MainGradientUse took_main_gradient(std::int32_t /*parameter*/) {
+    return {};
+  }
   // This rank's part of a gradient that is a DTensor.
   virtual at::Tensor local_gradient(std::int32_t parameter,
                                     const at::Tensor& gradient) = 0;
@@ -168,10 +179,13 @@ class Unit final : public BackwardReceiver,
   void fuse_gradients(const std::vector<bool>& fused);
   // What became of each so far.
   const std::vector<FusedUses>& fused_uses() const { return fused_uses_; }
-  // Parameter i's gradient, [rows, inner] of the reduce dtype, zero if nothing
-  // was added in this step, for code that adds to it by itself during a
-  // backward.  Undefined where the ranks' parts have gaps.
-  at::Tensor open_gradient(std::int32_t i);
+  // Parameter i's gradient as its matrix, in the reduce dtype, for layers that
+  // add to it by themselves (Megatron's and TransformerEngine's `main_grad`):
+  // one tensor for the unit's lifetime that has bytes from when the unit's
+  // backward begins until that gradient is complete, zeros at first.
+  // Undefined where a rank's rows do not follow those of the rank before.  Such
+  // a layer tells ModuleView::took_main_gradient.
+  at::Tensor main_gradient(std::int32_t i);
 
   // --- backward -------------------------------------------------------------
   void on_output_gradient() override;
@@ -222,6 +236,17 @@ class Unit final : public BackwardReceiver,
   std::shared_ptr<Root> root_;
   std::int32_t number_ = -1;
 
+  // By parameter; null without.
+  struct MainGradient {
+    RepointedStorage bytes;
+    at::Tensor tensor;
+    bool open = false;
+  };
+  void open_main_gradients();
+  void close_main_gradient(std::int32_t i);
+  at::Tensor what_main_gradient_lacks(std::int32_t i, at::Tensor gradient);
+
+  std::vector<std::unique_ptr<MainGradient>> main_gradients_;
   std::vector<FusedUses> fused_uses_;
   std::vector<at::Tensor> shards_;
   std::vector<at::Tensor> full_;

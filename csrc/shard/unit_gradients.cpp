@@ -204,6 +204,18 @@ std::int64_t UnitGradients::slab_bytes() const {
   return bytes;
 }
 
+std::int64_t UnitGradients::in_place_bytes() const {
+  std::int64_t all = 0;
+  std::int64_t largest = 0;
+  for (const auto& lane : lanes_) {
+    if (lane.in_place) {
+      all += lane.slab.bytes();
+      largest = std::max(largest, lane.slab.bytes());
+    }
+  }
+  return std::min(all, std::max(largest, source_bytes_));
+}
+
 void UnitGradients::begin(bool sync) {
   sync_ = sync;
   sealed_ = false;

@@ -151,6 +151,8 @@ class UnitGradients {
   std::int64_t room() const { return room_; }
   // Bytes of all gradients, padded, in the dtypes they travel in.
   std::int64_t wire_bytes() const;
+  // Of slabs of gradients in place that live at once in a backward with sync.
+  std::int64_t in_place_bytes() const;
   // Bytes of all slabs once allocated.
   std::int64_t slab_bytes() const;
   // Bytes of all gradients of one backward in the compute dtype; of a gradient
