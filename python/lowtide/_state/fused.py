@@ -125,7 +125,8 @@ class FusedWeights:
                 counts.update(weight.exact)
             if counts := +counts:
                 exact[parameter.name] = ", ".join(
-                    f"{reason} ({count} uses)" for reason, count in counts.items()
+                    f"{reason} ({count} {'use' if count == 1 else 'uses'})"
+                    for reason, count in counts.items()
                 )
         return fused, exact
 
@@ -234,10 +235,10 @@ def _obstacle_of_device(compute: torch.dtype, device: torch.device) -> str | Non
 def _obstacle_of_call(input: Tensor, weight: Tensor) -> str | None:
     if type(input) is not Tensor and type(input) is not nn.Parameter:
         return f"an input that is a {type(input).__name__}"
-    if input.dim() < 2 or input.dtype != weight.dtype:
-        return "an input without rows, or of another dtype"
     if torch.is_autocast_enabled(input.device.type):
         return "autocast"
+    if input.dim() < 2 or input.dtype != weight.dtype:
+        return "an input without rows, or of another dtype"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "torch.func"
     if torch._C._len_torch_function_stack() > 0 and any(
