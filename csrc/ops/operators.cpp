@@ -23,7 +23,8 @@ TORCH_LIBRARY_FRAGMENT(lowtide, m) {
   m.def("foreach_l2_norm(Tensor[] self) -> Tensor");
   m.def("add_rows_(Tensor(a!) self, Tensor index, Tensor rows) -> ()");
   m.def(
-      "weight_gradient_(Tensor(a!) self, Tensor grad_output, Tensor input, "
+      "weight_gradient_(Tensor(a!) self, Tensor grad_output, Tensor "
+      "activation, "
       "bool accumulate) -> ()");
 }
 

@@ -18,9 +18,9 @@ bool may_sum_into(at::ScalarType self, at::ScalarType factors) {
 // its own: fp32 gradients then have the bits of torch's accumulation, which one
 // GEMM that starts from `self` would not have.
 void on_cpu(at::Tensor self, const at::Tensor& grad_output,
-            const at::Tensor& input, bool accumulate) {
+            const at::Tensor& activation, bool accumulate) {
   const auto dtype = self.scalar_type();
-  const auto product = at::mm(grad_output.to(dtype).t(), input.to(dtype));
+  const auto product = at::mm(grad_output.to(dtype).t(), activation.to(dtype));
   if (accumulate) {
     self.add_(product);
   } else {
@@ -32,47 +32,47 @@ void on_cpu(at::Tensor self, const at::Tensor& grad_output,
 
 void require_weight_gradient_arguments(const at::Tensor& self,
                                        const at::Tensor& grad_output,
-                                       const at::Tensor& input,
+                                       const at::Tensor& activation,
                                        bool /*accumulate*/) {
   const bool fits = self.dim() == 2 && grad_output.dim() == 2 &&
-                    input.dim() == 2 &&
-                    grad_output.sym_size(0) == input.sym_size(0) &&
+                    activation.dim() == 2 &&
+                    grad_output.sym_size(0) == activation.sym_size(0) &&
                     grad_output.sym_size(1) == self.sym_size(0) &&
-                    input.sym_size(1) == self.sym_size(1);
+                    activation.sym_size(1) == self.sym_size(1);
   if (!fits) {
     throw InvalidArgument(base::error_text(
         "torch.ops.lowtide.weight_gradient_",
-        "self [out, in], grad_output [tokens, out] and input [tokens, in]",
+        "self [out, in], grad_output [tokens, out] and activation [tokens, in]",
         base::concat(self.sym_sizes(), ", ", grad_output.sym_sizes(), " and ",
-                     input.sym_sizes()),
+                     activation.sym_sizes()),
         "Flatten all dimensions but the last."));
   }
-  if (grad_output.scalar_type() != input.scalar_type() ||
-      !may_sum_into(self.scalar_type(), input.scalar_type())) {
+  if (grad_output.scalar_type() != activation.scalar_type() ||
+      !may_sum_into(self.scalar_type(), activation.scalar_type())) {
     throw InvalidArgument(base::error_text(
         "torch.ops.lowtide.weight_gradient_",
         "one dtype, or an fp32 self of bf16 or fp16 factors",
         base::concat(c10::toString(self.scalar_type()), " of ",
                      c10::toString(grad_output.scalar_type()), " and ",
-                     c10::toString(input.scalar_type())),
+                     c10::toString(activation.scalar_type())),
         "Cast the factors to one dtype."));
   }
 }
 
 void weight_gradient(const at::Tensor& self, const at::Tensor& grad_output,
-                     const at::Tensor& input, bool accumulate) {
-  require_weight_gradient_arguments(self, grad_output, input, accumulate);
+                     const at::Tensor& activation, bool accumulate) {
+  require_weight_gradient_arguments(self, grad_output, activation, accumulate);
   if (self.numel() == 0) return;
-  if (self.is_cpu()) return on_cpu(self, grad_output, input, accumulate);
+  if (self.is_cpu()) return on_cpu(self, grad_output, activation, accumulate);
   at::Tensor out = self;
   const auto left = grad_output.t();
   const auto dtype = self.scalar_type();
-  if (dtype == input.scalar_type()) {
-    accumulate ? at::addmm_out(out, out, left, input)
-               : at::mm_out(out, left, input);
+  if (dtype == activation.scalar_type()) {
+    accumulate ? at::addmm_out(out, out, left, activation)
+               : at::mm_out(out, left, activation);
   } else {
-    accumulate ? at::addmm_out(out, out, left, input, dtype)
-               : at::mm_out(out, left, input, dtype);
+    accumulate ? at::addmm_out(out, out, left, activation, dtype)
+               : at::mm_out(out, left, activation, dtype);
   }
 }
 

@@ -36,6 +36,9 @@ bool Unit::on_product(std::int32_t i, const at::Tensor& grad_output,
   if (!gradients_.in_place(i)) {
     return false;
   }
+  root_->open_backward();
+  begin_backward();
+  parameter.offered = true;
   auto& uses = fused_uses_[static_cast<std::size_t>(i)];
   switch (obstacle) {
     case Obstacle::hooks:
@@ -51,8 +54,6 @@ bool Unit::on_product(std::int32_t i, const at::Tensor& grad_output,
       break;
   }
   const base::TraceRange trace("lowtide::weight_gradient", *name_);
-  root_->open_backward();
-  begin_backward();
   if (parameter.added) {
     ++uses.repeated;
     return false;
@@ -138,6 +139,10 @@ void Unit::close_main_gradient(std::int32_t i) {
 // Of a complete gradient, what is not in its slab yet.
 at::Tensor Unit::what_main_gradient_lacks(std::int32_t i, at::Tensor gradient) {
   const auto k = static_cast<std::size_t>(i);
+  if (gradients_.in_place(i) && gradient.defined() &&
+      !gradients_.parameter(i).offered) {
+    ++fused_uses_[k].unseen;
+  }
   if (k >= main_gradients_.size() || !main_gradients_[k] || !view_) {
     return gradient;
   }
@@ -149,6 +154,7 @@ at::Tensor Unit::what_main_gradient_lacks(std::int32_t i, at::Tensor gradient) {
   gradients_.slab(i).touch(i);
   gradients_.parameter(i).added = true;
   ++fused_uses_[k].added;
+  fused_uses_[k].unseen -= gradient.defined() ? 1 : 0;
   return use.zero_out ? gradient : at::Tensor();
 }
 

@@ -226,7 +226,7 @@ void UnitGradients::begin(bool sync) {
     parameter.blocks_seen = 0;
     parameter.pieces_written = 0;
     parameter.fired = parameter.produced = parameter.held = false;
-    parameter.added = parameter.complete = false;
+    parameter.added = parameter.complete = parameter.offered = false;
   }
   for (auto& lane : lanes_) {
     lane.used_anywhere.clear();

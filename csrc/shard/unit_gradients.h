@@ -74,6 +74,7 @@ class UnitGradients {
     bool fused = false;
     bool added = false;     // to its slab, in this backward, by no node of it
     bool complete = false;  // of a lane of its own: it may leave
+    bool offered = false;   // as a product, in this backward
   };
 
   UnitGradients(UnitName unit, const std::vector<ParameterInfo>& infos,

@@ -34,6 +34,8 @@ _OF_BACKWARD = {
     "asked_for": "asked for by torch.autograd.grad",
     "recorded": "create_graph",
 }
+# Its gradient came, but no product.
+_UNSEEN = "torch.compile, or not by its layer's forward"
 
 
 class FusedWeights:
@@ -117,12 +119,13 @@ class FusedWeights:
             if not self.fuses(parameter):
                 continue
             fused.append(parameter.name)
-            counts = Counter[str]()
+            weight = self._weights.get(parameter)
+            counts = Counter(weight.exact) if weight is not None else Counter[str]()
             if index < len(uses):
+                unseen = uses[index].unseen - counts.total()
+                counts[_UNSEEN] = max(0, unseen)
                 for field, reason in _OF_BACKWARD.items():
-                    counts[reason] += getattr(uses[index], field)
-            if (weight := self._weights.get(parameter)) is not None:
-                counts.update(weight.exact)
+                    counts[reason] = getattr(uses[index], field)
             if counts := +counts:
                 exact[parameter.name] = ", ".join(
                     f"{reason} ({count} {'use' if count == 1 else 'uses'})"
@@ -160,28 +163,13 @@ class FusedWeight:
             unit=unit, parameter=self._index, input=input, weight=weight, bias=bias
         )
 
-    def compiled(self) -> bool:
-        """Counts a call in a compiled graph, when it is traced."""
-        self.exact["torch.compile"] += 1
-        return True
-
 
 def _linear_forward(self: nn.Linear, input: Tensor) -> Tensor:
-    fused: FusedWeight = self.__dict__[_WEIGHT]
     if torch.compiler.is_compiling():
-        _note_compiled(self)
+        # Nothing of the layer goes into the graph, which others share.
         return F.linear(input, self.weight, self.bias)
+    fused: FusedWeight = self.__dict__[_WEIGHT]
     return fused.linear(input, self.weight, self.bias)
-
-
-def _note_compiled(module: nn.Module) -> None:
-    fused: FusedWeight = module.__dict__[_WEIGHT]
-    fused.compiled()
-
-
-# Runs when Dynamo traces and leaves nothing in the graph, as
-# torch._dynamo.assume_constant_result says without importing the compiler.
-_note_compiled._dynamo_marked_constant = True
 
 
 # -- eligibility --------------------------------------------------------------------

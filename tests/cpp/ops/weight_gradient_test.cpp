@@ -108,7 +108,8 @@ TEST(WeightGradientOnCpu, RefusesWhatDoesNotFit) {
       },
       ThrowsMessage<InvalidArgument>(
           StrEq("lowtide: torch.ops.lowtide.weight_gradient_: expected self "
-                "[out, in], grad_output [tokens, out] and input [tokens, in], "
+                "[out, in], grad_output [tokens, out] and activation [tokens, "
+                "in], "
                 "got [2, 3], [4, 2] and [5, 3]. Flatten all dimensions but the "
                 "last.")));
   EXPECT_THAT(

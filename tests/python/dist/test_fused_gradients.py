@@ -237,8 +237,8 @@ def errors_of(grads: str, rows: int, micros: int) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("rows", (1, 7, 64))
-@pytest.mark.parametrize("micros", (1, 4))
+@pytest.mark.parametrize("rows", [1, 7, 64])
+@pytest.mark.parametrize("micros", [1, 4])
 def test_error_against_fp64_is_below_the_exact_modes(pool_of, rows, micros):
     (exact,) = pool_of(1).run(errors_of, "exact", rows, micros)
     (fused,) = pool_of(1).run(errors_of, "fused", rows, micros)
@@ -361,7 +361,7 @@ def without_step_one() -> Record:
     return record.values
 
 
-@pytest.mark.parametrize("ranks", (1, 2))
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_failed_step_is_skipped(pool_of, ranks):
     failed = pool_of(ranks).run(trained_through, (1,))
     skipped = pool_of(ranks).run(without_step_one)
@@ -554,7 +554,7 @@ def main_grads(grads: str, shared: bool) -> tuple[Record, tuple[str, ...]]:
     return record.values, report.fused if report else ()
 
 
-@pytest.mark.parametrize("shared", (False, True))
+@pytest.mark.parametrize("shared", [False, True])
 def test_layers_that_write_main_grad_write_into_the_sum(pool_of, shared):
     for world_size in (1, 2):
         exact = pool_of(world_size).run(main_grads, "exact", shared)
