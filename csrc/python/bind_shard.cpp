@@ -100,6 +100,8 @@ py::dict unit_plan(shard::Unit& unit) {
   bytes["gather_input"] = unit.planned_input_bytes();
   bytes["gradient_chunks"] = gradients.num_chunks();
   bytes["gradient_slot"] = gradients.slot_bytes();
+  bytes["gradient_own_slots"] =
+      gradients.own_slots() ? gradients.num_slots() : 0;
   bytes["gradient_slab"] = gradients.slab_bytes();
   bytes["gradient_in_place"] = gradients.in_place_bytes();
   bytes["sharded_gradients"] =
@@ -231,6 +233,12 @@ void bind_shard(py::module_& module) {
       .def_property_readonly("looks_up_rows", &Unit::looks_up_rows)
       .def("fuse_gradients", &Unit::fuse_gradients, py::arg("fused"))
       .def_property_readonly("fused_uses", &Unit::fused_uses)
+      .def(
+          "in_place",
+          [](const Unit& unit, std::int32_t parameter) {
+            return unit.gradients().in_place(parameter);
+          },
+          py::arg("parameter"))
       .def("main_gradient", &Unit::main_gradient, py::arg("parameter"))
       .def("gather", &Unit::gather, NoGil())
       .def("unshard", &Unit::unshard, NoGil())

@@ -5,6 +5,7 @@
 #include <c10/util/Logging.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "base/check.h"
 #include "shard/gradient_rows.h"
@@ -29,9 +30,9 @@ void touch(device::Runtime& runtime, const at::Tensor& tensor, Access access) {
 
 GradientStream::GradientStream(std::string root,
                                std::shared_ptr<memory::DeviceMemory> memory)
-    : root_(std::move(root)),
-      memory_(memory),
-      ring_(root_, std::move(memory)) {}
+    : root_(std::move(root)), memory_(memory), ring_(root_, std::move(memory)) {
+  last_in_slot_.fill(kNone);
+}
 
 void GradientStream::begin(const std::vector<UnitGradients*>& units) {
   LOWTIDE_INVARIANT(next_ == entries_.size(), "one backward at a time");
@@ -49,7 +50,7 @@ void GradientStream::append(UnitGradients& unit) {
     entry.unit = &unit;
     entry.lane = static_cast<std::int32_t>(l);
     if (unit.accumulating() || lane.in_place) {
-      entries_.push_back(std::move(entry));
+      add_entry(std::move(entry));
       continue;
     }
     for (std::size_t c = 0; c < lane.plan.chunks.size(); ++c) {
@@ -59,12 +60,25 @@ void GradientStream::append(UnitGradients& unit) {
       chunk.chunk = static_cast<std::int32_t>(c);
       chunk.pieces_missing =
           static_cast<std::int32_t>(lane.plan.chunks[c].pieces.size());
-      entries_.push_back(std::move(chunk));
+      add_entry(std::move(chunk));
     }
   }
   if (!unit.own_slots()) {
     ring_.fit(unit.slot_bytes());
   }
+}
+
+void GradientStream::add_entry(Entry entry) {
+  const auto slots = static_cast<std::size_t>(entry.unit->num_slots());
+  entry.slot = turn_++ % slots;
+  const auto place = entries_.size();
+  auto& last = last_in_slot_[entry.slot];
+  entry.before = std::exchange(last, place);
+  entry.opens_at = entry.before == kNone ? 0 : entry.before + 1;
+  if (!entries_.empty()) {
+    entry.opens_at = std::max(entry.opens_at, entries_.back().opens_at);
+  }
+  entries_.push_back(std::move(entry));
 }
 
 bool GradientStream::contains(const UnitGradients& unit) const {
@@ -77,7 +91,7 @@ const Chunk& GradientStream::chunk_of(const Entry& entry) const {
 }
 
 bool GradientStream::in_window(std::size_t place) const {
-  return place < next_ + static_cast<std::size_t>(GradientRing::kNumSlots);
+  return entries_[place].opens_at <= next_;
 }
 
 void GradientStream::accept(UnitGradients& unit, std::int32_t i,
@@ -288,17 +302,16 @@ void GradientStream::write_piece(std::size_t place, std::size_t piece_index) {
 }
 
 // Gives the chunk its slot: leased on first use, otherwise taken over from the
-// chunk one round earlier, which has left.
+// chunk that had it before, which has left.
 void GradientStream::open_slot(std::size_t place) {
   auto& entry = entries_[place];
   if (entry.input.defined()) {
     return;
   }
-  const auto slot = place % static_cast<std::size_t>(GradientRing::kNumSlots);
-  if (place >= static_cast<std::size_t>(GradientRing::kNumSlots)) {
-    land(place - static_cast<std::size_t>(GradientRing::kNumSlots));
+  if (entry.before != kNone) {
+    land(entry.before);
   }
-  const auto& storage = ring_.slot(slot, entry.unit->slot_bytes());
+  const auto& storage = ring_.slot(entry.slot, entry.unit->slot_bytes());
   const auto& chunk = chunk_of(entry);
   const auto dtype =
       entry.unit->lanes()[static_cast<std::size_t>(entry.lane)].dtype;
@@ -333,10 +346,9 @@ void GradientStream::pump() {
       send(next_);
     }
     ++next_;
-    const auto opened =
-        next_ + static_cast<std::size_t>(GradientRing::kNumSlots) - 1;
-    if (opened < entries_.size()) {
-      write_ready_pieces(opened);
+    opened_ = std::max(opened_, next_);
+    for (; opened_ < entries_.size() && in_window(opened_); ++opened_) {
+      write_ready_pieces(opened_);
     }
   }
 }
@@ -397,10 +409,10 @@ void GradientStream::send(std::size_t place) {
 }
 
 void GradientStream::send_slab(std::size_t place) {
-  if (place >= static_cast<std::size_t>(GradientRing::kNumSlots)) {
-    land(place - static_cast<std::size_t>(GradientRing::kNumSlots));
-  }
   auto& entry = entries_[place];
+  if (entry.before != kNone) {
+    land(entry.before);
+  }
   auto& unit = *entry.unit;
   auto& lane = unit.lanes()[static_cast<std::size_t>(entry.lane)];
   prepare(unit);
@@ -568,7 +580,8 @@ void GradientStream::clear() {
   }
   units_.clear();
   entries_.clear();
-  next_ = 0;
+  next_ = opened_ = turn_ = 0;
+  last_in_slot_.fill(kNone);
   producing_ = nullptr;
   room_ = 0;
 }

@@ -6,8 +6,9 @@
 // that order and no other: issuing collectives as gradients happen to complete
 // deadlocks as soon as two ranks differ.
 //
-// Window.  The chunk at place n uses slot n % kNumSlots of the ring; a gradient
-// ahead of that window keeps its source tensor until the window reaches it.
+// Window.  Chunks take the slots of the ring in turn: one may be written when
+// the chunk that had its slot has left.  A gradient ahead of that window keeps
+// its source tensor until the window reaches it.
 // Casts into slots, results' way to `.grad` and the waits for collectives run
 // on the `reduce` stream.
 //
@@ -17,6 +18,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -77,11 +79,17 @@ class GradientStream {
   const GradientRing& ring() const { return ring_; }
 
  private:
+  static constexpr std::size_t kNone = static_cast<std::size_t>(-1);
   struct Entry {
     UnitGradients* unit = nullptr;
     std::int32_t lane = 0;
     std::int32_t chunk = -1;  // -1: the whole slab in one coalesced call
     std::int32_t pieces_missing = 0;
+    std::size_t slot = 0;
+    // The place of the chunk that had the slot before; kNone: nobody.
+    std::size_t before = kNone;
+    // Everything before this place has left once this one may be written.
+    std::size_t opens_at = 0;
     at::Tensor input;
     at::Tensor output;
     std::vector<at::Tensor> slab_inputs;
@@ -90,6 +98,7 @@ class GradientStream {
     bool sent = false;
     bool landed = false;
   };
+  void add_entry(Entry entry);
   const Chunk& chunk_of(const Entry& entry) const;
   bool in_window(std::size_t place) const;
   bool is_complete(const Entry& entry) const;
@@ -118,7 +127,11 @@ class GradientStream {
   std::shared_ptr<memory::DeviceMemory> memory_;
   std::vector<Entry> entries_;
   std::vector<UnitGradients*> units_;
-  std::size_t next_ = 0;  // the first entry that has not left
+  std::size_t next_ = 0;    // the first entry that has not left
+  std::size_t opened_ = 0;  // the first one that may not be written yet
+  std::size_t turn_ = 0;    // of the slots
+  // Which place had each slot last.
+  std::array<std::size_t, GradientRing::kNumSlots> last_in_slot_{};
   const UnitGradients* producing_ = nullptr;  // whose gradient came last
   std::int64_t room_ = 0;  // that units have left whose backward is over
   GradientRing ring_;

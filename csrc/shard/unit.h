@@ -21,6 +21,7 @@
 #include "comm/collectives.h"
 #include "memory/device_memory.h"
 #include "shard/autograd_nodes.h"
+#include "shard/gather_point.h"
 #include "shard/parameter_buffers.h"
 #include "shard/storage.h"
 #include "shard/unit_gradients.h"
@@ -169,7 +170,8 @@ class Unit final : public BackwardReceiver,
   // gradient block by block.
   void recorded_rows();
   void begin_rows_backward();
-  // What runs before this unit in forward is gathered for its backward.
+  // What runs before this unit in forward is gathered for its backward, now or
+  // when the point has come (gather_point.h).
   void prefetch_for_backward();
   // What runs after it is gathered, if that has been put off until now.
   void prefetch_for_forward();
@@ -222,6 +224,9 @@ class Unit final : public BackwardReceiver,
   bool needs_gather_in_backward() const;
   void prefetch(Unit& other);
   void prefetch_after(Unit* next);
+  std::int64_t elements_to_cover(const Unit& next) const;
+  void prefetch_when_due(
+      std::vector<std::int32_t>::const_iterator next_gradient);
 
   std::vector<at::Tensor> wrap_gradients(
       const std::vector<std::int32_t>& parameters,
@@ -269,6 +274,7 @@ class Unit final : public BackwardReceiver,
   std::vector<std::pair<std::int64_t, std::int64_t>> references_;
   bool ever_saved_ = false;
   std::int64_t input_bytes_ = 0;  // of the forward that runs
+  std::int64_t output_rows_ = 0;  // of the last forward
 
   // Forward calls whose inputs' gradients have not been seen, and calls that
   // ran without grad inside a recorded forward (re-entrant checkpoints).
@@ -278,6 +284,8 @@ class Unit final : public BackwardReceiver,
   // Recorded calls none of whose inputs required grad: nothing tells when their
   // backward is over, so the unit is sealed at the end.
   std::int64_t calls_without_inputs_ = 0;
+  Unit* next_in_backward_ = nullptr;  // to be gathered at the point
+  GatherPoint gather_point_;
   bool in_backward_ = false;      // takes part in the current backward
   bool output_gradient_ = false;  // between output gradient and inputs done
 };

@@ -48,12 +48,12 @@ void UnitGradients::rename_parameters(const std::vector<std::string>& names) {
 
 void UnitGradients::plan(const std::vector<bool>& trainable,
                          const std::vector<std::int32_t>& order,
-                         std::int64_t budget_bytes, std::int64_t num_slots) {
+                         std::int64_t budget_bytes) {
   LOWTIDE_INVARIANT(!accumulating_, "a plan changes only between reductions");
   trainable_.clear();
   lanes_.clear();
   source_bytes_ = 0;
-  choose_blocks(budget_bytes, num_slots);
+  choose_blocks(budget_bytes);
   std::vector<std::int64_t> shard_numel;
   std::vector<std::int64_t> numel;
   std::vector<std::int64_t> strips;
@@ -91,7 +91,7 @@ void UnitGradients::plan(const std::vector<bool>& trainable,
     for (const auto i : members) {
       parameter(i).lane = static_cast<std::int32_t>(lanes_.size());
     }
-    const auto columns = columns_for_budget(budget_bytes, num_slots,
+    const auto columns = columns_for_budget(budget_bytes, num_slots(),
                                             group_->size(), itemsize(dtype));
     auto plan =
         plan_unit(shard_numel, in_place ? std::vector<std::int32_t>() : members,
@@ -117,13 +117,12 @@ void UnitGradients::plan(const std::vector<bool>& trainable,
 }
 
 // A block fills a chunk, so that its gradient leaves as soon as it is there.
-void UnitGradients::choose_blocks(std::int64_t budget_bytes,
-                                  std::int64_t num_slots) {
+void UnitGradients::choose_blocks(std::int64_t budget_bytes) {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     auto& parameter = parameters_[i];
     if (parameter.row_numel > 0) {
       const auto columns =
-          columns_for_budget(budget_bytes, num_slots, group_->size(),
+          columns_for_budget(budget_bytes, num_slots(), group_->size(),
                              itemsize(infos_[i].reduce_dtype));
       parameter.block_rows =
           std::max<std::int64_t>(1, columns / parameter.row_numel);

@@ -16,6 +16,7 @@
 #include "memory/flat_layout.h"
 #include "shard/gradient_plan.h"
 #include "shard/gradient_reduction.h"
+#include "shard/gradient_ring.h"
 #include "shard/gradient_rows.h"
 #include "shard/gradient_slab.h"
 #include "shard/parameter_buffers.h"
@@ -103,8 +104,7 @@ class UnitGradients {
   // order their gradients are expected) and the cuts.  Only between backwards,
   // with no slab allocated and the same arguments on every rank.
   void plan(const std::vector<bool>& trainable,
-            const std::vector<std::int32_t>& order, std::int64_t budget_bytes,
-            std::int64_t num_slots);
+            const std::vector<std::int32_t>& order, std::int64_t budget_bytes);
 
   const std::string& unit() const { return *unit_; }
   void rename_parameters(const std::vector<std::string>& names);
@@ -142,10 +142,14 @@ class UnitGradients {
   std::int64_t num_chunks() const;
   // Bytes of one chunk slot: [N + 1, max columns] of the widest lane.
   std::int64_t slot_bytes() const;
-  // Its slots are longer than other units' and leased when its own gradients
-  // come; takes effect with the next backward.
-  void set_own_slots(bool own) { own_slots_ = own; }
-  bool own_slots() const { return own_slots_; }
+  // That many slots are its own, 0 .. GradientRing::kNumSlots: longer than other
+  // units' and leased when its own gradients come.  0: it shares.  Takes effect
+  // with the next plan.
+  void set_own_slots(std::int64_t slots) { own_slots_ = slots; }
+  bool own_slots() const { return own_slots_ > 0; }
+  std::int64_t num_slots() const {
+    return own_slots() ? own_slots_ : GradientRing::kNumSlots;
+  }
   // How many bytes fewer are there once the unit's backward is over than while
   // it ran, its parameters and their gradients aside.
   void set_room(std::int64_t bytes) { room_ = bytes; }
@@ -191,7 +195,7 @@ class UnitGradients {
  private:
   at::Tensor& partial_of(std::int32_t i);
   void drop_partial();
-  void choose_blocks(std::int64_t budget_bytes, std::int64_t num_slots);
+  void choose_blocks(std::int64_t budget_bytes);
 
   UnitName unit_;
   std::vector<ParameterInfo> infos_;
@@ -205,7 +209,7 @@ class UnitGradients {
   GradientReduction reduction_;
   std::int64_t source_bytes_ = 0;
   std::int64_t room_ = 0;
-  bool own_slots_ = false;
+  std::int64_t own_slots_ = 0;
   bool sync_ = true;
   bool accumulating_ = false;
   bool sealed_ = false;

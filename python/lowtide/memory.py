@@ -131,18 +131,34 @@ def _planned(
     syncing = [units[s.name] for s in states if s.settings["gradient_sync"]]
     waiting = [units[s.name] for s in states if not s.settings["gradient_sync"]]
     gathered, gather_input = _gather_peaks(states, units)
-    chunks = sum(unit["gradient_chunks"] for unit in syncing)
-    slot = max((unit["gradient_slot"] for unit in syncing), default=0)
     return {
         "parameters": sum(unit["parameters"] for unit in every),
         "gathered": gathered,
         "gather_input": gather_input,
-        "gradient_stream": min(chunks, _C.GRADIENT_SLOTS) * slot,
+        "gradient_stream": _ring_peak(syncing),
         "gradient_slab": sum(unit["gradient_slab"] for unit in waiting)
         + max((unit["gradient_in_place"] for unit in syncing), default=0),
         "sharded_gradients": sum(unit["sharded_gradients"] for unit in syncing),
         "activations": 0,
     }
+
+
+def _ring_peak(units: list[dict[str, int]]) -> int:
+    """Of slots that units share, some of which a unit replaces by its own, longer
+    ones."""
+    chunks = sum(unit["gradient_chunks"] for unit in units)
+    sharing = [unit for unit in units if not unit["gradient_own_slots"]]
+    slot = max((unit["gradient_slot"] for unit in sharing), default=0)
+    slots = min(chunks, _C.GRADIENT_SLOTS)
+    return (
+        max(
+            slot * (slots - own) + own * unit["gradient_slot"]
+            for unit in units
+            for own in [min(unit["gradient_own_slots"], slots)]
+        )
+        if units
+        else 0
+    )
 
 
 def _gather_peaks(

@@ -118,6 +118,9 @@ class FusedWeights:
                 continue
             if not self.fuses(parameter):
                 continue
+            if self._unit is not None and not self._unit.in_place(index):
+                exact[parameter.name] = "its gradient comes in blocks of rows"
+                continue
             fused.append(parameter.name)
             weight = self._weights.get(parameter)
             counts = Counter(weight.exact) if weight is not None else Counter[str]()

@@ -47,6 +47,9 @@ class UnitParameter:
 
     def make_full(self, data: torch.Tensor) -> None:
         """``data``: what the unit gathers into."""
+        # The first Python wrapper of a storage holds a reference to it for good; made
+        # later, in a forward, it would look like a saved view (shard/unit.cpp).
+        data.untyped_storage()
         if self.parallel is not None:
             meta = self.parallel.tensor_meta
             assert meta is not None

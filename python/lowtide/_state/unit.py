@@ -302,7 +302,9 @@ class UnitState:
         if rows and wants_rows(module, original_class(module)):
             unit, weight = self.materialized(), self.parameters[0].full
             assert weight is not None
-            self.embedding_rows = EmbeddingRows(unit, weight)
+            sums_in = self.dtypes(self.parameters[0]).reduce
+            fused = self.fused is not None and sums_in == torch.float32
+            self.embedding_rows = EmbeddingRows(unit, weight, fused=fused)
 
     def choose_fused(self) -> None:
         """Finds the weights whose gradients are summed in place."""

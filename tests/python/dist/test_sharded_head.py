@@ -211,13 +211,11 @@ def test_every_form_agrees_with_the_logits(pool_of, form, bias):
             )
 
 
-def test_the_token_form_reduces_the_head_once(pool_of):
-    """Embedding, layer, head: the embedding is not gathered in backward, the layer is.
-    The head's gradients are computed in forward; it is gathered in backward as well,
-    because its first forward added a reference to its weight (shard/unit.cpp, Saved
-    parameters). The root has no parameters of its own."""
+def test_the_token_form_gathers_and_reduces_the_head_once(pool_of):
+    """Embedding, layer, head: the embedding is not gathered in backward, the head's
+    gradients are computed in forward. The root has no parameters of its own."""
     for seen in pool_of(2).run(one_step, "tokens", False):
-        assert seen["calls"] == {"all-gather": 1 + 2 + 2, "reduce-scatter": 3}
+        assert seen["calls"] == {"all-gather": 1 + 2 + 1, "reduce-scatter": 3}
 
 
 def first_step_peak(announce: bool) -> int:

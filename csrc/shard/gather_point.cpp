@@ -1,0 +1,28 @@
+#include "shard/gather_point.h"
+
+#include <limits>
+
+namespace lowtide::shard {
+namespace {
+
+constexpr std::int64_t kRanksOfANode = 8;
+constexpr std::int64_t kFlopsPerByteOfMemory = 300;
+constexpr std::int64_t kFlopsPerByteInANode = 3000;
+constexpr std::int64_t kFlopsPerByteBetweenNodes = 20000;
+constexpr std::int64_t kFlopsPerElementAndToken = 4;
+
+}  // namespace
+
+std::int64_t elements_that_cover(std::int64_t bytes, std::int64_t ranks,
+                                 std::int64_t tokens) {
+  if (tokens <= 0) {
+    return std::numeric_limits<std::int64_t>::max();
+  }
+  const auto rate = ranks == 1               ? kFlopsPerByteOfMemory
+                    : ranks <= kRanksOfANode ? kFlopsPerByteInANode
+                                             : kFlopsPerByteBetweenNodes;
+  const auto received = ranks == 1 ? bytes : bytes / ranks * (ranks - 1);
+  return received * rate / (kFlopsPerElementAndToken * tokens);
+}
+
+}  // namespace lowtide::shard
