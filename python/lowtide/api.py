@@ -105,6 +105,7 @@ def fully_shard(
             without a gradient in the compute dtype, its rounding and its copy; layers
             that write to ``weight.main_grad`` (Megatron's ``gradient_accumulation_``
             ``fusion``, TransformerEngine's ``fuse_wgrad_accumulation``) find it there.
+            A large embedding sums its rows in fp32.
             What is not eligible stays exact; :func:`memory_report` says which and why.
 
     Returns:

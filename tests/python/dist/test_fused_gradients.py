@@ -621,7 +621,8 @@ def looked_up(grads: str, dtype: torch.dtype | None) -> tuple[Any, dict[str, str
 def test_rows_of_a_large_embedding_are_summed_in_fp32(pool_of, ranks):
     (exact, _), *_ = pool_of(ranks).run(looked_up, "exact", None)
     (fused, why), *_ = pool_of(ranks).run(looked_up, "fused", None)
-    assert same_bits(fused, exact)
+    # Call after call in the same rows, instead of sums of both.
+    torch.testing.assert_close(fused, exact)
     assert why == {"head.weight": "its gradient comes in blocks of rows"}
     # bf16: each row's sum is rounded in the exact mode, not here.
     (rounded, _), *_ = pool_of(ranks).run(looked_up, "exact", torch.bfloat16)
