@@ -100,8 +100,8 @@ py::dict unit_plan(shard::Unit& unit) {
   bytes["gather_input"] = unit.planned_input_bytes();
   bytes["gradient_chunks"] = gradients.num_chunks();
   bytes["gradient_slot"] = gradients.slot_bytes();
-  bytes["gradient_own_slots"] =
-      gradients.own_slots() ? gradients.num_slots() : 0;
+  bytes["gradient_slots"] = gradients.num_slots();
+  bytes["gradient_own_slots"] = gradients.own_slots() ? 1 : 0;
   bytes["gradient_slab"] = gradients.slab_bytes();
   bytes["gradient_in_place"] = gradients.in_place_bytes();
   bytes["sharded_gradients"] =
@@ -132,7 +132,6 @@ void bind_device_memory(py::module_& module) {
 }  // namespace
 
 void bind_shard(py::module_& module) {
-  module.attr("GRADIENT_SLOTS") = shard::GradientRing::kNumSlots;
   bind_device_memory(module);
 
   py::class_<shard::ParameterInfo>(module, "ParameterInfo")

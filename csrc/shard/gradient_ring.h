@@ -24,13 +24,19 @@ namespace lowtide::shard {
 
 class GradientRing {
  public:
-  // How many slots share the budget, and its default.
-  static constexpr std::int64_t kNumSlots = 4;
+  // The default budget, and how many slots share one.
   static constexpr std::int64_t kDefaultBudget = std::int64_t{64} << 20;
   // [Note: Latency of a ring]
   // A reduce-scatter of N ranks takes about 2 us for each of them before its
   // bytes count; in that time NVLink moves 0.7 MB.  Chunks of a quarter MiB for
-  // each rank keep the wire ahead of a block's backward (docs/time.md).
+  // each rank keep the wire ahead of a block's backward (docs/time.md).  Among
+  // many ranks the last gradients' way out, which nothing hides, is mostly
+  // latency: two chunks of twice the size then, one written as one leaves.
+  static constexpr std::int64_t kNumSlots = 4;
+  static constexpr std::int64_t kManyRanks = 32;
+  static std::int64_t num_slots(std::int64_t world_size) {
+    return world_size < kManyRanks ? kNumSlots : 2;
+  }
   static std::int64_t default_budget(std::int64_t world_size) {
     return std::max(kDefaultBudget, world_size << 20);
   }

@@ -7,8 +7,21 @@
 namespace lowtide::shard {
 namespace {
 
-// From here on the latency of a collective counts beside its bytes.
-constexpr std::int64_t kManyRanks = 32;
+constexpr auto kManyRanks = GradientRing::kManyRanks;
+
+// A ring of about `bytes` whose chunks are equal: without a short one at the
+// end, which would be all latency.
+std::int64_t with_equal_chunks(const Unit& unit, std::int64_t bytes) {
+  const auto& gradients = unit.gradients();
+  const auto ranks = unit.groups().reduce->size();
+  const auto slots = gradients.num_slots();
+  const auto of_a_rank = gradients.wire_bytes() / ranks;
+  const auto in_slot = bytes / (slots * (ranks + 1));
+  const auto chunks = std::max(slots, (of_a_rank + in_slot / 2) / in_slot);
+  const auto row =
+      unit.buffers().slice(0).inner * static_cast<std::int64_t>(sizeof(float));
+  return slots * (ranks + 1) * (of_a_rank / chunks + row);
+}
 
 }  // namespace
 
@@ -50,8 +63,9 @@ std::int64_t Root::gradient_budget() const {
 std::int64_t Root::ring_bytes_of(const Unit& unit, std::int64_t ring) const {
   const auto ranks = unit.groups().reduce->size();
   const auto wire = unit.gradients().wire_bytes();
+  constexpr std::int64_t kWorthIt = 4;  // times the ring
   if (gradient_budget() < GradientRing::kDefaultBudget ||
-      wire <= GradientRing::kNumSlots * ring) {
+      wire <= kWorthIt * ring) {
     return ring;
   }
   if (&unit == first_to_reduce() && !unit.streams_rows() &&
@@ -73,11 +87,9 @@ std::int64_t Root::ring_bytes_of(const Unit& unit, std::int64_t ring) const {
 
 void Root::plan_gradients_of(Unit& unit, std::int64_t ring) {
   const auto bytes = ring_bytes_of(unit, ring);
-  // Among many ranks two, so that its chunks are longer.
-  const bool many = unit.groups().reduce->size() >= kManyRanks;
-  const auto slots = many ? 2 : GradientRing::kNumSlots;
-  unit.gradients().set_own_slots(bytes > ring ? slots : 0);
-  unit.plan_gradients(bytes);
+  const bool own = bytes > ring;
+  unit.gradients().set_own_slots(own);
+  unit.plan_gradients(own ? with_equal_chunks(unit, bytes) : ring);
 }
 
 // Of those that do not enclose others.

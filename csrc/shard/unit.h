@@ -84,6 +84,7 @@ class Unit final : public BackwardReceiver,
 
   // --- construction -------------------------------------------------------
   ParameterBuffers& buffers() { return buffers_; }
+  const ParameterBuffers& buffers() const { return buffers_; }
   // The sharded parameters (whose `.grad` is set) and the full ones (leaves on
   // buffers().full(i)'s storage that autograd sees), in the order of `infos`.
   void attach(std::vector<at::Tensor> shards, std::vector<at::Tensor> full,

@@ -116,6 +116,10 @@ void UnitGradients::plan(const std::vector<bool>& trainable,
   }
 }
 
+std::int64_t UnitGradients::num_slots() const {
+  return GradientRing::num_slots(group_->size());
+}
+
 // A block fills a chunk, so that its gradient leaves as soon as it is there.
 void UnitGradients::choose_blocks(std::int64_t budget_bytes) {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {

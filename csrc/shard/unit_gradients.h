@@ -142,14 +142,11 @@ class UnitGradients {
   std::int64_t num_chunks() const;
   // Bytes of one chunk slot: [N + 1, max columns] of the widest lane.
   std::int64_t slot_bytes() const;
-  // That many slots are its own, 0 .. GradientRing::kNumSlots: longer than other
-  // units' and leased when its own gradients come.  0: it shares.  Takes effect
-  // with the next plan.
-  void set_own_slots(std::int64_t slots) { own_slots_ = slots; }
-  bool own_slots() const { return own_slots_ > 0; }
-  std::int64_t num_slots() const {
-    return own_slots() ? own_slots_ : GradientRing::kNumSlots;
-  }
+  // Its slots are longer than other units' and leased when its own gradients
+  // come; takes effect with the next backward.
+  void set_own_slots(bool own) { own_slots_ = own; }
+  bool own_slots() const { return own_slots_; }
+  std::int64_t num_slots() const;
   // How many bytes fewer are there once the unit's backward is over than while
   // it ran, its parameters and their gradients aside.
   void set_room(std::int64_t bytes) { room_ = bytes; }
@@ -209,7 +206,7 @@ class UnitGradients {
   GradientReduction reduction_;
   std::int64_t source_bytes_ = 0;
   std::int64_t room_ = 0;
-  std::int64_t own_slots_ = 0;
+  bool own_slots_ = false;
   bool sync_ = true;
   bool accumulating_ = false;
   bool sealed_ = false;

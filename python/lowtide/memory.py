@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from lowtide import _C
 from lowtide._state import activation_report as activations
 from lowtide._state.activation_report import ActivationReport
 from lowtide._state.memory import ledger
@@ -144,21 +143,15 @@ def _planned(
 
 
 def _ring_peak(units: list[dict[str, int]]) -> int:
-    """Of slots that units share, some of which a unit replaces by its own, longer
-    ones."""
+    """Of slots that units share, which a unit may replace by its own, longer ones."""
     chunks = sum(unit["gradient_chunks"] for unit in units)
-    sharing = [unit for unit in units if not unit["gradient_own_slots"]]
-    slot = max((unit["gradient_slot"] for unit in sharing), default=0)
-    slots = min(chunks, _C.GRADIENT_SLOTS)
-    return (
-        max(
-            slot * (slots - own) + own * unit["gradient_slot"]
-            for unit in units
-            for own in [min(unit["gradient_own_slots"], slots)]
-        )
-        if units
-        else 0
-    )
+    shared = [u["gradient_slot"] for u in units if not u["gradient_own_slots"]]
+    slot, peak = max(shared, default=0), 0
+    for unit in units:
+        slots = min(chunks, unit["gradient_slots"])
+        own = min(unit["gradient_chunks"], slots) * unit["gradient_own_slots"]
+        peak = max(peak, own * unit["gradient_slot"] + (slots - own) * slot)
+    return peak
 
 
 def _gather_peaks(

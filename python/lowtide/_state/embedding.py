@@ -27,7 +27,7 @@ LARGE_TABLE = 256 << 20
 # output and a collective, which is long enough to be limited by bandwidth: its latency
 # grows with the number of ranks.
 LOOKUP_BYTES = 128 << 20
-# Ranks from which on a block grows with them.
+# A block has that for every so many ranks, four times at most.
 LOOKUP_RANKS = 64
 
 
@@ -59,7 +59,8 @@ class EmbeddingRows:
         self._unit, self._weight = unit, weight
         self._stream = unit.gradient_rows()
         shard = self._stream.padded_rows
-        at_once = LOOKUP_BYTES * max(1, self._stream.world_size // LOOKUP_RANKS)
+        grown = self._stream.world_size // LOOKUP_RANKS
+        at_once = LOOKUP_BYTES * min(max(1, grown), 4)
         most = max(1, at_once // (self._stream.world_size * row_bytes))
         # Of equal size: one's bytes then serve the next.
         unit.look_up_rows(-(-shard // -(-shard // most)))

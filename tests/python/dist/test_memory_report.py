@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 import lowtide
-from lowtide import _C
 from lowtide._state.memory import ledger
 from lowtide.memory import CATEGORIES
 from support.model import TINY, ModelConfig, batch, build, loss_fn
@@ -219,7 +218,7 @@ def test_steady_steps_lease_the_same_few_buffers(
     assert steady["parameters"] == 0
     # Root once; three blocks in forward, three again in backward.
     assert steady["gathered"] == steady["gather_input"] == 7
-    assert steady["gradient_stream"] <= _C.GRADIENT_SLOTS
+    assert steady["gradient_stream"] <= 4  # slots of the ring
     assert steady["sharded_gradients"] == 4
 
 
