@@ -102,11 +102,10 @@ def fully_shard(
         offload_policy: Only its default is supported.
         grads: ``"exact"``: gradients have FSDP2's bits. ``"fused"``: the GEMM of an
             ``nn.Linear``'s weight gradient adds to the fp32 gradient that is reduced,
-            without a gradient in the compute dtype, its rounding and its copy; layers
-            that write to ``weight.main_grad`` (Megatron's ``gradient_accumulation_``
-            ``fusion``, TransformerEngine's ``fuse_wgrad_accumulation``) find it there.
-            A large embedding sums its rows in fp32.
-            What is not eligible stays exact; :func:`memory_report` says which and why.
+            without a gradient in the compute dtype, its rounding and its copy. Layers
+            of Megatron and TransformerEngine that write to ``weight.main_grad`` find
+            it there; a large embedding sums its rows in fp32. What is not eligible
+            stays exact: :func:`memory_report` says which and why.
 
     Returns:
         The same module(s), now instances of :class:`FSDPModule`.
