@@ -11,6 +11,7 @@
 #include "ops/clipping.h"
 #include "ops/foreach.h"
 #include "ops/rows.h"
+#include "ops/weight_gradient.h"
 
 namespace lowtide::ops {
 namespace {
@@ -21,6 +22,10 @@ TORCH_LIBRARY_FRAGMENT(lowtide, m) {
   m.def("foreach_scale_(Tensor(a!)[] self, Tensor factor) -> ()");
   m.def("foreach_l2_norm(Tensor[] self) -> Tensor");
   m.def("add_rows_(Tensor(a!) self, Tensor index, Tensor rows) -> ()");
+  m.def(
+      "weight_gradient_(Tensor(a!) self, Tensor grad_output, Tensor "
+      "activation, "
+      "bool accumulate) -> ()");
 }
 
 void implement(torch::Library& m) {
@@ -29,6 +34,7 @@ void implement(torch::Library& m) {
   m.impl("foreach_scale_", &foreach_scale);
   m.impl("foreach_l2_norm", &foreach_l2_norm);
   m.impl("add_rows_", &add_rows);
+  m.impl("weight_gradient_", &weight_gradient);
 }
 
 at::Tensor norm_on_meta(at::TensorList tensors) {
@@ -51,6 +57,7 @@ TORCH_LIBRARY_IMPL(lowtide, Meta, m) {
   m.impl("foreach_scale_", &require_scale_arguments);
   m.impl("foreach_l2_norm", &norm_on_meta);
   m.impl("add_rows_", &require_rows_arguments);
+  m.impl("weight_gradient_", &require_weight_gradient_arguments);
 }
 
 // Version counters see what is written: `self`, in all of them.
@@ -73,8 +80,8 @@ void count_writes(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 }
 
 TORCH_LIBRARY_IMPL(lowtide, ADInplaceOrView, m) {
-  for (const char* name :
-       {"foreach_copy_", "foreach_add_", "foreach_scale_", "add_rows_"}) {
+  for (const char* name : {"foreach_copy_", "foreach_add_", "foreach_scale_",
+                           "add_rows_", "weight_gradient_"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&count_writes>());
   }
 }

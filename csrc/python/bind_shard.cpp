@@ -13,6 +13,7 @@
 #include "python/bindings.h"
 #include "python/forward_hooks.h"
 #include "python/module_view.h"
+#include "shard/linear_node.h"
 #include "shard/root.h"
 #include "shard/row_stream.h"
 #include "shard/unit.h"
@@ -82,6 +83,15 @@ void attach(shard::Unit& unit, const std::vector<SlotTuple>& slots,
                   std::move(wrap), std::move(unwrap)));
 }
 
+at::Tensor fused_linear(const std::shared_ptr<shard::Unit>& unit,
+                        std::int32_t parameter, const at::Tensor& input,
+                        const at::Tensor& weight,
+                        const std::optional<at::Tensor>& bias) {
+  const py::gil_scoped_release no_gil;
+  return shard::fused_linear(unit, parameter, input, weight,
+                             bias.value_or(at::Tensor()));
+}
+
 py::dict unit_plan(shard::Unit& unit) {
   auto& gradients = unit.gradients();
   py::dict bytes;
@@ -93,6 +103,7 @@ py::dict unit_plan(shard::Unit& unit) {
   bytes["gradient_slots"] = gradients.num_slots();
   bytes["gradient_own_slots"] = gradients.own_slots() ? 1 : 0;
   bytes["gradient_slab"] = gradients.slab_bytes();
+  bytes["gradient_in_place"] = gradients.in_place_bytes();
   bytes["sharded_gradients"] =
       gradients.sharded().generation_bytes(gradients.trainable());
   return bytes;
@@ -219,9 +230,30 @@ void bind_shard(py::module_& module) {
            py::return_value_policy::reference_internal)
       .def_property_readonly("streams_rows", &Unit::streams_rows)
       .def_property_readonly("looks_up_rows", &Unit::looks_up_rows)
+      .def("fuse_gradients", &Unit::fuse_gradients, py::arg("fused"))
+      .def_property_readonly("fused_uses", &Unit::fused_uses)
+      .def(
+          "in_place",
+          [](const Unit& unit, std::int32_t parameter) {
+            return unit.gradients().in_place(parameter);
+          },
+          py::arg("parameter"))
+      .def("main_gradient", &Unit::main_gradient, py::arg("parameter"))
       .def("gather", &Unit::gather, NoGil())
       .def("unshard", &Unit::unshard, NoGil())
       .def("reshard", &Unit::reshard, NoGil());
+
+  using shard::FusedUses;
+  py::class_<FusedUses>(module, "FusedUses")
+      .def_readonly("added", &FusedUses::added)
+      .def_readonly("hooks", &FusedUses::hooks)
+      .def_readonly("asked_for", &FusedUses::asked_for)
+      .def_readonly("recorded", &FusedUses::recorded)
+      .def_readonly("repeated", &FusedUses::repeated)
+      .def_readonly("unseen", &FusedUses::unseen);
+  module.def("fused_linear", &fused_linear, py::kw_only(), py::arg("unit"),
+             py::arg("parameter"), py::arg("input"), py::arg("weight"),
+             py::arg("bias"));
 
   using shard::RowStream;
   py::class_<RowStream>(module, "RowStream")

@@ -59,6 +59,20 @@ std::vector<at::Tensor> PyModuleView::wrap_gradients(
   return wrapped;
 }
 
+PyModuleView::MainGradientUse PyModuleView::took_main_gradient(
+    std::int32_t parameter) {
+  const py::gil_scoped_acquire gil;
+  const auto& full = full_[static_cast<std::size_t>(parameter)];
+  const auto says = [&](const char* name) {
+    return py::bool_(py::getattr(full, name, py::bool_(false))).cast<bool>();
+  };
+  if (!says("grad_added_to_main_grad")) {
+    return {};
+  }
+  full.attr("grad_added_to_main_grad") = false;
+  return {true, says("zero_out_wgrad")};
+}
+
 at::Tensor PyModuleView::local_gradient(std::int32_t parameter,
                                         const at::Tensor& gradient) {
   const py::gil_scoped_acquire gil;

@@ -33,6 +33,8 @@ class PyModuleView final : public shard::ModuleView {
       const std::vector<at::Tensor>& locals) override;
   at::Tensor local_gradient(std::int32_t parameter,
                             const at::Tensor& gradient) override;
+  // Reads and resets `grad_added_to_main_grad` of the full parameter.
+  MainGradientUse took_main_gradient(std::int32_t parameter) override;
 
  private:
   void show(const std::vector<pybind11::object>& parameters);

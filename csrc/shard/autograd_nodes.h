@@ -21,11 +21,27 @@ namespace lowtide::shard {
 using NodePtr = std::shared_ptr<torch::autograd::Node>;
 using WeakNodePtr = std::weak_ptr<torch::autograd::Node>;
 
+// Why autograd has to see a gradient that could be summed in place.
+enum class Obstacle : std::uint8_t {
+  none,
+  hooks,      // of the user's, on the parameter or on its node
+  asked_for,  // torch.autograd.grad returns it
+  recorded,   // create_graph
+};
+
 // What a unit learns from the graph.  Called on autograd's threads without the
 // GIL; nothing here may be called after the receiver is gone.
 class BackwardReceiver {
  public:
   virtual ~BackwardReceiver() = default;
+  // What linear_node.h computes: part of parameter i's gradient is
+  // grad_output^T input, matrices of equal numbers of rows.  True: it has been
+  // added where the gradient is summed, and on_parameter_gradient follows
+  // without it.  `obstacle`: it must not be.
+  virtual bool on_product(std::int32_t /*i*/, const at::Tensor& /*grad_output*/,
+                          const at::Tensor& /*input*/, Obstacle /*obstacle*/) {
+    return false;
+  }
   // A gradient reached one of the unit's outputs: its backward begins.
   virtual void on_output_gradient() = 0;
   // Every use of parameter i in this graph is done; undefined if none

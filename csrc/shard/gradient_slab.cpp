@@ -1,5 +1,8 @@
 #include "shard/gradient_slab.h"
 
+#include <algorithm>
+
+#include "ops/weight_gradient.h"
 #include "shard/gradient_plan.h"
 #include "shard/gradient_rows.h"
 #include "shard/storage.h"
@@ -91,6 +94,46 @@ void GradientSlab::write(std::int32_t p, const GradientColumns& columns,
   } else {
     copy_columns(gradient, columns, to, place);
   }
+}
+
+// One GEMM, or one for every rank's rows where columns are padded.
+void GradientSlab::add_product(std::int32_t p, const at::Tensor& grad_output,
+                               const at::Tensor& input) {
+  if (!allocated()) {
+    allocate();
+  }
+  const auto i = static_cast<std::size_t>(p);
+  const auto to = block(p);
+  auto& runtime = memory_->runtime();
+  for (const auto* factor : {&grad_output, &input}) {
+    runtime.touches(device::Stream::compute, factor->const_data_ptr(),
+                    factor->nbytes(), device::Access::read);
+  }
+  runtime.touches(device::Stream::compute, to.const_data_ptr(), to.nbytes(),
+                  device::Access::write);
+  const auto rows = grad_output.size(1);
+  const auto inner = input.size(1);
+  const auto at_once = gapless(p) || inner == 0
+                           ? rows
+                           : std::max<std::int64_t>(1, shard_numel_[i] / inner);
+  for (std::int64_t row = 0, rank = 0; row < rows; row += at_once, ++rank) {
+    const auto count = std::min(at_once, rows - row);
+    const auto part = strided_view(to, {count, inner}, {inner, 1},
+                                   to.storage_offset() + rank * columns_[i]);
+    ops::weight_gradient(part, grad_output.narrow(1, row, count), input,
+                         touched_[i]);
+  }
+  touched_[i] = true;
+}
+
+at::Tensor GradientSlab::whole(std::int32_t p, std::int64_t inner) {
+  const auto i = static_cast<std::size_t>(p);
+  if (!allocated()) {
+    allocate();
+  }
+  const auto to = block(p);
+  return strided_view(to, {numel_[i] / inner, inner}, {inner, 1},
+                      to.storage_offset());
 }
 
 void GradientSlab::complete(const std::vector<std::int32_t>& members) {

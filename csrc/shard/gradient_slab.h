@@ -43,6 +43,21 @@ class GradientSlab {
   void add_rows(std::int32_t i, std::int64_t begin,
                 const GradientColumns& columns, const at::Tensor& rows);
 
+  // The same for the product grad_output^T input, [tokens, rows] and
+  // [tokens, inner], which is the gradient of a parameter [rows, inner]: summed
+  // in place, see ops/weight_gradient.h.
+  void add_product(std::int32_t i, const at::Tensor& grad_output,
+                   const at::Tensor& input);
+  // Whether ranks' parts of parameter i follow each other without a gap.
+  bool gapless(std::int32_t i) const {
+    const auto k = static_cast<std::size_t>(i);
+    return columns_[k] == shard_numel_[k] || world_size_ == 1;
+  }
+  // Parameter i's block, which is gapless, as [rows, inner].  Allocates.
+  at::Tensor whole(std::int32_t i, std::int64_t inner);
+  // What `whole` was asked for has been written by someone else.
+  void touch(std::int32_t i) { touched_[static_cast<std::size_t>(i)] = true; }
+
   // Before the reduce-scatter: allocates if nothing was touched, fills
   // untouched blocks with -0.0 and writes the flags.  On the compute stream.
   void complete(const std::vector<std::int32_t>& members);

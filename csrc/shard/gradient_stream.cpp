@@ -49,7 +49,7 @@ void GradientStream::append(UnitGradients& unit) {
     Entry entry;
     entry.unit = &unit;
     entry.lane = static_cast<std::int32_t>(l);
-    if (unit.accumulating()) {
+    if (unit.accumulating() || lane.in_place) {
       add_entry(std::move(entry));
       continue;
     }
@@ -98,19 +98,22 @@ void GradientStream::accept(UnitGradients& unit, std::int32_t i,
                             at::Tensor gradient, bool hold) {
   auto& parameter = unit.parameter(i);
   parameter.fired = true;
-  if (!gradient.defined()) {
+  if (!gradient.defined() && !parameter.added) {
     return;
   }
-  if (unit.sealed() || parameter.pieces_written > 0) {
-    throw Error(base::error_text(
-        base::concat("parameter '", parameter.name, "'"),
-        "every gradient of a backward before its unit's gradients leave",
-        base::concat("another one after unit '", unit.unit(), "' was reduced"),
-        "This happens when re-entrant checkpointing runs a module several "
-        "times; use torch.utils.checkpoint with use_reentrant=False."));
-  }
+  require_here(unit, i);
   produces(unit);
   produced(unit, i);
+  if (unit.in_place(i)) {
+    if (gradient.defined()) {
+      make_room(unit, i);
+      unit.accumulate(i, gradient);
+    }
+    parameter.held = parameter.held || hold;
+    parameter.complete = !parameter.held;
+    pump();
+    return;
+  }
   if (unit.accumulating()) {
     unit.accumulate(i, gradient);
     return;
@@ -137,6 +140,19 @@ void GradientStream::accept(UnitGradients& unit, std::int32_t i,
     parameter.source.reset();
   }
   pump();
+}
+
+void GradientStream::require_here(const UnitGradients& unit,
+                                  std::int32_t i) const {
+  const auto& parameter = unit.parameter(i);
+  if (unit.sealed() || parameter.pieces_written > 0) {
+    throw Error(base::error_text(
+        base::concat("parameter '", parameter.name, "'"),
+        "every gradient of a backward before its unit's gradients leave",
+        base::concat("another one after unit '", unit.unit(), "' was reduced"),
+        "This happens when re-entrant checkpointing runs a module several "
+        "times; use torch.utils.checkpoint with use_reentrant=False."));
+  }
 }
 
 void GradientStream::accept_rows(UnitGradients& unit, std::int32_t i,
@@ -195,8 +211,10 @@ void GradientStream::expects(UnitGradients& unit) {
       land_sent();
       ring_.drop_slots();
     }
-    ring_.reclaim(
-        std::max({unit.source_bytes() / 4, unit.slot_bytes(), room_}));
+    const auto keep =
+        std::max({unit.source_bytes() / 4, unit.slot_bytes(), room_});
+    land_in_place(keep);
+    ring_.reclaim(keep);
   }
   // What outlives the unit's backward is leased ahead of what does not.
   if (contains(unit) && prepare(unit)) {
@@ -206,7 +224,9 @@ void GradientStream::expects(UnitGradients& unit) {
 
 void GradientStream::produces(const UnitGradients& unit) {
   if (producing_ != &unit) {
-    ring_.reclaim(std::max(unit.slot_bytes(), room_));
+    const auto keep = std::max(unit.slot_bytes(), room_);
+    land_in_place(keep);
+    ring_.reclaim(keep);
     producing_ = &unit;
   }
 }
@@ -313,8 +333,9 @@ void GradientStream::seal(UnitGradients& unit) {
 void GradientStream::pump() {
   while (next_ < entries_.size()) {
     const auto& entry = entries_[next_];
-    const bool full = entry.chunk >= 0 && entry.pieces_missing == 0 &&
-                      chunk_of(entry).flags_column < 0;
+    const bool full = entry.chunk >= 0 ? entry.pieces_missing == 0 &&
+                                             chunk_of(entry).flags_column < 0
+                                       : is_complete(entry);
     if (!full && !entry.unit->sealed()) {
       return;
     }
@@ -395,6 +416,10 @@ void GradientStream::send_slab(std::size_t place) {
   auto& unit = *entry.unit;
   auto& lane = unit.lanes()[static_cast<std::size_t>(entry.lane)];
   prepare(unit);
+  if (lane.in_place) {
+    make_room(unit, lane.members.front());
+    unit.parameter(lane.members.front()).pieces_written = 1;
+  }
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     lane.slab.complete(lane.members);

@@ -20,6 +20,7 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -51,6 +52,14 @@ class GradientStream {
   // Throws lowtide::Error for a gradient that comes after its unit was sealed.
   void accept(UnitGradients& unit, std::int32_t i, at::Tensor gradient,
               bool hold);
+
+  // Adds to parameter i's gradient where it is summed in place, in the compute
+  // stream's order; `accept` follows when all of it is there.  `add` writes to
+  // i's slab.  Throws as accept does.
+  void add_in_place(UnitGradients& unit, std::int32_t i,
+                    const std::function<void(GradientSlab& slab)>& add);
+  // Makes room for i's slab, which is about to be written.
+  void make_room(UnitGradients& unit, std::int32_t i);
 
   // Block `block` of parameter i's rows, [N * rows, row_numel], in any dtype:
   // every rank's rows of it in rank order.  Blocks come in order, all of them,
@@ -92,6 +101,7 @@ class GradientStream {
   void add_entry(Entry entry);
   const Chunk& chunk_of(const Entry& entry) const;
   bool in_window(std::size_t place) const;
+  bool is_complete(const Entry& entry) const;
   void write_ready_pieces(std::size_t place);
   void write_piece(std::size_t place, std::size_t piece);
   void open_slot(std::size_t place);
@@ -104,6 +114,8 @@ class GradientStream {
   void send_slab(std::size_t place);
   void land(std::size_t place);
   void land_sent();
+  void land_in_place(std::int64_t keep_bytes);
+  void require_here(const UnitGradients& unit, std::int32_t i) const;
   bool after_shards(UnitGradients& unit, const Lane& lane,
                     const std::vector<Piece>& pieces, const at::Tensor& row,
                     const at::Tensor& flags);

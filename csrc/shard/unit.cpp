@@ -353,6 +353,9 @@ void Unit::abort(bool drop_gradients) {
   in_backward_ = output_gradient_ = false;
   calls_without_grad_ = nested_calls_done_ = calls_without_inputs_ = 0;
   open_calls_.clear();
+  for (std::size_t i = 0; i < main_gradients_.size(); ++i) {
+    close_main_gradient(static_cast<std::int32_t>(i));
+  }
   if (drop_gradients) {
     gradients_.abort();
   }

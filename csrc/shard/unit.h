@@ -23,6 +23,7 @@
 #include "shard/autograd_nodes.h"
 #include "shard/gather_point.h"
 #include "shard/parameter_buffers.h"
+#include "shard/storage.h"
 #include "shard/unit_gradients.h"
 #include "shard/unit_state.h"
 
@@ -42,6 +43,16 @@ class ModuleView {
   virtual std::vector<at::Tensor> wrap_gradients(
       const std::vector<std::int32_t>& parameters,
       const std::vector<at::Tensor>& locals) = 0;
+  // Whether a layer has added parameter i's gradient to main_gradient since the
+  // last call; `gradient`, what it gave autograd, then stands for none unless
+  // `zero_out` asked for zeros in its place.
+  struct MainGradientUse {
+    bool added = false;
+    bool zero_out = false;
+  };
+  virtual MainGradientUse took_main_gradient(std::int32_t /*parameter*/) {
+    return {};
+  }
   // This rank's part of a gradient that is a DTensor.
   virtual at::Tensor local_gradient(std::int32_t parameter,
                                     const at::Tensor& gradient) = 0;
@@ -50,6 +61,18 @@ class ModuleView {
 struct UnitGroups {
   std::shared_ptr<comm::Collectives> gather;
   std::shared_ptr<comm::Collectives> reduce;
+};
+
+// How often a layer's product was added in place, and how often autograd had to
+// see it.
+struct FusedUses {
+  std::int64_t added = 0;
+  std::int64_t hooks = 0;
+  std::int64_t asked_for = 0;
+  std::int64_t recorded = 0;
+  std::int64_t repeated = 0;  // a second use in one backward
+  // Backwards that brought a gradient and offered no product.
+  std::int64_t unseen = 0;
 };
 
 class Unit final : public BackwardReceiver,
@@ -155,10 +178,26 @@ class Unit final : public BackwardReceiver,
   void prefetch_for_forward();
   void on_row_gradient(std::int64_t block, at::Tensor rows);
 
+  // --- gradients in place, see docs/design/fused_gradients.md ---------------
+  // Which parameters' gradients are summed where they are sent from.  Between
+  // steps, with no gradients accumulated; the same on every rank.
+  void fuse_gradients(const std::vector<bool>& fused);
+  // What became of each so far.
+  const std::vector<FusedUses>& fused_uses() const { return fused_uses_; }
+  // Parameter i's gradient as its matrix, in the reduce dtype, for layers that
+  // add to it by themselves (Megatron's and TransformerEngine's `main_grad`):
+  // one tensor for the unit's lifetime that has bytes from when the unit's
+  // backward begins until that gradient is complete, zeros at first.
+  // Undefined where a rank's rows do not follow those of the rank before.  Such
+  // a layer tells ModuleView::took_main_gradient.
+  at::Tensor main_gradient(std::int32_t i);
+
   // --- backward -------------------------------------------------------------
   void on_output_gradient() override;
   void on_parameter_gradient(std::int32_t i, at::Tensor gradient) override;
   void on_inputs_done(const torch::autograd::Node* node) override;
+  bool on_product(std::int32_t i, const at::Tensor& grad_output,
+                  const at::Tensor& input, Obstacle obstacle) override;
   void begin_backward();  // called by Root for every unit that takes part
   // Called by Root when all gradients have landed; `more_backwards`: forwards
   // from before this backward still wait for theirs.
@@ -205,6 +244,18 @@ class Unit final : public BackwardReceiver,
   std::shared_ptr<Root> root_;
   std::int32_t number_ = -1;
 
+  // By parameter; null without.
+  struct MainGradient {
+    RepointedStorage bytes;
+    at::Tensor tensor;
+    bool open = false;
+  };
+  void open_main_gradients();
+  void close_main_gradient(std::int32_t i);
+  at::Tensor what_main_gradient_lacks(std::int32_t i, at::Tensor gradient);
+
+  std::vector<std::unique_ptr<MainGradient>> main_gradients_;
+  std::vector<FusedUses> fused_uses_;
   std::vector<at::Tensor> shards_;
   std::vector<at::Tensor> full_;
   std::vector<std::int32_t> gradient_order_;

@@ -29,6 +29,7 @@ void Unit::on_output_gradient() {
     prefetch_for_backward();
     // After the gather, which must not wait for other units' gradients.
     root_->stream().expects(gradients_);
+    open_main_gradients();
   }
   if (needs_gather_in_backward()) {
     wait_for_gather();
@@ -93,6 +94,7 @@ void Unit::on_parameter_gradient(std::int32_t i, at::Tensor gradient) {
   if (gradients_.parameter(i).lane < 0) {
     return;  // frozen since its forward; AccumulateGrad ignores it, too
   }
+  gradient = what_main_gradient_lacks(i, std::move(gradient));
   if (gradient.defined()) {
     if (gradient.key_set().has(c10::DispatchKey::Python) && view_) {
       gradient = view_->local_gradient(i, gradient);
@@ -195,6 +197,9 @@ void Unit::end_backward(bool more_backwards) {
         used, [this](const auto& parameters, const auto& locals) {
           return wrap_gradients(parameters, locals);
         });
+  }
+  for (std::size_t i = 0; i < main_gradients_.size(); ++i) {
+    close_main_gradient(static_cast<std::int32_t>(i));
   }
   if (in_backward_) {
     gradients_.end();

@@ -12,6 +12,13 @@ std::int64_t itemsize(at::ScalarType dtype) {
   return static_cast<std::int64_t>(c10::elementSize(dtype));
 }
 
+// In the order their first parameter is expected.
+struct LaneMembers {
+  at::ScalarType dtype;
+  bool in_place;
+  std::vector<std::int32_t> members;
+};
+
 }  // namespace
 
 UnitGradients::UnitGradients(UnitName unit,
@@ -57,8 +64,7 @@ void UnitGradients::plan(const std::vector<bool>& trainable,
     shard_numel.push_back(parameter.shard_numel);
     numel.push_back(parameter.numel);
   }
-  // Lanes in the order their first parameter is expected.
-  std::vector<std::pair<at::ScalarType, std::vector<std::int32_t>>> groups;
+  std::vector<LaneMembers> groups;
   for (const auto i : order) {
     const auto k = static_cast<std::size_t>(i);
     if (!trainable[k]) {
@@ -69,19 +75,27 @@ void UnitGradients::plan(const std::vector<bool>& trainable,
     source_bytes_ += strips[k] > 0
                          ? 2 * group_->size() * strips[k] * itemsize(dtype)
                          : numel[k] * itemsize(infos_[k].compute_dtype);
-    auto group = std::find_if(groups.begin(), groups.end(),
-                              [&](auto& g) { return g.first == dtype; });
+    const bool in_place = parameters_[k].fused && strips[k] == 0;
+    auto group = std::find_if(groups.begin(), groups.end(), [&](auto& g) {
+      return !in_place && !g.in_place && g.dtype == dtype;
+    });
     if (group == groups.end()) {
-      group = groups.insert(groups.end(), {dtype, {}});
+      group = groups.insert(groups.end(), {dtype, in_place, {}});
     }
-    group->second.push_back(i);
-    parameters_[k].lane =
-        static_cast<std::int32_t>(std::distance(groups.begin(), group));
+    group->members.push_back(i);
   }
-  for (auto& [dtype, members] : groups) {
+  // What is left at the end of the unit's backward would hold up the others.
+  std::stable_partition(groups.begin(), groups.end(),
+                        [](const auto& group) { return group.in_place; });
+  for (auto& [dtype, in_place, members] : groups) {
+    for (const auto i : members) {
+      parameter(i).lane = static_cast<std::int32_t>(lanes_.size());
+    }
     const auto columns = columns_for_budget(budget_bytes, num_slots(),
                                             group_->size(), itemsize(dtype));
-    auto plan = plan_unit(shard_numel, members, columns, strips);
+    auto plan =
+        plan_unit(shard_numel, in_place ? std::vector<std::int32_t>() : members,
+                  columns, strips);
     for (std::size_t c = 0; c < plan.chunks.size(); ++c) {
       const auto& pieces = plan.chunks[c].pieces;
       for (std::size_t p = 0; p < pieces.size(); ++p) {
@@ -92,8 +106,13 @@ void UnitGradients::plan(const std::vector<bool>& trainable,
     }
     GradientSlab slab(unit_, dtype, group_->size(), shard_numel, numel, members,
                       memory_);
-    lanes_.push_back(
-        {dtype, std::move(members), std::move(plan), std::move(slab), {}, {}});
+    lanes_.push_back({dtype,
+                      std::move(members),
+                      std::move(plan),
+                      std::move(slab),
+                      {},
+                      {},
+                      in_place});
   }
 }
 
@@ -188,6 +207,18 @@ std::int64_t UnitGradients::slab_bytes() const {
   return bytes;
 }
 
+std::int64_t UnitGradients::in_place_bytes() const {
+  std::int64_t all = 0;
+  std::int64_t largest = 0;
+  for (const auto& lane : lanes_) {
+    if (lane.in_place) {
+      all += lane.slab.bytes();
+      largest = std::max(largest, lane.slab.bytes());
+    }
+  }
+  return std::min(all, std::max(largest, source_bytes_));
+}
+
 void UnitGradients::begin(bool sync) {
   sync_ = sync;
   sealed_ = false;
@@ -198,6 +229,7 @@ void UnitGradients::begin(bool sync) {
     parameter.blocks_seen = 0;
     parameter.pieces_written = 0;
     parameter.fired = parameter.produced = parameter.held = false;
+    parameter.added = parameter.complete = parameter.offered = false;
   }
   for (auto& lane : lanes_) {
     lane.used_anywhere.clear();

@@ -35,6 +35,9 @@ struct Lane {
   std::vector<float> used_anywhere;
   // Where its first chunk stands in the stream's sequence, while it is there.
   std::optional<std::size_t> place;
+  // Of one parameter whose gradient is summed where it is sent from, in the
+  // slab, with or without sync (docs/design/fused_gradients.md).
+  bool in_place = false;
 };
 
 class UnitGradients {
@@ -68,6 +71,11 @@ class UnitGradients {
     bool fired = false;
     bool produced = false;  // fired with a defined gradient
     bool held = false;      // not to be copied before the unit is sealed
+    // Its gradient is to have a lane of its own.
+    bool fused = false;
+    bool added = false;     // to its slab, in this backward, by no node of it
+    bool complete = false;  // of a lane of its own: it may leave
+    bool offered = false;   // as a product, in this backward
   };
 
   UnitGradients(UnitName unit, const std::vector<ParameterInfo>& infos,
@@ -81,6 +89,17 @@ class UnitGradients {
     parameter(i).row_numel = row_numel;
   }
 
+  // Parameter i's gradient is summed in place, unless it comes in blocks of
+  // rows; takes effect with the next plan.
+  void fuse(std::int32_t i, bool fused) { parameter(i).fused = fused; }
+  bool in_place(std::int32_t i) const {
+    const auto lane = parameters_[static_cast<std::size_t>(i)].lane;
+    return lane >= 0 && lanes_[static_cast<std::size_t>(lane)].in_place;
+  }
+  GradientSlab& slab(std::int32_t i) {
+    return lanes_[static_cast<std::size_t>(parameter(i).lane)].slab;
+  }
+
   // Chooses the trainable parameters, their order (parameters listed in the
   // order their gradients are expected) and the cuts.  Only between backwards,
   // with no slab allocated and the same arguments on every rank.
@@ -92,6 +111,9 @@ class UnitGradients {
   comm::Collectives& group() const { return *group_; }
   std::vector<Lane>& lanes() { return lanes_; }
   const std::vector<Lane>& lanes() const { return lanes_; }
+  const Parameter& parameter(std::int32_t i) const {
+    return parameters_[static_cast<std::size_t>(i)];
+  }
   Parameter& parameter(std::int32_t i) {
     return parameters_[static_cast<std::size_t>(i)];
   }
@@ -131,6 +153,8 @@ class UnitGradients {
   std::int64_t room() const { return room_; }
   // Bytes of all gradients, padded, in the dtypes they travel in.
   std::int64_t wire_bytes() const;
+  // Of slabs of gradients in place that live at once in a backward with sync.
+  std::int64_t in_place_bytes() const;
   // Bytes of all slabs once allocated.
   std::int64_t slab_bytes() const;
   // Bytes of all gradients of one backward in the compute dtype; of a gradient

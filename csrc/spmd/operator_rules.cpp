@@ -134,7 +134,7 @@ const std::vector<OperatorRules>& operator_rules() {
         "aten::convolution"}},
       {kBiasFirst,
        {"aten::addmm", "aten::addmv", "aten::addbmm", "aten::baddbmm",
-        "aten::addr", "aten::addcmul"}},
+        "aten::addr", "aten::addcmul", "lowtide::weight_gradient_"}},
       {kQuotient, {"aten::div", "aten::divide", "aten::true_divide"}},
       {LOCAL,
        {"aten::abs",

@@ -1,7 +1,7 @@
 """``fully_shard`` and what it turns modules into: FSDP2's names, keywords, defaults."""
 
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, get_args, overload
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from lowtide._state.fsdp_module import (
     register_hooks,
 )
 from lowtide._state.unit import UnitState, unit_state
-from lowtide.policies import MixedPrecisionPolicy
+from lowtide.policies import GradientMode, MixedPrecisionPolicy
 
 __all__ = [
     "FSDPModule",
@@ -47,6 +47,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
+    grads: GradientMode = ...,
 ) -> "FSDPModule": ...
 
 
@@ -60,6 +61,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
+    grads: GradientMode = ...,
 ) -> list["FSDPModule"]: ...
 
 
@@ -72,6 +74,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = _DEFAULT_PRECISION,
     offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
+    grads: GradientMode = "exact",
 ) -> Any:
     """Shards the parameters of ``module`` over ``mesh``, in place; drop-in for
     ``torch.distributed.fsdp.fully_shard``.
@@ -97,6 +100,12 @@ def fully_shard(
         mp_policy: Dtypes for compute, reduction, inputs and outputs; torch's own.
         ignored_params: Parameters to leave alone.
         offload_policy: Only its default is supported.
+        grads: ``"exact"``: gradients have FSDP2's bits. ``"fused"``: the GEMM of an
+            ``nn.Linear``'s weight gradient adds to the fp32 gradient that is reduced,
+            without a gradient in the compute dtype, its rounding and its copy. Layers
+            of Megatron and TransformerEngine that write to ``weight.main_grad`` find
+            it there; a large embedding sums its rows in fp32. What is not eligible
+            stays exact: :func:`memory_report` says which and why.
 
     Returns:
         The same module(s), now instances of :class:`FSDPModule`.
@@ -108,14 +117,14 @@ def fully_shard(
     roots = (module,) if isinstance(module, nn.Module) else tuple(module)
     _check_modules(roots)
     mesh = mesh if mesh is not None else default_mesh()
-    _check_settings(mesh, offload_policy)
+    _check_settings(mesh, offload_policy, grads)
     reshard = _post_forward(reshard_after_forward, mesh)
     device = _device_of(mesh)
     modules = managed.managed_modules(roots)
     parameters = managed.managed_parameters(modules, ignored_params or set())
     managed.move_to_device(modules, parameters, device)
 
-    state = UnitState(roots, mesh, device, mp_policy, reshard)
+    state = UnitState(roots, mesh, device, mp_policy, reshard, grads)
     state.shard(parameters, shard_placement_fn)
     for one in modules:
         # torch.compile then treats parameters as it does FSDP2's.
@@ -165,7 +174,14 @@ def _check_modules(roots: tuple[nn.Module, ...]) -> None:
             )
 
 
-def _check_settings(mesh: DeviceMesh, offload_policy: OffloadPolicy) -> None:
+def _check_settings(
+    mesh: DeviceMesh, offload_policy: OffloadPolicy, grads: str
+) -> None:
+    if grads not in get_args(GradientMode):
+        raise ValueError(
+            "lowtide: fully_shard: expected grads to be 'exact' or 'fused', got "
+            f"{grads!r}. Leave it out for FSDP2's gradients."
+        )
     if mesh.ndim not in (1, 2):
         raise ValueError(
             "lowtide: fully_shard: expected a mesh of one dimension, or of replicas "

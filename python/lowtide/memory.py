@@ -20,7 +20,7 @@ CATEGORIES = {
     "gathered": "full parameters of the units in use",
     "gather_input": "shards cast to the compute dtype, during a gather",
     "gradient_stream": "ring of chunks on their way to the reduce-scatter",
-    "gradient_slab": "gradients accumulated without sync",
+    "gradient_slab": "gradients accumulated without sync, or summed in place",
     "sharded_gradients": "reduced gradients, what .grad shows",
     "activations": "values copied or gathered back for backward",
 }
@@ -37,6 +37,14 @@ class CategoryBytes:
 
 
 @dataclasses.dataclass(frozen=True)
+class FusedReport:
+    """What ``grads="fused"`` made of the weights of linear layers."""
+
+    fused: tuple[str, ...]  # weights whose gradients are summed in place
+    exact: dict[str, str]  # weight -> why it is not, or which of its uses were not
+
+
+@dataclasses.dataclass(frozen=True)
 class MemoryReport:
     """``print`` it for a table; :meth:`to_dict` for machines. Bytes, this rank, this
     process: two models on one device share the observed figures."""
@@ -47,6 +55,7 @@ class MemoryReport:
     total_live: int
     total_peak: int
     activations: ActivationReport | None = None  # of modules lowtide checkpoints
+    fused: FusedReport | None = None  # of units with grads="fused"
 
     def to_dict(self) -> dict[str, object]:
         return dataclasses.asdict(self)
@@ -88,6 +97,7 @@ def memory_report(model: nn.Module, *, reset_peaks: bool = False) -> MemoryRepor
         total_live=book.total_live,
         total_peak=book.total_peak,
         activations=activation_report,
+        fused=_fused(states),
     )
     if reset_peaks:
         book.reset_peaks()
@@ -104,6 +114,15 @@ def _states(model: nn.Module) -> Iterator[UnitState]:
             yield state
 
 
+def _fused(states: list[UnitState]) -> FusedReport | None:
+    reports = [state.fused.report() for state in states if state.fused is not None]
+    if not reports:
+        return None
+    fused = tuple(name for names, _ in reports for name in names)
+    exact = {name: why for _, reasons in reports for name, why in reasons.items()}
+    return FusedReport(fused, exact)
+
+
 def _planned(
     states: list[UnitState], units: dict[str, dict[str, int]]
 ) -> dict[str, int]:
@@ -116,7 +135,8 @@ def _planned(
         "gathered": gathered,
         "gather_input": gather_input,
         "gradient_stream": _ring_peak(syncing),
-        "gradient_slab": sum(unit["gradient_slab"] for unit in waiting),
+        "gradient_slab": sum(unit["gradient_slab"] for unit in waiting)
+        + max((unit["gradient_in_place"] for unit in syncing), default=0),
         "sharded_gradients": sum(unit["sharded_gradients"] for unit in syncing),
         "activations": 0,
     }
@@ -183,5 +203,10 @@ def _lines(report: MemoryReport) -> Iterator[str]:
         yield f"{name:<18}{columns}  {CATEGORIES[name]}"
     yield f"{'total':<18}{_human(report.total_live):>12}{_human(report.total_peak):>12}"
     yield "live, peak: observed by the ledger; planned: arithmetic"
+    if report.fused is not None:
+        fused, exact = report.fused.fused, report.fused.exact
+        left = sum(name not in fused for name in exact)
+        yield f"weight gradients: {len(fused)} fused, {left} exact"
+        yield from (f"  {name}: {why}" for name, why in exact.items())
     if report.activations is not None:
         yield from activations.lines(report.activations, _human)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -9,10 +10,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 __all__ = [
     "INPUT",
     "ActivationPolicy",
+    "GradientMode",
     "MixedPrecisionPolicy",
     "ParameterDtypes",
     "parameter_dtypes",
 ]
+
+# How a weight's gradient gets to where it is reduced from: autograd's, copied there, or
+# summed there by the layer's own GEMM.
+GradientMode = Literal["exact", "fused"]
 
 # The reserved name of a region's tensor arguments that require grad.
 INPUT = "input"

@@ -12,7 +12,7 @@ from lowtide._state import blocks
 from lowtide._state.blocks import Decision
 from lowtide.activations import checkpoint
 from lowtide.api import default_mesh, fully_shard
-from lowtide.policies import ActivationPolicy, MixedPrecisionPolicy
+from lowtide.policies import ActivationPolicy, GradientMode, MixedPrecisionPolicy
 
 __all__ = ["wrap"]
 
@@ -31,6 +31,7 @@ def wrap(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     ignored_params: set[nn.Parameter] | None = None,
+    grads: GradientMode = "exact",
 ) -> _Module:
     """Shards ``model`` in place, block by block, and prints on rank 0 of ``mesh`` what
     became a unit of its own and why.
@@ -49,8 +50,8 @@ def wrap(
         mesh: As in :func:`fully_shard`.
         units: Or the fully qualified names of the modules to make units.
         activations: :func:`checkpoint` policy of every block.
-        mp_policy, reshard_after_forward, shard_placement_fn, ignored_params: As in
-            :func:`fully_shard`, for every unit.
+        mp_policy, reshard_after_forward, shard_placement_fn, ignored_params, grads: As
+            in :func:`fully_shard`, for every unit.
 
     Returns:
         ``model``.
@@ -74,6 +75,7 @@ def wrap(
         "reshard_after_forward": reshard_after_forward,
         "shard_placement_fn": shard_placement_fn,
         "ignored_params": ignored_params,
+        "grads": grads,
     }
     text = blocks.describe(model, decision, mesh, mp_policy)
     for unit in decision.units:

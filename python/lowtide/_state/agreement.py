@@ -37,6 +37,7 @@ def describe(state: "UnitState") -> list[str]:
         lines.append(
             f"parameter '{parameter.name}' {tuple(shard.shape)} {shard.dtype}"
             f"{'' if shard.requires_grad else ' frozen'}, policy {state.policy}"
+            f"{', fused gradient' if state.fuses(parameter) else ''}"
         )
     return lines
 

@@ -10,6 +10,7 @@ gradient ring. Both give the same numbers as autograd's on the whole table.
 
 import functools
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -49,7 +50,11 @@ class EmbeddingRows:
     while the unit is gathered (``reshard_after_forward=False``, ``unshard``).
     """
 
-    def __init__(self, unit: _C.Unit, weight: nn.Parameter) -> None:
+    def __init__(
+        self, unit: _C.Unit, weight: nn.Parameter, *, fused: bool = False
+    ) -> None:
+        # Sums in fp32, not in the compute dtype.
+        self._fused = fused
         row_bytes = weight.shape[1] * weight.element_size()
         self._unit, self._weight = unit, weight
         self._stream = unit.gradient_rows()
@@ -124,10 +129,13 @@ class EmbeddingRows:
         arrived, self._arrived = self._arrived, {}
         self._stream.begin_backward()
         for block, chunk in enumerate(self._chunks()):
-            rows = functools.reduce(
-                Tensor.add_,
-                (_gradient_of(chunk, padding_idx, *call) for call in arrived.values()),
-            )
+            if self._fused:
+                rows = _sum_of(chunk, padding_idx, arrived.values())
+            else:
+                rows = functools.reduce(
+                    Tensor.add_,
+                    (_gradient_of(chunk, padding_idx, *c) for c in arrived.values()),
+                )
             self._stream.put(block, rows)
 
     def dense_gradient(
@@ -155,6 +163,24 @@ def _gradient_of(
         gradient, row, chunk.num_rows + 1, chunk.num_rows, False
     )
     return rows[: chunk.num_rows]
+
+
+def _sum_of(
+    chunk: RowChunk, padding_idx: int | None, calls: Iterable[tuple[Tensor, Tensor]]
+) -> Tensor:
+    """The rows of ``chunk`` in fp32: one scatter a call, nothing between."""
+    rows: Tensor | None = None
+    for indices, gradient in calls:
+        row, inside = chunk.place(indices)
+        if padding_idx is not None:
+            inside &= indices.ne(padding_idx)
+        if rows is None:
+            rows = gradient.new_zeros(
+                (chunk.num_rows, gradient.shape[-1]), dtype=torch.float32
+            )
+        torch.ops.lowtide.add_rows_(rows, torch.where(inside, row, -1), gradient)
+    assert rows is not None
+    return rows
 
 
 class _Lookup(torch.autograd.Function):

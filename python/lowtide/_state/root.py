@@ -42,6 +42,7 @@ def build_root(state: UnitState) -> None:
         unit.rename(other.name, [p.name for p in other.parameters])
     for other in states:
         other.choose_rows()
+        other.choose_fused()
     require_agreement(states)
     root = _C.Root(type(root_module).__name__, device_memory(state.device))
     root.adopt(units)

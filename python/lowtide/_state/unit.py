@@ -17,12 +17,18 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from lowtide import _C
 from lowtide._state.embedding import EmbeddingRows, wants_rows
+from lowtide._state.fused import FusedWeights
 from lowtide._state.groups import groups_of, smaller_group
 from lowtide._state.memory import device_memory
 from lowtide._state.modules import ManagedParameter, check_shardable
 from lowtide._state.parameter import UnitParameter, local_gradient, make_shard
 from lowtide._state.ties import owner_of, remember_original, remember_shard
-from lowtide.policies import MixedPrecisionPolicy, ParameterDtypes, parameter_dtypes
+from lowtide.policies import (
+    GradientMode,
+    MixedPrecisionPolicy,
+    ParameterDtypes,
+    parameter_dtypes,
+)
 
 # Where a module keeps the state of its unit.
 _STATE = "_lowtide_state"
@@ -42,6 +48,7 @@ class UnitState:
         device: torch.device,
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | int | None,
+        grads: GradientMode = "exact",
     ) -> None:
         self.modules = modules
         self.mesh = mesh
@@ -55,6 +62,7 @@ class UnitState:
         self.unit: _C.Unit | None = None
         self.root: _C.Root | None = None  # of the tree this unit is in
         self.embedding_rows: EmbeddingRows | None = None  # of a large nn.Embedding
+        self.fused = FusedWeights() if grads == "fused" else None
         # Settings survive the C++ unit; applied by `_apply_settings`.
         self.settings: dict[str, Any] = {
             "reshard_after_forward": reshard_after_forward is not False,
@@ -113,6 +121,7 @@ class UnitState:
             remember_shard(parameter)
             self.parameters.append(parameter)
         self.refresh()
+        self.choose_fused()
         self._watch_state_dicts(self.parameters)
 
     def _watch_state_dicts(self, parameters: list[UnitParameter]) -> None:
@@ -167,6 +176,8 @@ class UnitState:
                 moved = True
             if parameter.full is None:
                 parameter.make_full(self.unit.full(i))
+                if self.fused is not None:
+                    self.fused.made_full(parameter)
         if moved or not self.unit.attached:
             self.attach()
 
@@ -212,6 +223,8 @@ class UnitState:
             memory=device_memory(self.device),
         )
         self.embedding_rows = None
+        if self.fused is not None:
+            self.fused.use(self.unit)
         self.hooks.set_unit(self.unit)
         self._apply_settings()
 
@@ -289,7 +302,18 @@ class UnitState:
         if rows and wants_rows(module, original_class(module)):
             unit, weight = self.materialized(), self.parameters[0].full
             assert weight is not None
-            self.embedding_rows = EmbeddingRows(unit, weight)
+            sums_in = self.dtypes(self.parameters[0]).reduce
+            fused = self.fused is not None and sums_in == torch.float32
+            self.embedding_rows = EmbeddingRows(unit, weight, fused=fused)
+
+    def choose_fused(self) -> None:
+        """Finds the weights whose gradients are summed in place."""
+        if self.fused is not None:
+            dtypes = [self.dtypes(parameter) for parameter in self.parameters]
+            self.fused.choose(self.parameters, dtypes, self.device)
+
+    def fuses(self, parameter: UnitParameter) -> bool:
+        return self.fused is not None and self.fused.fuses(parameter)
 
     # -- hooks ------------------------------------------------------------------
 

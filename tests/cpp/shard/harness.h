@@ -50,6 +50,10 @@ class Rank final : public Layers {
   const at::Tensor& shard(std::size_t u, std::size_t p) const {
     return shards_[u][p];
   }
+  // The full parameter that autograd sees; a hook of it watches its gradient.
+  const at::Tensor& leaf(std::size_t u, std::size_t p) const {
+    return leaves_[u][p];
+  }
   // This rank's rows of a full tensor that stands for parameter p of unit u.
   at::Tensor rows_of(std::size_t u, std::size_t p,
                      const at::Tensor& full) const;

@@ -71,6 +71,15 @@ CASES: dict[str, Callable[[], tuple[Any, tuple[Any, ...]]]] = {
             values(20, 5, dtype=torch.bfloat16),
         ),
     ),
+    "weight_gradient_": lambda: (
+        ops.weight_gradient_.default,
+        (
+            values(9, 5),
+            values(20, 9, dtype=torch.bfloat16),
+            values(20, 5, dtype=torch.bfloat16),
+            True,
+        ),
+    ),
 }
 
 

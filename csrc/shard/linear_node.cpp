@@ -1,0 +1,150 @@
+#include "shard/linear_node.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/mm.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <mutex>
+#include <utility>
+
+namespace lowtide::shard {
+namespace {
+
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+at::Tensor matrix_of(const at::Tensor& tensor) {
+  return tensor.dim() == 2 ? tensor
+                           : tensor.reshape_symint({-1, tensor.sym_size(-1)});
+}
+
+// `node` would run for the gradient that torch.autograd.grad was asked for.
+bool returned_by_autograd_grad(Node* node) {
+  const auto* info = torch::autograd::get_current_graph_task_exec_info();
+  if (info == nullptr) {
+    return false;
+  }
+  const auto found = info->find(node);
+  return found != info->end() && found->second.captures_ != nullptr &&
+         !found->second.captures_->empty();
+}
+
+Obstacle obstacle_of(const std::shared_ptr<Node>& parameter_node) {
+  if (at::GradMode::is_enabled()) {
+    return Obstacle::recorded;
+  }
+  if (!parameter_node) {
+    return Obstacle::none;
+  }
+  if (returned_by_autograd_grad(parameter_node.get())) {
+    return Obstacle::asked_for;
+  }
+  const bool hooked = !parameter_node->tensor_pre_hooks().empty() ||
+                      !parameter_node->pre_hooks().empty() ||
+                      !parameter_node->post_hooks().empty();
+  return hooked ? Obstacle::hooks : Obstacle::none;
+}
+
+class LinearNode final : public Node {
+ public:
+  LinearNode(std::weak_ptr<BackwardReceiver> receiver, std::int32_t index,
+             const at::Tensor& input, const at::Tensor& weight)
+      : receiver_(std::move(receiver)),
+        index_(index),
+        input_(input, /*is_output=*/false),
+        weight_(input.requires_grad() ? weight : at::Tensor(),
+                /*is_output=*/false) {}
+
+  std::string name() const override { return "lowtide::LinearBackward"; }
+
+  void release_variables() override {
+    const std::lock_guard lock(mutex_);
+    input_.reset_data();
+    weight_.reset_data();
+  }
+
+  variable_list apply(variable_list&& gradients) override {
+    const std::lock_guard lock(mutex_);
+    variable_list results(num_outputs());
+    if (!gradients[0].defined()) {
+      return results;
+    }
+    const auto grad_output = matrix_of(gradients[0]);
+    if (task_should_compute_output(kInput)) {
+      auto sizes = gradients[0].sym_sizes().vec();
+      const auto weight = weight_.unpack();
+      sizes.back() = weight.sym_size(1);
+      results[kInput] = at::mm(grad_output, weight).view_symint(sizes);
+    }
+    if (task_should_compute_output(kWeight)) {
+      results[kWeight] = weight_gradient(grad_output);
+    }
+    if (num_outputs() > kBias && task_should_compute_output(kBias)) {
+      results[kBias] = grad_output.sum(0);
+    }
+    return results;
+  }
+
+ private:
+  static constexpr std::size_t kInput = 0;
+  static constexpr std::size_t kWeight = 1;
+  static constexpr std::size_t kBias = 2;
+
+  // Undefined if the receiver took it.
+  at::Tensor weight_gradient(const at::Tensor& grad_output) {
+    const auto input = matrix_of(input_.unpack());
+    const auto receiver = receiver_.lock();
+    if (receiver &&
+        receiver->on_product(index_, grad_output, input,
+                             obstacle_of(next_edge(kWeight).function))) {
+      return {};
+    }
+    return at::mm(grad_output.t(), input);
+  }
+
+  std::weak_ptr<BackwardReceiver> receiver_;
+  std::int32_t index_;
+  SavedVariable input_;
+  SavedVariable weight_;
+};
+
+at::Tensor linear(const at::Tensor& input, const at::Tensor& weight,
+                  const at::Tensor& bias) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const auto matrix = matrix_of(input);
+  const auto product = bias.defined() ? at::addmm(bias, matrix, weight.t())
+                                      : at::mm(matrix, weight.t());
+  if (input.dim() == 2) {
+    return product;
+  }
+  auto sizes = input.sym_sizes().vec();
+  sizes.back() = weight.sym_size(0);
+  return product.view_symint(sizes);
+}
+
+}  // namespace
+
+at::Tensor fused_linear(std::weak_ptr<BackwardReceiver> receiver,
+                        std::int32_t index, const at::Tensor& input,
+                        const at::Tensor& weight, const at::Tensor& bias) {
+  auto node =
+      std::make_shared<LinearNode>(std::move(receiver), index, input, weight);
+  variable_list inputs{input, weight};
+  if (bias.defined()) {
+    inputs.push_back(bias);
+  }
+  node->set_next_edges(torch::autograd::collect_next_edges(inputs));
+  auto output = linear(input, weight, bias);
+  torch::autograd::set_history(output, node);
+  return output;
+}
+
+}  // namespace lowtide::shard

@@ -1,0 +1,261 @@
+"""Which weights' gradients are summed in place, and the forward of their layers.
+
+See docs/design/fused_gradients.md. A layer stays the object it was; its class becomes a
+subclass with another ``forward``, which gives autograd a node that adds the weight's
+gradient to where it is reduced from. Whatever the node does not cover is the layer's
+own forward, and its gradient joins the sum.
+"""
+
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+from lowtide import _C
+from lowtide._state.parameter import UnitParameter
+from lowtide.policies import ParameterDtypes
+
+# Where a layer keeps its FusedWeight.
+_WEIGHT = "_lowtide_fused"
+# Settings of layers that write gradients to their weight's `main_grad`: Megatron's and
+# TransformerEngine's.
+_WRITES_MAIN_GRAD = ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")
+_HALF = (torch.bfloat16, torch.float16)
+
+# Why the node's products were left to autograd; names of FusedUses.
+_OF_BACKWARD = {
+    "hooks": "hooks on the parameter or its gradient",
+    "repeated": "used more than once in a backward",
+    "asked_for": "asked for by torch.autograd.grad",
+    "recorded": "create_graph",
+}
+# Its gradient came, but no product.
+_UNSEEN = "torch.compile, or not by its layer's forward"
+
+
+class FusedWeights:
+    """Those of one unit."""
+
+    def __init__(self) -> None:
+        self._unit: _C.Unit | None = None
+        self._chosen: list[bool] = []
+        self._parameters: list[UnitParameter] = []
+        self._weights: dict[UnitParameter, FusedWeight] = {}
+        # Of weights that are not fused: why.
+        self._reasons: dict[UnitParameter, str] = {}
+        # Of other layers that add to `main_grad` themselves.
+        self._main: set[UnitParameter] = set()
+
+    def choose(
+        self,
+        parameters: list[UnitParameter],
+        dtypes: list[ParameterDtypes],
+        device: torch.device,
+    ) -> None:
+        """Of a unit's parameters, in its order; again when they change."""
+        self._parameters = list(parameters)
+        self._reasons.clear()
+        self._main.clear()
+        weights = {}
+        for parameter, its in zip(parameters, dtypes, strict=True):
+            module, name = parameter.slots[0]
+            main = _writes_main_grad(module) and name.startswith("weight")
+            if not main and not (isinstance(module, nn.Linear) and name == "weight"):
+                continue
+            reason = _obstacle(parameter, its, device)
+            if reason is None and not main and not _own_forward(module):
+                weight = self._weights.get(parameter) or FusedWeight(parameter)
+                weights[parameter] = weight
+                _take_over(module, weight)
+            elif reason is None and main:
+                self._main.add(parameter)
+            else:
+                self._reasons[parameter] = reason or "its layer has its own forward"
+        self._weights = weights
+        self._chosen = [p in weights or p in self._main for p in parameters]
+        if self._unit is not None:
+            self.use(self._unit)
+
+    def use(self, unit: _C.Unit) -> None:
+        self._unit = unit
+        if len(unit.fused_uses) not in (0, len(self._chosen)):
+            return  # of other parameters; `choose` follows
+        unit.fuse_gradients(self._chosen)
+        for index, parameter in enumerate(self._parameters):
+            if parameter in self._weights:
+                self._weights[parameter].bind(unit, index)
+            elif parameter.full is not None:
+                self.made_full(parameter)
+
+    def made_full(self, parameter: UnitParameter) -> None:
+        if parameter not in self._main or self._unit is None:
+            return
+        main = self._unit.main_gradient(self._parameters.index(parameter))
+        if main is None:
+            self._main.remove(parameter)
+            self._reasons[parameter] = (
+                "main_grad: a rank's rows are no multiple of 128 elements"
+            )
+            return
+        full: Any = parameter.full
+        full.main_grad, full.grad_added_to_main_grad = main, False
+
+    def fuses(self, parameter: UnitParameter) -> bool:
+        return parameter in self._weights or parameter in self._main
+
+    def report(self) -> tuple[list[str], dict[str, str]]:
+        """Names of fused weights; of others, or of uses that were not, why."""
+        fused, exact = [], {}
+        uses = self._unit.fused_uses if self._unit is not None else []
+        for index, parameter in enumerate(self._parameters):
+            if parameter in self._reasons:
+                exact[parameter.name] = self._reasons[parameter]
+                continue
+            if not self.fuses(parameter):
+                continue
+            if self._unit is not None and not self._unit.in_place(index):
+                exact[parameter.name] = "its gradient comes in blocks of rows"
+                continue
+            fused.append(parameter.name)
+            weight = self._weights.get(parameter)
+            counts = Counter(weight.exact) if weight is not None else Counter[str]()
+            if index < len(uses):
+                unseen = uses[index].unseen - counts.total()
+                counts[_UNSEEN] = max(0, unseen)
+                for field, reason in _OF_BACKWARD.items():
+                    counts[reason] = getattr(uses[index], field)
+            if counts := +counts:
+                exact[parameter.name] = ", ".join(
+                    f"{reason} ({count} {'use' if count == 1 else 'uses'})"
+                    for reason, count in counts.items()
+                )
+        return fused, exact
+
+
+class FusedWeight:
+    """Of one layer: where its products go, and how often they did not and why."""
+
+    def __init__(self, parameter: UnitParameter) -> None:
+        self._parameter = weakref.ref(parameter)
+        self._unit: weakref.ref[_C.Unit] | None = None
+        self._index = -1
+        self.exact: Counter[str] = Counter()
+
+    def bind(self, unit: _C.Unit, index: int) -> None:
+        self._unit, self._index = weakref.ref(unit), index
+
+    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        parameter = self._parameter()
+        unit = self._unit() if self._unit is not None else None
+        if (
+            unit is None
+            or parameter is None
+            or weight is not parameter.full
+            or not (torch.is_grad_enabled() and weight.requires_grad)
+        ):
+            return F.linear(input, weight, bias)
+        if (reason := _obstacle_of_call(input, weight)) is not None:
+            self.exact[reason] += 1
+            return F.linear(input, weight, bias)
+        return _C.fused_linear(
+            unit=unit, parameter=self._index, input=input, weight=weight, bias=bias
+        )
+
+
+def _linear_forward(self: nn.Linear, input: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        # Nothing of the layer goes into the graph, which others share.
+        return F.linear(input, self.weight, self.bias)
+    fused: FusedWeight = self.__dict__[_WEIGHT]
+    return fused.linear(input, self.weight, self.bias)
+
+
+# -- eligibility --------------------------------------------------------------------
+
+
+def _writes_main_grad(module: nn.Module) -> bool:
+    return any(getattr(module, name, False) is True for name in _WRITES_MAIN_GRAD)
+
+
+def _own_forward(module: nn.Module) -> bool:
+    forward = type(module).forward
+    of_linear = forward is nn.Linear.forward or forward is _linear_forward
+    return "forward" in module.__dict__ or not of_linear
+
+
+def _obstacle(
+    parameter: UnitParameter, dtypes: ParameterDtypes, device: torch.device
+) -> str | None:
+    if not parameter.shard.requires_grad:
+        return "frozen"
+    if len(parameter.slots) > 1:
+        return "several modules share it"
+    if parameter.parallel is not None:
+        return "a DTensor before it was sharded"
+    if parameter.shard_dim != 0:
+        return f"sharded along dimension {parameter.shard_dim}"
+    if len(parameter.sizes) != 2 or parameter.sizes.numel() == 0:
+        return f"no matrix: {tuple(parameter.sizes)}"
+    if not _sums_in(dtypes.reduce, dtypes.compute):
+        return f"{dtypes.compute} products, summed in {dtypes.reduce}"
+    return _obstacle_of_device(dtypes.compute, device)
+
+
+def _sums_in(reduce: torch.dtype, compute: torch.dtype) -> bool:
+    return (
+        reduce == torch.float32 and compute in (*_HALF, torch.float32)
+    ) or reduce == compute == torch.float64
+
+
+def _obstacle_of_device(compute: torch.dtype, device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return None
+    if torch.version.hip is not None:
+        return "ROCm: no aten::addmm.dtype_out"
+    major, minor = torch.cuda.get_device_capability(device)
+    if compute in _HALF and major < 8:
+        return f"compute capability {major}.{minor} < 8.0"
+    return None
+
+
+def _obstacle_of_call(input: Tensor, weight: Tensor) -> str | None:
+    if type(input) is not Tensor and type(input) is not nn.Parameter:
+        return f"an input that is a {type(input).__name__}"
+    if torch.is_autocast_enabled(input.device.type):
+        return "autocast"
+    if input.dim() < 2 or input.dtype != weight.dtype:
+        return "an input without rows, or of another dtype"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "torch.func"
+    if torch._C._len_torch_function_stack() > 0 and any(
+        not isinstance(mode, DeviceContext)
+        for mode in _get_current_function_mode_stack()
+    ):
+        return "a TorchFunctionMode"
+    return None
+
+
+# -- taking over --------------------------------------------------------------------
+
+_fused_classes: "weakref.WeakKeyDictionary[type, type]" = weakref.WeakKeyDictionary()
+
+
+def _take_over(module: nn.Module, weight: FusedWeight) -> None:
+    module.__dict__[_WEIGHT] = weight
+    original = type(module)
+    if original.forward is _linear_forward:
+        return
+    fused = _fused_classes.get(original)
+    if fused is None:
+        fused = type(
+            original.__name__,
+            (original,),
+            {"forward": _linear_forward, "__module__": original.__module__},
+        )
+        _fused_classes[original] = fused
+    module.__class__ = fused
