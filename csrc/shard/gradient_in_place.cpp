@@ -56,18 +56,15 @@ void GradientStream::land_in_place(std::int64_t keep_bytes) {
   const auto bytes_at = [&](std::size_t place) {
     const auto& entry = entries_[place];
     const auto& lane = lane_of(*entry.unit, entry.lane);
-    return entry.chunk < 0 && lane.in_place && entry.sent && !entry.landed
-               ? lane.slab.bytes()
-               : 0;
+    return entry.chunk < 0 && lane.in_place ? lane.slab.bytes() : 0;
   };
   std::int64_t on_their_way = 0;
-  for (std::size_t place = 0; place < next_; ++place) {
+  for (std::size_t place = landed_; place < next_; ++place) {
     on_their_way += bytes_at(place);
   }
-  for (std::size_t place = 0; place < next_ && on_their_way > keep_bytes;
-       ++place) {
-    on_their_way -= bytes_at(place);
-    land(place);
+  while (landed_ < next_ && on_their_way > keep_bytes) {
+    on_their_way -= bytes_at(landed_);
+    land_until(landed_ + 1);
   }
 }
 

@@ -96,7 +96,6 @@ class GradientStream {
     std::vector<at::Tensor> slab_outputs;
     std::unique_ptr<comm::Pending> pending;
     bool sent = false;
-    bool landed = false;
   };
   void add_entry(Entry entry);
   const Chunk& chunk_of(const Entry& entry) const;
@@ -113,6 +112,9 @@ class GradientStream {
   void send(std::size_t place);
   void send_slab(std::size_t place);
   void land(std::size_t place);
+  // What has left before `place`.
+  void land_until(std::size_t place);
+  void touch(const at::Tensor& tensor, device::Access access);
   void land_sent();
   void land_in_place(std::int64_t keep_bytes);
   void require_here(const UnitGradients& unit, std::int32_t i) const;
@@ -129,6 +131,7 @@ class GradientStream {
   std::vector<UnitGradients*> units_;
   std::size_t next_ = 0;    // the first entry that has not left
   std::size_t opened_ = 0;  // the first one that may not be written yet
+  std::size_t landed_ = 0;  // the first one that has not landed
   std::size_t turn_ = 0;    // of the slots
   // Which place had each slot last.
   std::array<std::size_t, GradientRing::kNumSlots> last_in_slot_{};
