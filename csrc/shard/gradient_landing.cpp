@@ -106,6 +106,20 @@ void GradientStream::read_flags(Entry& entry, const at::Tensor& flags) {
   lane.used_anywhere.assign(values, values + lane.plan.num_parameters);
 }
 
+// A hook may drop a gradient while `reduce` still works on it.
+void GradientStream::show(UnitGradients& unit) {
+  land_until(next_);
+  const c10::Storage results = unit.sharded().results();
+  {
+    const device::StreamScope scope(memory_->runtime(), Stream::reduce);
+    unit.on_landed();
+  }
+  ring_.reduce_has_moved();
+  if (results) {
+    ring_.retire(results, static_cast<std::int64_t>(results.nbytes()));
+  }
+}
+
 void GradientStream::land_sent() { land_until(next_); }
 
 }  // namespace lowtide::shard

@@ -68,6 +68,8 @@ class GradientRing {
 
   // `source` has been copied on `reduce`.
   void retire(const at::Tensor& source, std::int64_t budget_bytes);
+  // The same for any bytes that were used on `reduce`, without a budget.
+  void retire(c10::Storage storage, std::int64_t bytes);
   // All but the newest `keep_bytes` of retired sources go back now: compute
   // waits for their copies.
   void reclaim(std::int64_t keep_bytes);
@@ -93,7 +95,6 @@ class GradientRing {
     device::Event used;
     std::int64_t bytes;
   };
-  void retire(c10::Storage storage, std::int64_t bytes);
 
   std::string root_;
   std::shared_ptr<memory::DeviceMemory> memory_;

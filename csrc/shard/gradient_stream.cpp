@@ -118,6 +118,11 @@ void GradientStream::pump() {
       send(next_);
     }
     ++next_;
+    auto& unit = *entries_[next_ - 1].unit;
+    const bool last = next_ == entries_.size() || entries_[next_].unit != &unit;
+    if (last && unit.on_landed) {
+      show(unit);
+    }
     opened_ = std::max(opened_, next_);
     for (; opened_ < entries_.size() && in_window(opened_); ++opened_) {
       write_ready_pieces(opened_);

@@ -112,6 +112,8 @@ class GradientStream {
   void send(std::size_t place);
   void send_slab(std::size_t place);
   void land(std::size_t place);
+  // Lands a unit whose last chunk has left and runs its `on_landed`.
+  void show(UnitGradients& unit);
   // What has left before `place`.
   void land_until(std::size_t place);
   void touch(const at::Tensor& tensor, device::Access access);

@@ -62,7 +62,8 @@ std::int64_t Root::ring_bytes_of(const Unit& unit, std::int64_t ring) const {
   if (&unit != last || before == nullptr) {
     return ring;
   }
-  auto held = (ranks >= kManyRanks ? 3 : 2) * before->planned_gathered_bytes();
+  auto held = (ranks >= kManyRanks && ranks < 128 ? 3 : 2) *
+              before->planned_gathered_bytes();
   for (const auto* other : units_) {
     if (other != nullptr && other->encloses_units) {
       held -= 2 * other->planned_gathered_bytes();

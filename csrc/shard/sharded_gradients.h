@@ -46,6 +46,9 @@ class ShardedGradients {
   // in the compute stream's order, once per backward that reduces.
   void prepare(const std::vector<std::int32_t>& trainable);
   bool prepared() const { return prepared_; }
+  // The bytes of fresh slices that are not published; null where there are
+  // none.
+  const c10::Storage& results() const { return generation_; }
   // Of a generation in which all of `trainable` are fresh.
   std::int64_t generation_bytes(
       const std::vector<std::int32_t>& trainable) const;

@@ -222,6 +222,8 @@ class Unit final : public BackwardReceiver,
   void count_references();
   bool autograd_saved_parameters() const;
   void finish_backward();
+  void publish_gradients();
+  bool has_gradient_hooks() const;
   bool needs_gather_in_backward() const;
   void prefetch(Unit& other);
   void prefetch_after(Unit* next);

@@ -1,5 +1,7 @@
 // The part of Unit that reacts to autograd.
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <iterator>
@@ -86,6 +88,10 @@ void Unit::begin_backward() {
   output_gradient_ = false;
   nested_calls_done_ = 0;
   gradients_.begin(gradient_sync);
+  gradients_.on_landed = nullptr;
+  if (gradient_sync && has_gradient_hooks()) {
+    gradients_.on_landed = [this] { publish_gradients(); };
+  }
 }
 
 void Unit::on_parameter_gradient(std::int32_t i, at::Tensor gradient) {
@@ -184,19 +190,37 @@ std::vector<at::Tensor> Unit::wrap_gradients(
   return view_ ? view_->wrap_gradients(parameters, locals) : locals;
 }
 
-void Unit::end_backward(bool more_backwards) {
-  if (in_backward_ && gradients_.sync() && gradients_.sharded().prepared()) {
-    std::vector<std::int32_t> used;
-    for (const auto i : gradients_.trainable()) {
-      if (gradients_.used_by_any_rank(i)) {
-        used.push_back(i);
-      }
+void Unit::publish_gradients() {
+  if (!gradients_.sharded().prepared()) {
+    return;
+  }
+  std::vector<std::int32_t> used;
+  for (const auto i : gradients_.trainable()) {
+    if (gradients_.used_by_any_rank(i)) {
+      used.push_back(i);
     }
-    std::sort(used.begin(), used.end());
-    gradients_.sharded().publish(
-        used, [this](const auto& parameters, const auto& locals) {
-          return wrap_gradients(parameters, locals);
-        });
+  }
+  std::sort(used.begin(), used.end());
+  gradients_.sharded().publish(
+      used, [this](const auto& parameters, const auto& locals) {
+        return wrap_gradients(parameters, locals);
+      });
+}
+
+// [Note: Hooks on gradients]
+// A post-accumulate hook, an optimizer in backward, wants its gradient as soon
+// as it is there: such a unit lands when its last chunk has left.  All others
+// land when their slots are needed and become `.grad` at the end.
+bool Unit::has_gradient_hooks() const {
+  return std::any_of(shards_.begin(), shards_.end(), [](const auto& shard) {
+    return shard.requires_grad() &&
+           torch::autograd::impl::post_acc_grad_hooks(shard) != nullptr;
+  });
+}
+
+void Unit::end_backward(bool more_backwards) {
+  if (in_backward_ && gradients_.sync()) {
+    publish_gradients();
   }
   for (std::size_t i = 0; i < main_gradients_.size(); ++i) {
     close_main_gradient(static_cast<std::int32_t>(i));

@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -166,6 +167,10 @@ class UnitGradients {
   bool sync() const { return sync_; }
   // An earlier backward without sync left gradients in the slabs.
   bool accumulating() const { return accumulating_; }
+
+  // Where set, the unit lands as soon as its last chunk has left, and this runs
+  // then, with `reduce` as the current stream; for one backward.
+  std::function<void()> on_landed;
 
   bool sealed() const { return sealed_; }
   void seal() { sealed_ = true; }
