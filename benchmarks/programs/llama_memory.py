@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,11 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--gradient-budget", type=int, help="bytes of lowtide's ring")
     parser.add_argument("--whole-embedding", action="store_true", help="no rows")
     parser.add_argument("--gather-embedding-in-backward", action="store_true")
+    parser.add_argument(
+        "--gather-at-once",
+        action="store_true",
+        help="in a block's backward, the next one",
+    )
     return parser
 
 
@@ -226,6 +232,9 @@ def tune(model: nn.Module, args: argparse.Namespace) -> None:
         return
     if args.gradient_budget is not None:
         state.root.gradient_budget = args.gradient_budget
+    if args.gather_at_once:
+        for below, above in pairwise(model.layers):  # type: ignore[arg-type]
+            above.set_modules_to_backward_prefetch([below])
     if args.gather_embedding_in_backward:
         embedding = unit_state(model.tok_embeddings)  # type: ignore[arg-type]
         assert embedding is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -82,8 +83,9 @@ def fit(system_name: str, directory: str) -> Record:
     return record.values
 
 
-def test_trainer_gives_the_bits_of_fsdp2(pool_of, tmp_path):
-    pool = pool_of(2)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_trainer_gives_the_bits_of_fsdp2(pool_of, tmp_path, num_ranks):
+    pool = pool_of(num_ranks)
     theirs = pool.run(fit, "fsdp2", str(tmp_path))
     ours = pool.run(fit, "lowtide", str(tmp_path))
     for mine, other in zip(ours, theirs, strict=True):

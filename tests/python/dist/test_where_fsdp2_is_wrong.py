@@ -82,15 +82,18 @@ def train_through_an_exception(system_name: str, explode: bool) -> list[Any]:
     return history
 
 
-def test_fsdp2_stops_updating_after_an_exception_in_backward(pool_of):
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_fsdp2_stops_updating_after_an_exception_in_backward(pool_of, num_ranks):
     """The two layers below the one that raised are never updated again."""
-    for _, second, third in pool_of(2).run(train_through_an_exception, "fsdp2", True):
+    runs = pool_of(num_ranks).run(train_through_an_exception, "fsdp2", True)
+    for _, second, third in runs:
         stuck = [same_bits(a, b) for a, b in zip(second, third, strict=True)]
         assert sum(stuck) == 4
 
 
-def test_lowtide_goes_on_as_if_the_step_had_been_skipped(pool_of):
-    pool = pool_of(2)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_lowtide_goes_on_as_if_the_step_had_been_skipped(pool_of, num_ranks):
+    pool = pool_of(num_ranks)
     failed = pool.run(train_through_an_exception, "lowtide", True)
     skipped = pool.run(train_through_an_exception, "lowtide", False)
     for mine, expected in zip(failed, skipped, strict=True):
@@ -103,19 +106,21 @@ def test_lowtide_goes_on_as_if_the_step_had_been_skipped(pool_of):
 
 
 class Experts(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, num_experts: int) -> None:
         super().__init__()
         self.stem = nn.Linear(4, 4)
-        self.experts = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
+        self.experts = nn.ModuleList(
+            nn.Linear(4, 4, bias=False) for _ in range(num_experts)
+        )
 
     def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
         return self.experts[which](self.stem(x))
 
 
 def use_one_expert_each(system_name: str) -> list[torch.Tensor | None]:
-    """Full gradients of both experts; rank r uses expert r with the input r + 1."""
+    """Full gradients of all experts; rank r uses expert r with the input r + 1."""
     torch.manual_seed(0)
-    model = sharded(system_name, Experts(), [])
+    model = sharded(system_name, Experts(dist.get_world_size()), [])
     rank = dist.get_rank()
     with torch.no_grad():
         for p in model.stem.parameters():
@@ -125,25 +130,27 @@ def use_one_expert_each(system_name: str) -> list[torch.Tensor | None]:
     return [None if g is None else g.full_tensor() for g in grads]
 
 
-def expected_gradients() -> list[torch.Tensor]:
-    """Each rank's own gradient, averaged with nothing of the other's."""
-    values = [0.25 + 4 * 0.25 * (rank + 1.0) for rank in range(2)]
-    return [torch.full((4, 4), value / 2) for value in values]
+def expected_gradients(num_ranks: int) -> list[torch.Tensor]:
+    """Each rank's own gradient, averaged with nothing of the others'."""
+    values = [0.25 + 4 * 0.25 * (rank + 1.0) for rank in range(num_ranks)]
+    return [torch.full((4, 4), value / num_ranks) for value in values]
 
 
-def test_fsdp2_mixes_gradients_of_experts_used_on_different_ranks(pool_of):
-    by_rank = pool_of(2).run(use_one_expert_each, "fsdp2")
-    mixed = sum(expected_gradients())
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_fsdp2_mixes_gradients_of_experts_used_on_different_ranks(pool_of, num_ranks):
+    by_rank = pool_of(num_ranks).run(use_one_expert_each, "fsdp2")
+    mixed = sum(expected_gradients(num_ranks))
     assert isinstance(mixed, torch.Tensor)
     for rank, grads in enumerate(by_rank):
-        # Each rank has one gradient, that of the expert it used: the sum of both.
-        assert grads[1 - rank] is None
+        # Each rank has one gradient, that of the expert it used: the sum of all.
+        assert sum(grad is not None for grad in grads) == 1
         assert same_bits(grads[rank], mixed)
 
 
-def test_lowtide_keeps_them_apart(pool_of):
-    for grads in pool_of(2).run(use_one_expert_each, "lowtide"):
-        for grad, expected in zip(grads, expected_gradients(), strict=True):
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_lowtide_keeps_them_apart(pool_of, num_ranks):
+    for grads in pool_of(num_ranks).run(use_one_expert_each, "lowtide"):
+        for grad, expected in zip(grads, expected_gradients(num_ranks), strict=True):
             assert same_bits(grad, expected)
 
 
@@ -194,10 +201,11 @@ def step_with_a_nan(system_name: str, skip: bool) -> dict[str, Any]:
     }
 
 
-def test_fsdp2_turns_every_parameter_into_nan(pool_of):
-    for facts in pool_of(2).run(step_with_a_nan, "fsdp2", False):
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_fsdp2_turns_every_parameter_into_nan(pool_of, num_ranks):
+    for facts in pool_of(num_ranks).run(step_with_a_nan, "fsdp2", False):
         assert facts["norm is NaN"]
-        assert facts["NaN left"] == facts["elements"] == 30
+        assert facts["NaN left"] == facts["elements"] > 0
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
