@@ -22,6 +22,7 @@ ELSEWHERE = {
         "foreach_scale_",
         "foreach_l2_norm",
         "add_rows_",
+        "weight_gradient_",
     ),
     "unit/test_losses_autograd.py": (
         "linear_cross_entropy",
