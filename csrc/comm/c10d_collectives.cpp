@@ -1,8 +1,12 @@
 #include "comm/c10d_collectives.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
 #include <exception>
+#include <optional>
 #include <set>
 #include <stdexcept>
 #include <string_view>
@@ -58,8 +62,36 @@ std::string backend_name(c10d::ProcessGroup& group,
 // began and finished in plain std::strings, which both threads assign at once.
 // That is harmless only as long as no name needs the heap: a coalesced
 // all-gather's is longer, and two in flight corrupted it (torch 2.11).  So a
-// list is gathered tensor by tensor there; every other name is short.
+// list is gathered tensor by tensor there; every other name is short.  A call
+// costs gloo what half a MiB costs it: lists of up to kPackedBytes are copied
+// into one tensor and back.
 bool is_gloo(std::string_view backend) { return backend.ends_with("gloo"); }
+constexpr std::int64_t kPackedBytes = std::int64_t{1} << 20;
+
+// The pieces of a list, one behind the other, and what comes of them.
+struct PackedList {
+  at::Tensor piece;  // [numel of all ins]
+  at::Tensor full;   // [ranks * numel of all ins]
+
+  PackedList(const TensorLists& lists, std::int64_t size) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    std::vector<at::Tensor> pieces;
+    for (const auto& in : lists.ins) pieces.push_back(in.view(-1));
+    piece = at::cat(pieces);
+    full = at::empty({size * piece.numel()}, piece.options());
+  }
+
+  void unpack(const TensorLists& lists) const {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const auto rows = full.view({-1, piece.numel()});
+    std::int64_t begin = 0;
+    for (std::size_t i = 0; i < lists.outs.size(); ++i) {
+      const auto length = lists.ins[i].numel();
+      lists.outs[i].view({-1, length}).copy_(rows.narrow(1, begin, length));
+      begin += length;
+    }
+  }
+};
 
 }  // namespace
 
@@ -89,12 +121,23 @@ class C10dCollectives::Work final : public Pending {
   void wait() override {
     const auto failure = finish_parts();
     const TensorLists released_on_return = std::exchange(lists_, {});
-    if (!failure) return;
+    const auto packed = std::exchange(packed_, {});
+    if (!failure) {
+      if (packed) packed->unpack(released_on_return);
+      return;
+    }
     try {
       std::rethrow_exception(failure);
     } catch (const std::exception& cause) {
       throw collective_failed(kind_, label_, cause, rank_, size_);
     }
+  }
+
+  // The same for a list that travels as one tensor.
+  template <typename Issue>
+  void start_packed(Issue&& issue) {
+    packed_.emplace(lists_, size_);
+    start([&](auto&, auto&) { return issue(packed_->full, packed_->piece); });
   }
 
   const TensorLists& lists() const { return lists_; }
@@ -118,6 +161,7 @@ class C10dCollectives::Work final : public Pending {
   std::int64_t rank_;
   std::int64_t size_;
   TensorLists lists_;
+  std::optional<PackedList> packed_;
   std::vector<c10::intrusive_ptr<c10d::Work>> parts_;
 };
 
@@ -146,6 +190,11 @@ std::unique_ptr<Pending> C10dCollectives::all_gather(
   if (gathers_lists_) {
     work->start([&](auto& full, auto& pieces) {
       return group_->allgather_into_tensor_coalesced(full, pieces, options);
+    });
+  } else if (work->lists().outs.size() > 1 &&
+             work->lists().full_bytes(Kind::all_gather) <= kPackedBytes) {
+    work->start_packed([&](auto& full, auto& piece) {
+      return group_->_allgather_base(full, piece, options);
     });
   } else {
     for (std::size_t i = 0; i < work->lists().outs.size(); ++i) {

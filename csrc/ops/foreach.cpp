@@ -8,16 +8,17 @@
 namespace lowtide::ops {
 
 void require_pairs(const char* name, at::TensorList to, at::TensorList from) {
-  const auto who = base::concat("torch.ops.lowtide.", name);
+  constexpr const char* kLibrary = "torch.ops.lowtide.";
   if (to.size() != from.size()) {
     throw InvalidArgument(base::error_text(
-        who, base::concat(to.size(), " sources, one for each destination"),
+        base::concat(kLibrary, name),
+        base::concat(to.size(), " sources, one for each destination"),
         base::concat(from.size()), "Pass lists of equal lengths."));
   }
   for (std::size_t i = 0; i < to.size(); ++i) {
     if (to[i].sym_sizes() != from[i].sym_sizes()) {
       throw InvalidArgument(
-          base::error_text(base::concat(who, ": pair ", i),
+          base::error_text(base::concat(kLibrary, name, ": pair ", i),
                            base::concat("a source of ", to[i].sym_sizes()),
                            base::concat(from[i].sym_sizes()),
                            "Expand the source first: nothing is broadcast."));

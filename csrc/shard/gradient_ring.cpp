@@ -12,8 +12,11 @@ using device::Stream;
 
 std::int64_t GradientRing::bytes_for(std::int64_t budget_bytes,
                                      std::int64_t largest_unit_bytes) {
-  constexpr std::int64_t kSmallest = std::int64_t{2} << 20;
-  return std::min(budget_bytes, std::max(kSmallest, largest_unit_bytes / 4));
+  constexpr std::int64_t kMiB = std::int64_t{1} << 20;
+  if (largest_unit_bytes <= kMiB) {
+    return std::min(budget_bytes, kNumSlots * 2 * kMiB);
+  }
+  return std::min(budget_bytes, std::max(2 * kMiB, largest_unit_bytes / 4));
 }
 
 // A slot is [N + 1, columns]: what is reduced and this rank's result.

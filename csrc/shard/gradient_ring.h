@@ -42,7 +42,8 @@ class GradientRing {
   }
   // What a ring needs: the budget, but no more than a quarter of the largest
   // unit's gradients on the wire (a longer ring would hold chunks that have
-  // landed), and for small models at least 2 MiB so that they are not cut up.
+  // landed).  Small models are not cut up: at least 2 MiB, and slots that hold
+  // whole units of up to 1 MiB.
   static std::int64_t bytes_for(std::int64_t budget_bytes,
                                 std::int64_t largest_unit_bytes);
 

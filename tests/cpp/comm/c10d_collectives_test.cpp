@@ -42,8 +42,9 @@ class ScriptedBackend final : public c10d::Backend {
     return note("all_gather", options.asyncOp, outs.size());
   }
   c10::intrusive_ptr<c10d::Work> _allgather_base(
-      at::Tensor& out, at::Tensor&,
+      at::Tensor& out, at::Tensor& in,
       const c10d::AllgatherOptions& options) override {
+    if (on_gather) on_gather(out, in);
     return note("all_gather to", options.asyncOp,
                 static_cast<std::size_t>(out.numel()));
   }
@@ -73,6 +74,7 @@ class ScriptedBackend final : public c10d::Backend {
   std::string name = "scripted";
   std::vector<std::string> calls;
   c10::intrusive_ptr<ScriptedWork> work = c10::make_intrusive<ScriptedWork>();
+  std::function<void(at::Tensor& full, at::Tensor& piece)> on_gather;
   bool fails_to_issue = false;
   std::size_t most_calls = 100;  // it fails to issue more
 
@@ -127,47 +129,75 @@ TEST_F(C10dCollectivesTest, AListIsOneCallAndIsCounted) {
 }
 
 // See [Note: Lists on gloo].
-TEST_F(C10dCollectivesTest, OnGlooAListIsGatheredTensorByTensor) {
-  backend_->name = "gloo";
-  C10dCollectives gloo(group_of(backend_), c10::DeviceType::CPU);
-  std::vector<at::Tensor> outs = {at::zeros({16}, at::kByte),
-                                  at::zeros({4}, at::kByte)};
-  std::vector<at::Tensor> ins = {at::zeros({4}, at::kByte),
-                                 at::zeros({1}, at::kByte)};
-  gloo.all_gather(outs, ins, "layers.0")->wait();
+class GlooListTest : public C10dCollectivesTest {
+ protected:
+  // Two tensors; what is gathered has `full_bytes` and 4 bytes.
+  std::unique_ptr<Pending> gather(std::int64_t full_bytes) {
+    outs_ = {at::zeros({full_bytes}, at::kByte), at::zeros({4}, at::kByte)};
+    ins_ = {at::ones({full_bytes / 4}, at::kByte), at::ones({1}, at::kByte)};
+    return gloo_.all_gather(outs_, ins_, "layers.0");
+  }
+
+  static constexpr std::int64_t kMiB = std::int64_t{1} << 20;
+  C10dCollectives gloo_ = [this] {
+    backend_->name = "gloo";
+    return C10dCollectives(group_of(backend_), c10::DeviceType::CPU);
+  }();
+  std::vector<at::Tensor> outs_;
+  std::vector<at::Tensor> ins_;
+};
+
+TEST_F(GlooListTest, ALongListIsGatheredTensorByTensor) {
+  gather(kMiB)->wait();
   EXPECT_THAT(backend_->calls,
-              ElementsAre("all_gather to 16", "all_gather to 4"));
+              ElementsAre("all_gather to 1048576", "all_gather to 4"));
   EXPECT_EQ(backend_->work->num_waits, 2);
-  EXPECT_EQ(gloo.counters()[0].calls, 1);
-  EXPECT_EQ(gloo.counters()[0].wire_bytes, 15);
+  EXPECT_EQ(gloo_.counters()[0].calls, 1);
+  EXPECT_EQ(gloo_.counters()[0].wire_bytes, (kMiB + 4) / 4 * 3);
+}
+
+TEST_F(GlooListTest, AShortListIsGatheredAsOneTensor) {
+  backend_->on_gather = [](at::Tensor& full, at::Tensor& piece) {
+    EXPECT_EQ(piece.numel(), 5);
+    EXPECT_TRUE(piece.eq(1).all().item<bool>());
+    full.copy_(at::arange(20, at::kByte));
+  };
+  const auto pending = gather(16);
+  EXPECT_TRUE(outs_[0].eq(0).all().item<bool>());
+  pending->wait();
+  EXPECT_THAT(backend_->calls, ElementsAre("all_gather to 20"));
+  const auto rows = at::arange(20, at::kByte).view({4, 5});
+  EXPECT_TRUE(outs_[0].equal(rows.narrow(1, 0, 4).reshape(-1)));
+  EXPECT_TRUE(outs_[1].equal(rows.select(1, 4)));
+  EXPECT_EQ(gloo_.counters()[0].calls, 1);
+  EXPECT_EQ(gloo_.counters()[0].wire_bytes, 15);
+}
+
+TEST_F(GlooListTest, AFailedShortListLeavesTheTensorsAsTheyWere) {
+  backend_->work->on_wait = []() -> bool {
+    throw std::runtime_error("a rank is gone");
+  };
+  backend_->on_gather = [](at::Tensor& full, at::Tensor&) { full.fill_(1); };
+  const auto pending = gather(16);
+  EXPECT_THAT([&] { pending->wait(); },
+              ThrowsMessage<Error>(HasSubstr("got 'a rank is gone'")));
+  EXPECT_TRUE(outs_[0].eq(0).all().item<bool>());
 }
 
 // The tensors of the others must not go back while they are in flight.
-TEST_F(C10dCollectivesTest, AFailureOfOnePartIsThrownAfterAllWereWaitedFor) {
-  backend_->name = "gloo";
-  C10dCollectives gloo(group_of(backend_), c10::DeviceType::CPU);
+TEST_F(GlooListTest, AFailureOfOnePartIsThrownAfterAllWereWaitedFor) {
   backend_->work->on_wait = [this]() -> bool {
     throw std::runtime_error(base::concat("part ", backend_->work->num_waits));
   };
-  std::vector<at::Tensor> outs = {at::zeros({16}, at::kByte),
-                                  at::zeros({4}, at::kByte)};
-  std::vector<at::Tensor> ins = {at::zeros({4}, at::kByte),
-                                 at::zeros({1}, at::kByte)};
-  const auto pending = gloo.all_gather(outs, ins, "head");
+  const auto pending = gather(kMiB);
   EXPECT_THAT([&] { pending->wait(); },
               ThrowsMessage<Error>(HasSubstr("got 'part 1'")));
   EXPECT_EQ(backend_->work->num_waits, 2);
 }
 
-TEST_F(C10dCollectivesTest, WhatWasIssuedOfAListThatFailedIsWaitedFor) {
-  backend_->name = "gloo";
+TEST_F(GlooListTest, WhatWasIssuedOfAListThatFailedIsWaitedFor) {
   backend_->most_calls = 1;
-  C10dCollectives gloo(group_of(backend_), c10::DeviceType::CPU);
-  std::vector<at::Tensor> outs = {at::zeros({16}, at::kByte),
-                                  at::zeros({4}, at::kByte)};
-  std::vector<at::Tensor> ins = {at::zeros({4}, at::kByte),
-                                 at::zeros({1}, at::kByte)};
-  EXPECT_THAT([&] { gloo.all_gather(outs, ins, "head"); },
+  EXPECT_THAT([&] { gather(kMiB); },
               ThrowsMessage<Error>(HasSubstr("got 'the store is gone'")));
   EXPECT_EQ(backend_->work->num_waits, 1);
 }

@@ -29,7 +29,8 @@ TEST(RingBytesTest, ManyRanksHaveTwoSlots) {
 TEST(RingBytesTest, ARingIsAQuarterOfTheLargestUnitAtMost) {
   EXPECT_EQ(GradientRing::bytes_for(64 * kMiB, 40 * kMiB), 10 * kMiB);
   EXPECT_EQ(GradientRing::bytes_for(64 * kMiB, 400 * kMiB), 64 * kMiB);
-  EXPECT_EQ(GradientRing::bytes_for(64 * kMiB, kMiB), 2 * kMiB);
+  EXPECT_EQ(GradientRing::bytes_for(64 * kMiB, 4 * kMiB), 2 * kMiB);
+  EXPECT_EQ(GradientRing::bytes_for(64 * kMiB, kMiB), 8 * kMiB);
 }
 
 // Llama 8B's embedding: 128256 rows of 4096 in fp32, 2004 MiB.

@@ -140,6 +140,7 @@ def saved_bytes(regather: bool) -> int:
     """Live bytes between forward and backward, beyond those before."""
     shard = shard_of(dist.get_rank(), rows=512)
     weights = weights_of((1,), 0)
+    settle()
     timeline = _C.AllocationTimeline(CPU, ledger(CPU))
     with timeline:
         (y,) = lowtide.sp_gather_linear(
@@ -147,12 +148,17 @@ def saved_bytes(regather: bool) -> int:
         )
         loss = y.sum()
         del y
-        # Threads of gloo hold the tensors of their last call until the next one.
-        for _ in range(8):
-            dist.barrier(group())
+        settle()
         live = min(sampled(timeline) for _ in range(40))
     loss.backward()
     return live
+
+
+def settle() -> None:
+    """Threads of gloo hold the tensors of their last call until the next one."""
+    for _ in range(8):
+        dist.barrier(group())
+    time.sleep(0.05)
 
 
 def sampled(timeline: Any) -> int:
