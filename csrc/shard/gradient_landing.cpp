@@ -116,7 +116,7 @@ void GradientStream::show(UnitGradients& unit) {
   }
   ring_.reduce_has_moved();
   if (results) {
-    ring_.retire(results, static_cast<std::int64_t>(results.nbytes()));
+    ring_.retire({results}, static_cast<std::int64_t>(results.nbytes()));
   }
 }
 

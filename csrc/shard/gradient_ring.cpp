@@ -51,7 +51,7 @@ const c10::Storage& GradientRing::slot(std::size_t i, std::int64_t bytes) {
     catch_up_compute();
     storage = c10::Storage();
   } else if (there > wanted) {
-    retire(std::exchange(storage, {}), there);
+    retire({std::exchange(storage, {})}, there);
   }
   if (!storage) {
     storage = owning_storage(
@@ -67,18 +67,14 @@ void GradientRing::drop_slots() {
   std::fill(slots_.begin(), slots_.end(), c10::Storage());
 }
 
-void GradientRing::retire(const at::Tensor& source, std::int64_t budget_bytes) {
-  retire(source.storage(), static_cast<std::int64_t>(source.nbytes()));
-  reclaim(budget_bytes);
-}
-
-void GradientRing::retire(c10::Storage storage, std::int64_t bytes) {
+void GradientRing::retire(std::vector<c10::Storage> storages,
+                          std::int64_t bytes) {
   auto used = memory_->runtime().record(Stream::reduce);
-  if (used.empty()) {
+  if (used.empty() || storages.empty()) {
     return;
   }
   retired_bytes_ += bytes;
-  retired_.push_back({std::move(storage), std::move(used), bytes});
+  retired_.push_back({std::move(storages), std::move(used), bytes});
 }
 
 void GradientRing::reclaim(std::int64_t keep_bytes) {

@@ -67,10 +67,9 @@ class GradientRing {
   // them.
   void drop_slots();
 
-  // `source` has been copied on `reduce`.
-  void retire(const at::Tensor& source, std::int64_t budget_bytes);
-  // The same for any bytes that were used on `reduce`, without a budget.
-  void retire(c10::Storage storage, std::int64_t bytes);
+  // What has just been used on `reduce`: sources that were copied, results that
+  // landed.
+  void retire(std::vector<c10::Storage> storages, std::int64_t bytes);
   // All but the newest `keep_bytes` of retired sources go back now: compute
   // waits for their copies.
   void reclaim(std::int64_t keep_bytes);
@@ -92,7 +91,7 @@ class GradientRing {
 
  private:
   struct Retired {
-    c10::Storage storage;
+    std::vector<c10::Storage> storages;
     device::Event used;
     std::int64_t bytes;
   };

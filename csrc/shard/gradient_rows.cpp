@@ -1,7 +1,5 @@
 #include "shard/gradient_rows.h"
 
-#include <c10/util/SmallVector.h>
-
 #include <algorithm>
 
 #include "ops/foreach.h"
@@ -16,18 +14,15 @@ at::Tensor block(const at::Tensor& flat, std::int64_t offset, std::int64_t rows,
                       flat.storage_offset() + offset);
 }
 
-// The whole rows at once, then the one row that padding cuts short.
-struct Blocks {
-  c10::SmallVector<at::Tensor, 2> to;
-  c10::SmallVector<at::Tensor, 2> from;
-};
+}  // namespace
 
-Blocks blocks_of(const at::Tensor& gradient, const GradientColumns& c,
-                 const at::Tensor& matrix, BlockPlace place) {
-  Blocks blocks;
+// The whole rows at once, then the one row that padding cuts short.
+void ColumnTransfers::push_back(const at::Tensor& gradient,
+                                const GradientColumns& c,
+                                const at::Tensor& matrix, BlockPlace place) {
   const std::int64_t width = c.end - c.begin;
   if (c.numel == 0 || width == 0) {
-    return blocks;
+    return;
   }
   const at::Tensor flat =
       gradient.is_contiguous() ? gradient : gradient.contiguous();
@@ -37,35 +32,23 @@ Blocks blocks_of(const at::Tensor& gradient, const GradientColumns& c,
           ? 0
           : std::min(c.world_size, (c.numel - c.end) / c.shard_numel + 1);
   if (whole > 0) {
-    blocks.to.push_back(
-        block(matrix, place.offset, whole, width, place.row_stride));
-    blocks.from.push_back(block(flat, c.begin, whole, width, c.shard_numel));
+    to_.push_back(block(matrix, place.offset, whole, width, place.row_stride));
+    from_.push_back(block(flat, c.begin, whole, width, c.shard_numel));
   }
   if (whole < c.world_size) {
     const std::int64_t left = c.numel - (whole * c.shard_numel + c.begin);
     if (left > 0) {
-      blocks.to.push_back(block(matrix, place.offset + whole * place.row_stride,
-                                1, left, place.row_stride));
-      blocks.from.push_back(
+      to_.push_back(block(matrix, place.offset + whole * place.row_stride, 1,
+                          left, place.row_stride));
+      from_.push_back(
           block(flat, whole * c.shard_numel + c.begin, 1, left, c.shard_numel));
     }
   }
-  return blocks;
 }
 
-}  // namespace
+void ColumnTransfers::copy() const { ops::foreach_copy(to_, from_); }
 
-void copy_columns(const at::Tensor& gradient, const GradientColumns& columns,
-                  const at::Tensor& matrix, BlockPlace place) {
-  const auto blocks = blocks_of(gradient, columns, matrix, place);
-  ops::foreach_copy(blocks.to, blocks.from);
-}
-
-void add_columns(const at::Tensor& gradient, const GradientColumns& columns,
-                 const at::Tensor& matrix, BlockPlace place) {
-  const auto blocks = blocks_of(gradient, columns, matrix, place);
-  ops::foreach_add(blocks.to, blocks.from);
-}
+void ColumnTransfers::add() const { ops::foreach_add(to_, from_); }
 
 void fill_columns_neutral(const GradientColumns& columns,
                           const at::Tensor& matrix, BlockPlace place) {

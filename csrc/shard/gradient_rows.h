@@ -6,6 +6,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
 
 #include <cstdint>
 
@@ -26,13 +27,27 @@ struct GradientColumns {
   std::int64_t end;
 };
 
-// Copies (casting to matrix's dtype) or adds the columns of `gradient`, dense,
-// any strides, into `matrix`.  Padding is left untouched: it is never read
-// back from the result.
-void copy_columns(const at::Tensor& gradient, const GradientColumns& columns,
-                  const at::Tensor& matrix, BlockPlace place);
-void add_columns(const at::Tensor& gradient, const GradientColumns& columns,
+// Gradients that are copied (cast to the matrix's dtype) or added into matrices
+// together.
+class ColumnTransfers {
+ public:
+  // The columns of `gradient`, dense, any strides.  Padding is left untouched:
+  // it is never read back from the result.
+  void push_back(const at::Tensor& gradient, const GradientColumns& columns,
                  const at::Tensor& matrix, BlockPlace place);
+  void copy() const;
+  void add() const;
+
+ private:
+  c10::SmallVector<at::Tensor, 4> to_;
+  c10::SmallVector<at::Tensor, 4> from_;
+};
+
+// [Note: Small gradients]
+// Up to that many bytes a gradient costs its launch, not its bytes: it waits
+// for those of its chunk, or without sync of its unit, and they are copied
+// together.
+inline constexpr std::size_t kSmallGradientBytes = std::size_t{64} << 10;
 
 // [Note: Negative zero]
 // A gradient that does not exist is sent as -0.0, the neutral element of IEEE

@@ -60,24 +60,37 @@ at::Tensor GradientSlab::flags() const {
 }
 
 void GradientSlab::add(std::int32_t p, const at::Tensor& gradient) {
-  const auto i = static_cast<std::size_t>(p);
-  write(p, {world_size_, shard_numel_[i], numel_[i], 0, shard_numel_[i]}, 0,
-        gradient);
-  touched_[i] = true;
+  add(std::vector<Gradient>{{p, gradient}});
+}
+
+void GradientSlab::add(const std::vector<Gradient>& gradients) {
+  Writes writes;
+  for (const auto& [p, gradient] : gradients) {
+    const auto i = static_cast<std::size_t>(p);
+    write(p, {world_size_, shard_numel_[i], numel_[i], 0, shard_numel_[i]}, 0,
+          gradient, writes);
+    touched_[i] = true;
+  }
+  writes.first.copy();
+  writes.later.add();
 }
 
 void GradientSlab::add_rows(std::int32_t p, std::int64_t begin,
                             const GradientColumns& columns,
                             const at::Tensor& rows) {
   const auto i = static_cast<std::size_t>(p);
-  write(p, columns, begin, rows);
+  Writes writes;
+  write(p, columns, begin, rows, writes);
+  writes.first.copy();
+  writes.later.add();
   if (begin + columns.shard_numel == shard_numel_[i]) {
     touched_[i] = true;
   }
 }
 
 void GradientSlab::write(std::int32_t p, const GradientColumns& columns,
-                         std::int64_t begin, const at::Tensor& gradient) {
+                         std::int64_t begin, const at::Tensor& gradient,
+                         Writes& writes) {
   if (!allocated()) {
     allocate();
   }
@@ -89,11 +102,8 @@ void GradientSlab::write(std::int32_t p, const GradientColumns& columns,
                   gradient.nbytes(), device::Access::read);
   runtime.touches(device::Stream::compute, to.const_data_ptr(), to.nbytes(),
                   device::Access::write);
-  if (touched_[i]) {
-    add_columns(gradient, columns, to, place);
-  } else {
-    copy_columns(gradient, columns, to, place);
-  }
+  auto& writes_of_its_kind = touched_[i] ? writes.later : writes.first;
+  writes_of_its_kind.push_back(gradient, columns, to, place);
 }
 
 // One GEMM, or one for every rank's rows where columns are padded.

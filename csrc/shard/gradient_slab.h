@@ -38,6 +38,9 @@ class GradientSlab {
 
   // On the compute stream.
   void add(std::int32_t i, const at::Tensor& gradient);
+  // The same for several parameters, each once, together.
+  using Gradient = std::pair<std::int32_t, at::Tensor>;
+  void add(const std::vector<Gradient>& gradients);
   // The same for the columns of every rank's shard from `begin` on that `rows`,
   // laid out as `columns` says, stands for.  They come in order, all of them.
   void add_rows(std::int32_t i, std::int64_t begin,
@@ -77,8 +80,13 @@ class GradientSlab {
 
  private:
   void allocate();
+  // What is copied where nothing has been, and what is added.
+  struct Writes {
+    ColumnTransfers first;
+    ColumnTransfers later;
+  };
   void write(std::int32_t i, const GradientColumns& columns, std::int64_t begin,
-             const at::Tensor& gradient);
+             const at::Tensor& gradient, Writes& writes);
   at::Tensor block(std::int32_t i) const;
   at::Tensor flags() const;
 

@@ -35,7 +35,7 @@ void GradientStream::accept(UnitGradients& unit, std::int32_t i,
   if (unit.in_place(i)) {
     if (gradient.defined()) {
       make_room(unit, i);
-      unit.accumulate(i, gradient);
+      unit.accumulate(i, std::move(gradient));
     }
     parameter.held = parameter.held || hold;
     parameter.complete = !parameter.held;
@@ -43,7 +43,7 @@ void GradientStream::accept(UnitGradients& unit, std::int32_t i,
     return;
   }
   if (unit.accumulating()) {
-    unit.accumulate(i, gradient);
+    unit.accumulate(i, std::move(gradient));
     return;
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -62,7 +62,12 @@ void GradientStream::accept(UnitGradients& unit, std::int32_t i,
     if (!in_window(place)) {
       break;
     }
-    write_piece(place, static_cast<std::size_t>(where.piece));
+    const auto piece = static_cast<std::size_t>(where.piece);
+    if (is_small(parameter)) {
+      ++entries_[place].pieces_waiting;
+    } else {
+      write_pieces(place, {piece});
+    }
   }
   if (parameter.places.empty()) {
     parameter.source.reset();
@@ -114,7 +119,7 @@ void GradientStream::accept_rows(UnitGradients& unit, std::int32_t i,
       *unit.lanes()[static_cast<std::size_t>(parameter.lane)].place +
       static_cast<std::size_t>(where.chunk);
   if (in_window(place)) {
-    write_piece(place, static_cast<std::size_t>(where.piece));
+    write_pieces(place, {static_cast<std::size_t>(where.piece)});
   }
   pump();
 }
@@ -176,12 +181,20 @@ void GradientStream::produced(UnitGradients& unit, std::int32_t i) {
   unit.parameter(i).produced = true;
 }
 
-// Copies those pieces of a chunk that wait for it with their source.
-void GradientStream::write_ready_pieces(std::size_t place) {
-  const auto& entry = entries_[place];
+bool GradientStream::is_small(const UnitGradients::Parameter& parameter) {
+  return parameter.source.defined() &&
+         parameter.source.nbytes() <= kSmallGradientBytes;
+}
+
+// Copies those pieces of a chunk whose source is there; of small ones only all
+// at once.
+void GradientStream::write_ready_pieces(std::size_t place, bool small_too) {
+  auto& entry = entries_[place];
   if (entry.chunk < 0) {
     return;
   }
+  entry.pieces_waiting = 0;
+  std::vector<std::size_t> ready;
   const auto& pieces = chunk_of(entry).pieces;
   for (std::size_t p = 0; p < pieces.size(); ++p) {
     auto& parameter = entry.unit->parameter(pieces[p].parameter);
@@ -190,43 +203,72 @@ void GradientStream::write_ready_pieces(std::size_t place) {
         parameter.source.defined() || next < parameter.blocks.size();
     const bool next_in_line = here && next < parameter.places.size() &&
                               parameter.places[next].chunk == entry.chunk;
-    if (next_in_line && (!parameter.held || entry.unit->sealed())) {
-      write_piece(place, p);
+    if (!next_in_line || (parameter.held && !entry.unit->sealed())) {
+      continue;
+    }
+    if (is_small(parameter) && !small_too) {
+      ++entry.pieces_waiting;
+    } else {
+      ready.push_back(p);
     }
   }
+  write_pieces(place, ready);
 }
 
-void GradientStream::write_piece(std::size_t place, std::size_t piece_index) {
+void GradientStream::write_pieces(std::size_t place,
+                                  c10::ArrayRef<std::size_t> written) {
+  if (written.empty()) {
+    return;
+  }
   open_slot(place);
   ring_.catch_up_reduce();
   auto& entry = entries_[place];
+  auto& unit = *entry.unit;
   const auto& chunk = chunk_of(entry);
-  const auto& piece = chunk.pieces[piece_index];
-  auto& parameter = entry.unit->parameter(piece.parameter);
-  auto& runtime = memory_->runtime();
-  const bool whole = parameter.source.defined();
-  auto& source =
-      whole ? parameter.source
-            : parameter
-                  .blocks[static_cast<std::size_t>(parameter.pieces_written)];
-  const auto columns =
-      whole ? entry.unit->columns(piece.parameter, piece.begin, piece.end)
-            : entry.unit->block_columns(piece.parameter,
-                                        parameter.pieces_written);
   {
-    const device::StreamScope scope(runtime, Stream::reduce);
+    const device::StreamScope scope(memory_->runtime(), Stream::reduce);
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    touch(source, Access::read);
+    ColumnTransfers transfers;
+    for (const auto p : written) {
+      const auto& piece = chunk.pieces[p];
+      const auto i = piece.parameter;
+      const bool whole = unit.parameter(i).source.defined();
+      const auto& source = source_of(unit.parameter(i));
+      touch(source, Access::read);
+      transfers.push_back(
+          source,
+          whole ? unit.columns(i, piece.begin, piece.end)
+                : unit.block_columns(i, unit.parameter(i).pieces_written),
+          entry.input, {piece.column, chunk.columns});
+    }
     touch(entry.input, Access::write);
-    copy_columns(source, columns, entry.input, {piece.column, chunk.columns});
+    transfers.copy();
   }
-  --entry.pieces_missing;
-  ++parameter.pieces_written;
-  if (!whole || static_cast<std::size_t>(parameter.pieces_written) ==
-                    parameter.places.size()) {
-    ring_.retire(source, std::max(entry.unit->source_bytes(), room_));
-    source.reset();
+  std::vector<c10::Storage> read;
+  std::int64_t bytes = 0;
+  for (const auto p : written) {
+    auto& parameter = unit.parameter(chunk.pieces[p].parameter);
+    auto& source = source_of(parameter);
+    const bool whole = parameter.source.defined();
+    --entry.pieces_missing;
+    ++parameter.pieces_written;
+    if (!whole || static_cast<std::size_t>(parameter.pieces_written) ==
+                      parameter.places.size()) {
+      read.push_back(source.storage());
+      bytes += static_cast<std::int64_t>(source.nbytes());
+      source.reset();
+    }
   }
+  ring_.retire(std::move(read), bytes);
+  ring_.reclaim(std::max(unit.source_bytes(), room_));
+}
+
+// Of the next piece.
+at::Tensor& GradientStream::source_of(UnitGradients::Parameter& parameter) {
+  return parameter.source.defined()
+             ? parameter.source
+             : parameter
+                   .blocks[static_cast<std::size_t>(parameter.pieces_written)];
 }
 
 // Gives the chunk its slot: leased on first use, otherwise taken over from the

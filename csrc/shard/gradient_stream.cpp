@@ -105,9 +105,10 @@ void GradientStream::seal(UnitGradients& unit) {
 void GradientStream::pump() {
   while (next_ < entries_.size()) {
     const auto& entry = entries_[next_];
-    const bool full = entry.chunk >= 0 ? entry.pieces_missing == 0 &&
-                                             chunk_of(entry).flags_column < 0
-                                       : is_complete(entry);
+    const bool full = entry.chunk >= 0
+                          ? entry.pieces_missing == entry.pieces_waiting &&
+                                chunk_of(entry).flags_column < 0
+                          : is_complete(entry);
     if (!full && !entry.unit->sealed()) {
       return;
     }
@@ -125,7 +126,7 @@ void GradientStream::pump() {
     }
     opened_ = std::max(opened_, next_);
     for (; opened_ < entries_.size() && in_window(opened_); ++opened_) {
-      write_ready_pieces(opened_);
+      write_ready_pieces(opened_, /*small_too=*/false);
     }
   }
 }
@@ -133,7 +134,7 @@ void GradientStream::pump() {
 // Whatever no gradient came for leaves as -0.0, and the flags say so.
 void GradientStream::complete(std::size_t place) {
   open_slot(place);
-  write_ready_pieces(place);
+  write_ready_pieces(place, /*small_too=*/true);
   auto& entry = entries_[place];
   auto& unit = *entry.unit;
   const auto& chunk = chunk_of(entry);
@@ -192,6 +193,7 @@ void GradientStream::send_slab(std::size_t place) {
   }
   auto& unit = *entry.unit;
   auto& lane = unit.lanes()[static_cast<std::size_t>(entry.lane)];
+  unit.add_small();
   prepare(unit);
   if (lane.in_place) {
     make_room(unit, lane.members.front());

@@ -84,7 +84,9 @@ class GradientStream {
     UnitGradients* unit = nullptr;
     std::int32_t lane = 0;
     std::int32_t chunk = -1;  // -1: the whole slab in one coalesced call
-    std::int32_t pieces_missing = 0;
+    std::int32_t pieces_missing = 0;  // not copied
+    // Of these: small ones whose source is there.
+    std::int32_t pieces_waiting = 0;
     std::size_t slot = 0;
     // The place of the chunk that had the slot before; kNone: nobody.
     std::size_t before = kNone;
@@ -101,8 +103,10 @@ class GradientStream {
   const Chunk& chunk_of(const Entry& entry) const;
   bool in_window(std::size_t place) const;
   bool is_complete(const Entry& entry) const;
-  void write_ready_pieces(std::size_t place);
-  void write_piece(std::size_t place, std::size_t piece);
+  static bool is_small(const UnitGradients::Parameter& parameter);
+  static at::Tensor& source_of(UnitGradients::Parameter& parameter);
+  void write_ready_pieces(std::size_t place, bool small_too);
+  void write_pieces(std::size_t place, c10::ArrayRef<std::size_t> pieces);
   void open_slot(std::size_t place);
   bool prepare(UnitGradients& unit);
   void produces(const UnitGradients& unit);

@@ -117,7 +117,7 @@ void Unit::on_parameter_gradient(std::int32_t i, at::Tensor gradient) {
     root_->stream().accept(gradients_, i, std::move(gradient),
                            root_->nested_backward());
   } else if (gradient.defined()) {
-    gradients_.accumulate(i, gradient);
+    gradients_.accumulate(i, std::move(gradient));
   }
   if (next_in_backward_ != nullptr) {
     gather_point_.came(gradients_.parameter(i).numel);
@@ -171,6 +171,7 @@ void Unit::finish_backward() {
   if (encloses_units) {
     return;
   }
+  gradients_.add_small();
   if (gradients_.sync() && root_->stream().contains(gradients_)) {
     root_->stream().seal(gradients_);
   }

@@ -221,6 +221,7 @@ std::int64_t UnitGradients::in_place_bytes() const {
 
 void UnitGradients::begin(bool sync) {
   sync_ = sync;
+  small_.clear();
   sealed_ = false;
   completed_.clear();
   for (auto& parameter : parameters_) {
@@ -236,8 +237,34 @@ void UnitGradients::begin(bool sync) {
   }
 }
 
-void UnitGradients::accumulate(std::int32_t i, const at::Tensor& gradient) {
-  lanes_[static_cast<std::size_t>(parameter(i).lane)].slab.add(i, gradient);
+void UnitGradients::accumulate(std::int32_t i, at::Tensor gradient) {
+  if (gradient.nbytes() > kSmallGradientBytes || in_place(i)) {
+    slab(i).add(i, gradient);
+    return;
+  }
+  const auto same = [i](const auto& other) { return other.first == i; };
+  if (std::any_of(small_.begin(), small_.end(), same)) {
+    add_small();
+  }
+  small_.emplace_back(i, std::move(gradient));
+}
+
+void UnitGradients::add_small() {
+  const auto small = std::exchange(small_, {});
+  if (small.empty()) {
+    return;
+  }
+  for (auto& lane : lanes_) {
+    std::vector<GradientSlab::Gradient> of_lane;
+    for (const auto& [i, gradient] : small) {
+      if (&slab(i) == &lane.slab) {
+        of_lane.emplace_back(i, gradient);
+      }
+    }
+    if (!of_lane.empty()) {
+      lane.slab.add(of_lane);
+    }
+  }
 }
 
 void UnitGradients::accumulate_rows(std::int32_t i, std::int64_t block,
@@ -248,6 +275,7 @@ void UnitGradients::accumulate_rows(std::int32_t i, std::int64_t block,
 }
 
 void UnitGradients::end() {
+  add_small();
   if (!sync_) {
     accumulating_ = true;
     return;

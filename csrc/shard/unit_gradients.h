@@ -175,8 +175,10 @@ class UnitGradients {
   bool sealed() const { return sealed_; }
   void seal() { sealed_ = true; }
 
-  // Adds to the slab, on the compute stream.
-  void accumulate(std::int32_t i, const at::Tensor& gradient);
+  // Adds to the slab, on the compute stream; a small gradient at `add_small` at
+  // the latest ([Note: Small gradients]).
+  void accumulate(std::int32_t i, at::Tensor gradient);
+  void add_small();
   // The same for block `block` of rows of i.
   void accumulate_rows(std::int32_t i, std::int64_t block,
                        const at::Tensor& rows);
@@ -209,6 +211,7 @@ class UnitGradients {
   std::vector<Lane> lanes_;
   ShardedGradients sharded_;
   GradientReduction reduction_;
+  std::vector<GradientSlab::Gradient> small_;
   std::int64_t source_bytes_ = 0;
   std::int64_t room_ = 0;
   bool own_slots_ = false;

@@ -63,6 +63,10 @@ class GradientRingTest : public testing::Test {
     return tensor;
   }
   // Whether what is enqueued on compute now comes after that entry.
+  void retire(std::int64_t bytes) {
+    ring_.retire({source(bytes).storage()}, bytes);
+    ring_.reclaim(100);
+  }
   bool compute_is_behind(device::EntryId entry) {
     return runtime_->happens_before(entry,
                                     runtime_->mark(Stream::compute, "next"));
@@ -121,11 +125,11 @@ TEST_F(GradientRingTest, AShorterSlotGoesBeforeALongerOneIsLeased) {
 }
 
 TEST_F(GradientRingTest, ComputeWaitsForSourcesBeyondTheBudget) {
-  ring_.retire(source(60), 100);
-  ring_.retire(source(40), 100);
+  retire(60);
+  retire(40);
   const auto second = runtime_->entries("copy").back();
   EXPECT_EQ(ring_.retired_bytes(), 100);
-  ring_.retire(source(50), 100);
+  retire(50);
   const auto third = runtime_->entries("copy").back();
   EXPECT_EQ(ring_.retired_bytes(), 90);  // the first has gone
   EXPECT_FALSE(compute_is_behind(second));
@@ -139,7 +143,7 @@ TEST_F(GradientRingTest, DroppedSlotsTakeTheSourcesWithThem) {
   ring_.fit(100);
   ring_.slot(0, 100);
   ring_.catch_up_reduce();
-  ring_.retire(source(60), 100);
+  retire(60);
   const auto copy = runtime_->entries("copy").back();
   ring_.drop_slots();
   EXPECT_EQ(live(), 0);

@@ -84,6 +84,14 @@ std::vector<float> values_of(const at::Tensor& tensor) {
   return {begin, begin + flat.numel()};
 }
 
+void transfer(Write write, const at::Tensor& gradient,
+              const GradientColumns& columns, const at::Tensor& matrix,
+              BlockPlace place) {
+  ColumnTransfers transfers;
+  transfers.push_back(gradient, columns, matrix, place);
+  write == Write::add ? transfers.add() : transfers.copy();
+}
+
 void expect_naive(Write write, bool strided) {
   for (const Case& c : cases()) {
     const at::Tensor gradient = strided ? at::randn({c.inner, c.rows}).t()
@@ -96,8 +104,7 @@ void expect_naive(Write write, bool strided) {
                                     : at::full({size}, kUntouched);
       const auto expected = naive(c, begin, end, place, values_of(matrix),
                                   values_of(gradient), write);
-      const auto run = write == Write::add ? &add_columns : &copy_columns;
-      run(gradient, c.columns(begin, end), matrix, place);
+      transfer(write, gradient, c.columns(begin, end), matrix, place);
       ASSERT_EQ(bits(values_of(matrix)), bits(expected))
           << c.rows << " x " << c.inner << " over " << c.world_size
           << " ranks, columns " << begin << " to " << end;
@@ -122,20 +129,20 @@ TEST(GradientRowsTest, CastsToTheMatrix) {
   const at::Tensor gradient =
       at::tensor({1.0f, 1.0f + 0x1p-7f, -0.0f}).to(at::kBFloat16);
   const at::Tensor matrix = at::full({3}, kUntouched);
-  copy_columns(gradient, {1, 3, 3, 0, 3}, matrix, {0, 3});
+  transfer(Write::copy, gradient, {1, 3, 3, 0, 3}, matrix, {0, 3});
   EXPECT_EQ(bits(values_of(matrix)), bits({1.0f, 1.0f + 0x1p-7f, -0.0f}));
   // The sum keeps what bf16 would round away.
-  add_columns(at::full({3}, 256.0f).to(at::kBFloat16), {1, 3, 3, 0, 3}, matrix,
-              {0, 3});
+  transfer(Write::add, at::full({3}, 256.0f).to(at::kBFloat16), {1, 3, 3, 0, 3},
+           matrix, {0, 3});
   EXPECT_EQ(bits(values_of(matrix)), bits({257.0f, 257.0f + 0x1p-7f, 256.0f}));
 }
 
 TEST(GradientRowsTest, NegativeZeroSurvives) {
   const at::Tensor gradient = at::tensor({-0.0f, 0.0f});
   const at::Tensor matrix = at::full({2}, kUntouched);
-  copy_columns(gradient, {2, 1, 2, 0, 1}, matrix, {0, 1});
+  transfer(Write::copy, gradient, {2, 1, 2, 0, 1}, matrix, {0, 1});
   EXPECT_EQ(bits(values_of(matrix)), bits({-0.0f, 0.0f}));
-  add_columns(gradient, {2, 1, 2, 0, 1}, matrix, {0, 1});
+  transfer(Write::add, gradient, {2, 1, 2, 0, 1}, matrix, {0, 1});
   EXPECT_EQ(bits(values_of(matrix)), bits({-0.0f, 0.0f}));
 }
 
@@ -154,7 +161,7 @@ TEST(GradientRowsTest, NeutralColumnsChangeNoSum) {
 TEST(GradientRowsTest, NoColumnsAreNoWork) {
   const at::Tensor matrix = at::full({4}, kUntouched);
   fill_columns_neutral({2, 4, 8, 2, 2}, matrix, {0, 2});
-  copy_columns(at::ones({8}), {2, 4, 8, 2, 2}, matrix, {0, 2});
+  transfer(Write::copy, at::ones({8}), {2, 4, 8, 2, 2}, matrix, {0, 2});
   EXPECT_EQ(bits(values_of(matrix)),
             bits({kUntouched, kUntouched, kUntouched, kUntouched}));
 }

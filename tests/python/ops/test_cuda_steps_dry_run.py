@@ -18,6 +18,8 @@ STEADY = (
     "two microbatches without sync",
     "checkpointed",
     "offloaded",
+    "fused",
+    "fused, two microbatches without sync",
 )
 
 
@@ -36,12 +38,23 @@ def test_the_host_never_waits_in_a_steady_step(stub: CudaStub, events: str) -> N
     assert waits["read back"][1:] == [1] * 5  # the loss's item() is seen
 
 
+def test_small_gradients_of_a_unit_are_copied_or_added_in_one_launch(
+    stub: CudaStub,
+) -> None:
+    program = [steady_step_dry_run.__file__, "small"]
+    found = json.loads(stub.run(program, memory=MEMORY, events="immediate"))
+    for few_and_many in found.values():
+        assert few_and_many["2"] == few_and_many["8"]
+    # The third of three backwards: added to what the first two left.
+    assert found["False"]["8"] == 1
+
+
 def capture(stub: CudaStub, kind: str) -> dict[str, int | str]:
     program = [capture_dry_run.__file__, kind]
     return json.loads(stub.run(program, memory=MEMORY, events="immediate"))
 
 
-@pytest.mark.parametrize("kind", STEADY[:2])
+@pytest.mark.parametrize("kind", (*STEADY[:2], "fused"))
 def test_a_graph_captures_a_step(stub: CudaStub, kind: str) -> None:
     """Forward, backward, clipping and the optimizer, with eager steps in between: every
     stream joins and is joined, no wait reaches out of the graph, nothing runs beside

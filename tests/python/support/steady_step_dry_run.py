@@ -1,14 +1,18 @@
 """How often the host waits for the device in training steps on CUDA, over the stub.
 
-python steady_step_dry_run.py    prints {kind of step: waits in each step}
+python steady_step_dry_run.py           prints {kind of step: waits in each step}
+python steady_step_dry_run.py small     prints {number of small parameters in a unit:
+                                        launches that sharding adds to a backward}, with
+                                        sync and without
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,6 +29,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "two microbatches without sync": {"microbatches": 2},
     "checkpointed": {"policy": lowtide.ActivationPolicy()},
     "offloaded": {"policy": lowtide.ActivationPolicy(offload=["input"])},
+    "fused": {"grads": "fused"},
+    "fused, two microbatches without sync": {"grads": "fused", "microbatches": 2},
     "read back": {"read": True},
 }
 
@@ -38,6 +44,7 @@ def host_waits() -> int:
 def step_of(
     *,
     microbatches: int = 1,
+    grads: Literal["exact", "fused"] = "exact",
     policy: lowtide.ActivationPolicy | None = None,
     read: bool = False,
     capturable: bool = False,
@@ -49,8 +56,8 @@ def step_of(
     for layer in model.layers:
         if policy is not None:
             lowtide.checkpoint(layer, policy)
-        lowtide.fully_shard(layer, mp_policy=precision)
-    lowtide.fully_shard(model, mp_policy=precision)
+        lowtide.fully_shard(layer, mp_policy=precision, grads=grads)
+    lowtide.fully_shard(model, mp_policy=precision, grads=grads)
     model.to_empty(device="cuda")
     prepare(model)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=capturable)
@@ -84,12 +91,51 @@ def waits_of(step: Callable[[], None]) -> list[int]:
     return found
 
 
-def main() -> None:
+def launches() -> int:
+    count = ctypes.CDLL(None).cuda_stub_launches
+    count.restype = ctypes.c_int64
+    return count()
+
+
+def launches_of_backward(num_norms: int, *, sharded: bool, sync: bool) -> int:
+    norms = (nn.LayerNorm(64) for _ in range(num_norms))
+    model: Any = nn.Sequential(*norms).to("cuda", torch.bfloat16)
+    if sharded:
+        lowtide.fully_shard(
+            model,
+            mp_policy=lowtide.MixedPrecisionPolicy(reduce_dtype=torch.float32),
+        )
+        model.set_requires_gradient_sync(sync)
+    found = 0
+    for _ in range(3):
+        loss = model(torch.zeros(2, 64, device="cuda", dtype=torch.bfloat16)).sum()
+        before = launches()
+        loss.backward()
+        found = launches() - before
+        if sync:
+            model.zero_grad()
+    return found
+
+
+def added_launches(num_norms: int, *, sync: bool) -> int:
+    sharded = launches_of_backward(num_norms, sharded=True, sync=sync)
+    # Without sharding AccumulateGrad keeps the first gradients as they are.
+    return sharded - launches_of_backward(num_norms, sharded=False, sync=True)
+
+
+def main(what: str) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     torch.backends.cuda.enable_cudnn_sdp(False)
-    print(json.dumps({name: waits_of(step_of(**kind)) for name, kind in KINDS.items()}))
+    if what == "small":
+        found: Any = {
+            str(sync): {n: added_launches(n, sync=sync) for n in (2, 8)}
+            for sync in (True, False)
+        }
+    else:
+        found = {name: waits_of(step_of(**kind)) for name, kind in KINDS.items()}
+    print(json.dumps(found))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[-1])
