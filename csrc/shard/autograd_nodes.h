@@ -24,6 +24,7 @@ using WeakNodePtr = std::weak_ptr<torch::autograd::Node>;
 // Why autograd has to see a gradient that could be summed in place.
 enum class Obstacle : std::uint8_t {
   none,
+  unwanted,   // the backward has other inputs
   hooks,      // of the user's, on the parameter or on its node
   asked_for,  // torch.autograd.grad returns it
   recorded,   // create_graph
@@ -42,6 +43,11 @@ class BackwardReceiver {
                           const at::Tensor& /*input*/, Obstacle /*obstacle*/) {
     return false;
   }
+  // The same from compiled code, whose graph has no gradient for i: whatever is
+  // offered is added, also twice in a backward.
+  virtual void on_only_product(std::int32_t /*i*/,
+                               const at::Tensor& /*grad_output*/,
+                               const at::Tensor& /*input*/) {}
   // A gradient reached one of the unit's outputs: its backward begins.
   virtual void on_output_gradient() = 0;
   // Every use of parameter i in this graph is done; undefined if none

@@ -14,6 +14,8 @@
 #include <mutex>
 #include <utility>
 
+#include "shard/linear_operators.h"
+
 namespace lowtide::shard {
 namespace {
 
@@ -26,42 +28,27 @@ at::Tensor matrix_of(const at::Tensor& tensor) {
                            : tensor.reshape_symint({-1, tensor.sym_size(-1)});
 }
 
-// `node` would run for the gradient that torch.autograd.grad was asked for.
-bool returned_by_autograd_grad(Node* node) {
+// With torch.autograd.grad, which returns the gradient that `node` would get,
+// or backward(inputs=), a backward runs some nodes only.
+Obstacle obstacle_of_inputs(Node* node) {
   const auto* info = torch::autograd::get_current_graph_task_exec_info();
-  if (info == nullptr) {
-    return false;
-  }
-  const auto found = info->find(node);
-  return found != info->end() && found->second.captures_ != nullptr &&
-         !found->second.captures_->empty();
-}
-
-Obstacle obstacle_of(const std::shared_ptr<Node>& parameter_node) {
-  if (at::GradMode::is_enabled()) {
-    return Obstacle::recorded;
-  }
-  if (!parameter_node) {
+  if (info == nullptr || info->empty()) {
     return Obstacle::none;
   }
-  if (returned_by_autograd_grad(parameter_node.get())) {
-    return Obstacle::asked_for;
+  const auto found = info->find(node);
+  if (found == info->end() || !found->second.should_execute()) {
+    return Obstacle::unwanted;
   }
-  const bool hooked = !parameter_node->tensor_pre_hooks().empty() ||
-                      !parameter_node->pre_hooks().empty() ||
-                      !parameter_node->post_hooks().empty();
-  return hooked ? Obstacle::hooks : Obstacle::none;
+  const auto& captures = found->second.captures_;
+  return captures != nullptr && !captures->empty() ? Obstacle::asked_for
+                                                   : Obstacle::none;
 }
 
-class LinearNode final : public Node {
+class LinearNode : public Node {
  public:
-  LinearNode(std::weak_ptr<BackwardReceiver> receiver, std::int32_t index,
-             const at::Tensor& input, const at::Tensor& weight)
-      : receiver_(std::move(receiver)),
-        index_(index),
-        input_(input, /*is_output=*/false),
-        weight_(input.requires_grad() ? weight : at::Tensor(),
-                /*is_output=*/false) {}
+  LinearNode(const at::Tensor& input, const at::Tensor& weight)
+      : input_(input, /*is_output=*/false),
+        weight_(weight, /*is_output=*/false) {}
 
   std::string name() const override { return "lowtide::LinearBackward"; }
 
@@ -93,13 +80,27 @@ class LinearNode final : public Node {
     return results;
   }
 
- private:
+ protected:
+  // Undefined if it has been added in place.
+  virtual at::Tensor weight_gradient(const at::Tensor& grad_output) = 0;
+
   static constexpr std::size_t kInput = 0;
   static constexpr std::size_t kWeight = 1;
   static constexpr std::size_t kBias = 2;
+  SavedVariable input_;
+  SavedVariable weight_;
+};
 
-  // Undefined if the receiver took it.
-  at::Tensor weight_gradient(const at::Tensor& grad_output) {
+class OfferingNode final : public LinearNode {
+ public:
+  OfferingNode(std::weak_ptr<BackwardReceiver> receiver, std::int32_t index,
+               const at::Tensor& input, const at::Tensor& weight)
+      : LinearNode(input, input.requires_grad() ? weight : at::Tensor()),
+        receiver_(std::move(receiver)),
+        index_(index) {}
+
+ private:
+  at::Tensor weight_gradient(const at::Tensor& grad_output) override {
     const auto input = matrix_of(input_.unpack());
     const auto receiver = receiver_.lock();
     if (receiver &&
@@ -112,12 +113,54 @@ class LinearNode final : public Node {
 
   std::weak_ptr<BackwardReceiver> receiver_;
   std::int32_t index_;
-  SavedVariable input_;
-  SavedVariable weight_;
 };
 
-at::Tensor linear(const at::Tensor& input, const at::Tensor& weight,
-                  const at::Tensor& bias) {
+class TracedNode final : public LinearNode {
+ public:
+  using LinearNode::LinearNode;
+
+ private:
+  at::Tensor weight_gradient(const at::Tensor& grad_output) override {
+    add_weight_gradient(weight_.unpack(), grad_output,
+                        matrix_of(input_.unpack()));
+    return {};
+  }
+};
+
+at::Tensor recorded(const std::shared_ptr<LinearNode>& node,
+                    const at::Tensor& input, const at::Tensor& weight,
+                    const at::Tensor& bias) {
+  variable_list inputs{input, weight};
+  if (bias.defined()) {
+    inputs.push_back(bias);
+  }
+  node->set_next_edges(torch::autograd::collect_next_edges(inputs));
+  auto output = linear_without_record(input, weight, bias);
+  torch::autograd::set_history(output, node);
+  return output;
+}
+
+}  // namespace
+
+Obstacle obstacle_of(const NodePtr& node) {
+  if (at::GradMode::is_enabled()) {
+    return Obstacle::recorded;
+  }
+  if (!node) {
+    return Obstacle::none;
+  }
+  if (const auto obstacle = obstacle_of_inputs(node.get());
+      obstacle != Obstacle::none) {
+    return obstacle;
+  }
+  const bool hooked = !node->tensor_pre_hooks().empty() ||
+                      !node->pre_hooks().empty() || !node->post_hooks().empty();
+  return hooked ? Obstacle::hooks : Obstacle::none;
+}
+
+at::Tensor linear_without_record(const at::Tensor& input,
+                                 const at::Tensor& weight,
+                                 const at::Tensor& bias) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const auto matrix = matrix_of(input);
   const auto product = bias.defined() ? at::addmm(bias, matrix, weight.t())
@@ -130,21 +173,18 @@ at::Tensor linear(const at::Tensor& input, const at::Tensor& weight,
   return product.view_symint(sizes);
 }
 
-}  // namespace
-
 at::Tensor fused_linear(std::weak_ptr<BackwardReceiver> receiver,
                         std::int32_t index, const at::Tensor& input,
                         const at::Tensor& weight, const at::Tensor& bias) {
-  auto node =
-      std::make_shared<LinearNode>(std::move(receiver), index, input, weight);
-  variable_list inputs{input, weight};
-  if (bias.defined()) {
-    inputs.push_back(bias);
-  }
-  node->set_next_edges(torch::autograd::collect_next_edges(inputs));
-  auto output = linear(input, weight, bias);
-  torch::autograd::set_history(output, node);
-  return output;
+  return recorded(
+      std::make_shared<OfferingNode>(std::move(receiver), index, input, weight),
+      input, weight, bias);
+}
+
+at::Tensor traced_linear(const at::Tensor& input, const at::Tensor& weight,
+                         const at::Tensor& bias) {
+  return recorded(std::make_shared<TracedNode>(input, weight), input, weight,
+                  bias);
 }
 
 }  // namespace lowtide::shard

@@ -23,4 +23,19 @@ at::Tensor fused_linear(std::weak_ptr<BackwardReceiver> receiver,
                         std::int32_t index, const at::Tensor& input,
                         const at::Tensor& weight, const at::Tensor& bias);
 
+// The same for code that is compiled: the receiver is asked for when backward
+// runs, by an operator that the traced backward has in the product's place
+// (linear_operators.h).  The weight's gradient is undefined in any case.
+at::Tensor traced_linear(const at::Tensor& input, const at::Tensor& weight,
+                         const at::Tensor& bias);
+
+// What both compute, without a record.
+at::Tensor linear_without_record(const at::Tensor& input,
+                                 const at::Tensor& weight,
+                                 const at::Tensor& bias);
+
+// Why autograd has to see the gradient of the parameter that `node` stands for,
+// in the backward that runs on this thread.
+Obstacle obstacle_of(const NodePtr& node);
+
 }  // namespace lowtide::shard

@@ -96,14 +96,18 @@ void Unit::detach() {
 
 void Unit::install_nodes() {
   nodes_.assign(full_.size(), nullptr);
+  listed_.clear();
   for (std::size_t i = 0; i < full_.size(); ++i) {
     const bool trainable = shards_[i].requires_grad();
     if (full_[i].requires_grad() != trainable) {
       full_[i].set_requires_grad(trainable);
     }
     if (trainable) {
-      nodes_[i] = install_gradient_node(full_[i], weak_from_this(),
-                                        static_cast<std::int32_t>(i));
+      const auto index = static_cast<std::int32_t>(i);
+      nodes_[i] = install_gradient_node(full_[i], weak_from_this(), index);
+      if (gradients_.parameter(index).fused) {
+        listed_.emplace_back(full_[i], weak_from_this(), index, nodes_[i]);
+      }
     }
   }
 }

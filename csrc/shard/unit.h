@@ -26,6 +26,7 @@
 #include "shard/storage.h"
 #include "shard/unit_gradients.h"
 #include "shard/unit_state.h"
+#include "shard/weight_owners.h"
 
 namespace lowtide::shard {
 
@@ -198,6 +199,8 @@ class Unit final : public BackwardReceiver,
   void on_inputs_done(const torch::autograd::Node* node) override;
   bool on_product(std::int32_t i, const at::Tensor& grad_output,
                   const at::Tensor& input, Obstacle obstacle) override;
+  void on_only_product(std::int32_t i, const at::Tensor& grad_output,
+                       const at::Tensor& input) override;
   void begin_backward();  // called by Root for every unit that takes part
   // Called by Root when all gradients have landed; `more_backwards`: forwards
   // from before this backward still wait for theirs.
@@ -255,9 +258,12 @@ class Unit final : public BackwardReceiver,
   void open_main_gradients();
   void close_main_gradient(std::int32_t i);
   at::Tensor what_main_gradient_lacks(std::int32_t i, at::Tensor gradient);
+  void add_product(std::int32_t i, const at::Tensor& grad_output,
+                   const at::Tensor& input);
 
   std::vector<std::unique_ptr<MainGradient>> main_gradients_;
   std::vector<FusedUses> fused_uses_;
+  std::vector<ListedWeight> listed_;  // fused ones
   std::vector<at::Tensor> shards_;
   std::vector<at::Tensor> full_;
   std::vector<std::int32_t> gradient_order_;

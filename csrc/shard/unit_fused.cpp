@@ -1,4 +1,5 @@
 // The part of Unit for gradients that are summed in place.
+#include "base/check.h"
 #include "base/trace.h"
 #include "shard/root.h"
 #include "shard/unit.h"
@@ -50,14 +51,41 @@ bool Unit::on_product(std::int32_t i, const at::Tensor& grad_output,
     case Obstacle::recorded:
       ++uses.recorded;
       return false;
+    case Obstacle::unwanted:  // the node has not been asked for it then
     case Obstacle::none:
       break;
   }
-  const base::TraceRange trace("lowtide::weight_gradient", *name_);
   if (parameter.added) {
     ++uses.repeated;
     return false;
   }
+  add_product(i, grad_output, input);
+  return true;
+}
+
+void Unit::on_only_product(std::int32_t i, const at::Tensor& grad_output,
+                           const at::Tensor& input) {
+  auto& parameter = gradients_.parameter(i);
+  if (parameter.lane < 0) {
+    return;
+  }
+  if (!gradients_.in_place(i)) {
+    throw Error(base::error_text(
+        base::concat("parameter '", parameter.name, "'"),
+        "its gradient in blocks of rows, from the loss that reads them",
+        "a compiled call of its layer",
+        "Call the layer's module only inside lowtide.losses, or shard it with "
+        "grads=\"exact\"."));
+  }
+  root_->open_backward();
+  begin_backward();
+  parameter.offered = true;
+  add_product(i, grad_output, input);
+}
+
+void Unit::add_product(std::int32_t i, const at::Tensor& grad_output,
+                       const at::Tensor& input) {
+  const base::TraceRange trace("lowtide::weight_gradient", *name_);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   if (gradients_.sync()) {
     auto& stream = root_->stream();
@@ -69,10 +97,9 @@ bool Unit::on_product(std::int32_t i, const at::Tensor& grad_output,
     });
   } else {
     gradients_.slab(i).add_product(i, grad_output, input);
-    parameter.added = true;
+    gradients_.parameter(i).added = true;
   }
-  ++uses.added;
-  return true;
+  ++fused_uses_[static_cast<std::size_t>(i)].added;
 }
 
 // [Note: Main gradients]

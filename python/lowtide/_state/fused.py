@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
@@ -35,7 +36,7 @@ _OF_BACKWARD = {
     "recorded": "create_graph",
 }
 # Its gradient came, but no product.
-_UNSEEN = "torch.compile, or not by its layer's forward"
+_UNSEEN = "not by its layer's forward"
 
 
 class FusedWeights:
@@ -76,6 +77,8 @@ class FusedWeights:
                 self._main.add(parameter)
             else:
                 self._reasons[parameter] = reason or "its layer has its own forward"
+        for parameter, dropped in self._weights.items():
+            dropped.fuses = parameter in weights
         self._weights = weights
         self._chosen = [p in weights or p in self._main for p in parameters]
         if self._unit is not None:
@@ -144,6 +147,7 @@ class FusedWeight:
         self._parameter = weakref.ref(parameter)
         self._unit: weakref.ref[_C.Unit] | None = None
         self._index = -1
+        self.fuses = True
         self.exact: Counter[str] = Counter()
 
     def bind(self, unit: _C.Unit, index: int) -> None:
@@ -168,11 +172,32 @@ class FusedWeight:
 
 
 def _linear_forward(self: nn.Linear, input: Tensor) -> Tensor:
-    if torch.compiler.is_compiling():
-        # Nothing of the layer goes into the graph, which others share.
-        return F.linear(input, self.weight, self.bias)
     fused: FusedWeight = self.__dict__[_WEIGHT]
+    if torch.compiler.is_compiling():
+        weight = self.weight
+        # Of the layer nothing but its tensors goes into the graph, which others share.
+        if fused.fuses and _may_fuse_compiled(input, weight):
+            return torch.ops.lowtide.fused_linear(input, weight, self.bias)
+        return F.linear(input, weight, self.bias)
     return fused.linear(input, self.weight, self.bias)
+
+
+def _may_fuse_compiled(input: Tensor, weight: Tensor) -> bool:
+    """What ``_obstacle_of_call`` asks eagerly; the answer is guarded."""
+    return (
+        torch.is_grad_enabled()
+        and weight.requires_grad
+        and type(input) in (Tensor, nn.Parameter)
+        and not torch.is_autocast_enabled(input.device.type)
+        and input.dim() >= 2
+        and input.dtype == weight.dtype
+    )
+
+
+# Compiled backwards call it for what it does, not for a result.
+_register_effectful_op(
+    torch.ops.lowtide.add_weight_gradient.default, _EffectType.ORDERED
+)
 
 
 # -- eligibility --------------------------------------------------------------------

@@ -35,15 +35,26 @@ at::Tensor linear(Layers& layers, std::size_t unit, std::int32_t index,
   return bias.defined() ? at::addmm(bias, x, weight.t()) : x.mm(weight.t());
 }
 
+// The same by the node that compiled code has.
+at::Tensor compiled_linear(Layers& layers, std::size_t unit, std::int32_t index,
+                           const at::Tensor& x, const at::Tensor& weight,
+                           const at::Tensor& bias = {}) {
+  return dynamic_cast<Rank*>(&layers) != nullptr
+             ? traced_linear(x, weight, bias)
+             : linear(layers, unit, index, x, weight, bias);
+}
+
+using Linear = decltype(&linear);
+
 // Unit 0 is the model; `calls` says in which order the others run.
-Program stack(std::vector<std::size_t> calls) {
-  return [calls](Layers& layers, const at::Tensor& x) {
+Program stack(std::vector<std::size_t> calls, Linear linear) {
+  return [calls, linear](Layers& layers, const at::Tensor& x) {
     return layers.call(0, x, [&](const auto& parameters, const auto& input) {
       at::Tensor y = input;
       for (const std::size_t unit : calls) {
         y = layers.call(unit, y, [&](const auto& p, const auto& z) {
           const auto h = linear(layers, unit, 0, z, p[0], p[1]).tanh();
-          return linear(layers, unit, 2, h, p[2]) * p[3];
+          return linear(layers, unit, 2, h, p[2], {}) * p[3];
         });
       }
       return linear(layers, 0, 0, y, parameters[0], parameters[1]);
@@ -52,9 +63,10 @@ Program stack(std::vector<std::size_t> calls) {
 }
 
 Scenario scenario_of(std::vector<bool> sync,
-                     std::vector<std::size_t> calls = {1, 2}) {
+                     std::vector<std::size_t> calls = {1, 2},
+                     Linear linear = &lowtide::shard::linear) {
   return {.units = model_of(2, layers_of_a_unit()),
-          .program = stack(std::move(calls)),
+          .program = stack(std::move(calls), linear),
           .sync = std::move(sync)};
 }
 
@@ -169,6 +181,51 @@ TEST_P(FusedTest, HooksSeeTheGradient) {
     fuse_hooked(rank);
     run_step(rank, scenario, 0);
     EXPECT_EQ(total(rank, &FusedUses::hooks), 2 * 5);
+    EXPECT_EQ(total(rank, &FusedUses::added), 0);
+  });
+}
+
+TEST_P(FusedTest, CompiledLayersHaveExactBits) {
+  for (const std::vector<bool>& sync :
+       {std::vector<bool>{true}, {true, true}, {false, false, true}}) {
+    SCOPED_TRACE(testing::PrintToString(sync));
+    expect_naive_bits(scenario_of(sync, {1, 2}, &compiled_linear), GetParam(),
+                      fuse);
+  }
+}
+
+TEST_P(FusedTest, CompiledLayersAddASecondUseToo) {
+  const auto scenario = scenario_of({true}, {1, 2, 1}, &compiled_linear);
+  expect_naive_bits(scenario, GetParam(), fuse);
+  run_ranks(GetParam(), [&](Exchange& exchange, std::int64_t r) {
+    Rank rank(exchange, r, scenario.units);
+    fuse(rank);
+    run_step(rank, scenario, 0);
+    EXPECT_EQ(total(rank, &FusedUses::added), 7);
+    EXPECT_EQ(total(rank, &FusedUses::repeated), 0);
+  });
+}
+
+TEST(FusedFallback, CompiledLayersRefuseHooks) {
+  run_ranks(2, [&](Exchange& exchange, std::int64_t r) {
+    const auto scenario = scenario_of({true}, {1, 2}, &compiled_linear);
+    Rank rank(exchange, r, scenario.units);
+    fuse_hooked(rank);
+    EXPECT_THAT([&] { run_step(rank, scenario, 0); },
+                testing::ThrowsMessage<Error>(
+                    testing::HasSubstr("got hooks on the full parameter")));
+  });
+}
+
+// A backward for other inputs wants no gradient of the weights.
+TEST(FusedFallback, CompiledLayersAddNothingThatIsNotAskedFor) {
+  run_ranks(2, [&](Exchange& exchange, std::int64_t r) {
+    const auto scenario = scenario_of({true}, {1, 2}, &compiled_linear);
+    Rank rank(exchange, r, scenario.units);
+    fuse(rank);
+    const auto x = input_of(scenario, r, 0, 0).requires_grad_();
+    const auto loss = loss_of(scenario.program(rank, x));
+    EXPECT_TRUE(torch::autograd::grad({loss}, {x})[0].defined());
     EXPECT_EQ(total(rank, &FusedUses::added), 0);
   });
 }

@@ -1,9 +1,11 @@
-"""Compiled blocks of a model with ``grads="fused"``: one graph, no recompilation per
-layer, the exact mode's bits, and the report says that compiled calls stay exact."""
+"""Compiled blocks of a model with ``grads="fused"``: weight gradients are added where
+they are reduced from, whatever order backwards come in and however often a layer is
+called; one graph for equal blocks; what compiled code cannot fuse is exact or refused
+by name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,10 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._inductor.utils import run_fw_bw_and_get_code
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
+from lowtide._state.unit import unit_state
 
-DIM = 8
+DIM, BLOCKS = 8, 3
+BACKENDS = ("aot_eager", "inductor")
+MICROBATCHES = 3
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -23,6 +30,12 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    torch._dynamo.reset()
+    counters.clear()
 
 
 class Block(nn.Module):
@@ -35,40 +48,215 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-def trained(grads: str, backend: str = "") -> tuple[Any, list[torch.Tensor]]:
+class Twice(Block):
+    """Calls with equal arguments, which a compiler may take for one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x))) + self.down(torch.tanh(self.up(x)))
+
+
+class Checkpointed(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def sharded(grads: str, backend: str, block: type[Block] = Block) -> Any:
     torch.manual_seed(0)
-    model: Any = nn.Sequential(*(Block() for _ in range(3)), nn.Linear(DIM, DIM))
-    for block in model[:3]:
+    blocks = [block() for _ in range(BLOCKS)]
+    model: Any = nn.Sequential(*blocks, nn.Linear(DIM, DIM))
+    for each in blocks:
         if backend:
-            block.compile(backend=backend, fullgraph=True)
-        lowtide.fully_shard(block, grads=grads)
+            each.compile(backend=backend, fullgraph=True)
+        lowtide.fully_shard(each, grads=grads)
     lowtide.fully_shard(model, grads=grads)
+    return model
+
+
+def batches() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    for micro in range(3):
-        model.set_requires_gradient_sync(micro == 2)
-        model(torch.randn(4, DIM, generator=generator)).pow(2).sum().backward()
-    return model, [p.grad.full_tensor() for p in model.parameters()]
+    return [torch.randn(2, 4, DIM, generator=generator) for _ in range(MICROBATCHES)]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_calls_stay_exact_and_are_counted(backend):
-    counters.clear()
-    _, expected = trained("exact", backend)
-    graphs = counters["stats"]["unique_graphs"]
+def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model(x).pow(2).sum()
+
+
+def in_turns(model: Any) -> None:
+    for micro, x in enumerate(batches()):
+        model.set_requires_gradient_sync(micro == MICROBATCHES - 1)
+        loss_of(model, x).backward()
+
+
+def each_reduced(model: Any) -> None:
+    for x in batches():
+        loss_of(model, x).backward()
+
+
+def forwards_first(model: Any) -> None:
+    for loss in [loss_of(model, x) for x in batches()]:
+        loss.backward()
+
+
+def one_backward(model: Any) -> None:
+    torch.stack([loss_of(model, x) for x in batches()]).sum().backward()
+
+
+def retained(model: Any) -> None:
+    loss = loss_of(model, batches()[0])
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def gradients(model: Any) -> list[torch.Tensor]:
+    return [p.grad.full_tensor() for p in model.parameters()]
+
+
+def trained(
+    grads: str,
+    backend: str,
+    steps: Callable[[Any], None],
+    block: type[Block] = Block,
+) -> list[torch.Tensor]:
+    model = sharded(grads, backend, block)
+    steps(model)
+    return gradients(model)
+
+
+def uses(model: Any) -> list[int]:
+    """Products added in place, by weight of a block."""
+    units = [unit_state(block) for block in model[:BLOCKS]]
+    return [use.added for unit in units for use in unit.unit.fused_uses if use.added]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("steps", [in_turns, each_reduced, forwards_first])
+def test_compiled_layers_add_in_place_with_the_exact_modes_bits(backend, steps):
+    expected = trained("exact", backend, steps)
+    exact_graphs = counters["stats"]["unique_graphs"]
+    fresh_counters()
+    model = sharded("fused", backend)
+    steps(model)
+    for gradient, other in zip(gradients(model), expected, strict=True):
+        assert torch.equal(gradient, other)
+    assert uses(model) == [MICROBATCHES] * (2 * BLOCKS)
+    # One for the first block, whose input needs no gradient, one for the others.
+    assert counters["stats"]["unique_graphs"] == exact_graphs == 2
+    report = lowtide.memory_report(model).fused
+    assert report is not None and report.exact == {}
+
+
+def fresh_counters() -> None:
     torch._dynamo.reset()
     counters.clear()
-    model, gradients = trained("fused", backend)
-    for gradient, other in zip(gradients, expected, strict=True):
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("steps", "block"),
+    [(one_backward, Block), (in_turns, Twice), (in_turns, Checkpointed)],
+)
+def test_products_of_one_backward_are_all_added(backend, steps, block):
+    expected = trained("exact", "", steps, block)
+    model = sharded("fused", backend, block)
+    steps(model)
+    for gradient, other in zip(gradients(model), expected, strict=True):
+        torch.testing.assert_close(gradient, other)
+    calls = MICROBATCHES * (2 if block is Twice else 1)
+    assert uses(model) == [calls] * (2 * BLOCKS)
+
+
+def test_a_retained_graph_adds_again():
+    expected = trained("exact", "", retained)
+    found = trained("fused", "aot_eager", retained)
+    for gradient, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient, other)
+
+
+def test_the_compiled_backward_has_no_gradient_of_the_weight():
+    model = sharded("fused", "")
+    model(batches()[0])  # units, and full parameters
+    block = model[1]
+    compiled = torch.compile(Block.forward, backend="inductor", fullgraph=True)
+
+    def run() -> torch.Tensor:
+        x = batches()[0].requires_grad_()
+        block.unshard()
+        return compiled(block, x).sum()
+
+    _, (_, backward) = run_fw_bw_and_get_code(run)
+    assert backward.count("torch.ops.lowtide.add_weight_gradient.default(") == 2
+    # The products: the gradients of `up` and of the input, and no weight's.
+    products = [line for line in backward.splitlines() if "extern_kernels.mm" in line]
+    assert len(products) == 2
+    (returned,) = (line for line in backward.splitlines() if "return (" in line)
+    # up.weight, up.bias, x, down.weight
+    assert sum("None" in value for value in returned.split(",")) == 2
+
+
+def test_inputs_of_backward_and_frozen_weights_add_nothing():
+    model = sharded("fused", "aot_eager")
+    x = batches()[0].requires_grad_()
+    loss_of(model, x).backward(inputs=[x])
+    assert x.grad is not None and uses(model) == []
+    for block in model[:BLOCKS]:
+        block.up.weight.requires_grad_(False)
+    loss_of(model, x).backward()
+    assert uses(model) == [1] * BLOCKS
+    assert all(block.up.weight.grad is None for block in model[:BLOCKS])
+
+
+def test_autocast_is_exact():
+    def steps(model: Any) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            in_turns(model)
+
+    expected = trained("exact", "aot_eager", steps)
+    fresh_counters()
+    model = sharded("fused", "aot_eager")
+    steps(model)
+    for gradient, other in zip(gradients(model), expected, strict=True):
         assert torch.equal(gradient, other)
-    # One for the first block, whose input needs no gradient, one for the others:
-    # nothing of a layer is baked into it.
-    assert counters["stats"]["unique_graphs"] == graphs == 2
     report = lowtide.memory_report(model).fused
     assert report is not None
-    assert "3.weight" not in report.exact
-    assert report.exact == {
-        f"{block}.{name}.weight": "torch.compile, or not by its layer's forward "
-        "(3 uses)"
-        for block in range(3)
-        for name in ("up", "down")
-    }
+    assert report.exact["1.up.weight"] == "not by its layer's forward (3 uses)"
+
+
+def test_a_gradient_that_compiled_code_has_not_is_refused():
+    model = sharded("fused", "aot_eager")
+    loss = loss_of(model, batches()[0])
+    full = unit_state(model[2]).parameters[-1].full
+    with pytest.raises(RuntimeError, match=r"torch\.autograd\.grad with respect to"):
+        torch.autograd.grad(loss, [full])
+
+
+def test_other_weights_in_compiled_code_are_refused():
+    model = sharded("fused", "")
+    model(batches()[0])
+    linear = model[1].up
+    weights = {"weight": torch.randn(2 * DIM, DIM, requires_grad=True)}
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(linear, weights, (x,))
+
+    model[1].unshard()
+    out = torch.compile(call, backend="aot_eager")(batches()[0])
+    with pytest.raises(RuntimeError, match="the full parameter that lowtide gathered"):
+        out.sum().backward()
+
+
+def test_opcheck():
+    passed = {"test_schema", "test_autograd_registration", "test_faketensor"}
+    operator = torch.ops.lowtide.fused_linear.default
+    for bias in (torch.randn(5), None):
+        arguments = (torch.randn(2, 3, 4), torch.randn(5, 4), bias)
+        found = torch.library.opcheck(operator, arguments)
+        assert found == dict.fromkeys(
+            [*passed, "test_aot_dispatch_dynamic"], "SUCCESS"
+        )
+    # The others run it on copies of the weight, which no unit has.
+    found = torch.library.opcheck(
+        torch.ops.lowtide.add_weight_gradient.default,
+        (torch.randn(5, 4), torch.randn(6, 5), torch.randn(6, 4)),
+        test_utils=["test_autograd_registration", "test_faketensor"],
+    )
+    assert set(found.values()) == {"SUCCESS"}

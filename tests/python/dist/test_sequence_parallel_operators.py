@@ -24,6 +24,7 @@ ELSEWHERE = {
         "add_rows_",
         "weight_gradient_",
     ),
+    "compile/test_fused_compile.py": ("fused_linear", "add_weight_gradient"),
     "unit/test_losses_autograd.py": (
         "linear_cross_entropy",
         "linear_cross_entropy_backward",
