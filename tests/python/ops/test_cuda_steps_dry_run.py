@@ -54,7 +54,7 @@ def capture(stub: CudaStub, kind: str) -> dict[str, int | str]:
     return json.loads(stub.run(program, memory=MEMORY, events="immediate"))
 
 
-@pytest.mark.parametrize("kind", (*STEADY[:2], "fused"))
+@pytest.mark.parametrize("kind", [*STEADY[:2], "fused"])
 def test_a_graph_captures_a_step(stub: CudaStub, kind: str) -> None:
     """Forward, backward, clipping and the optimizer, with eager steps in between: every
     stream joins and is joined, no wait reaches out of the graph, nothing runs beside
