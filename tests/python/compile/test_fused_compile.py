@@ -250,9 +250,7 @@ def test_opcheck():
     for bias in (torch.randn(5), None):
         arguments = (torch.randn(2, 3, 4), torch.randn(5, 4), bias)
         found = torch.library.opcheck(operator, arguments)
-        assert found == dict.fromkeys(
-            [*passed, "test_aot_dispatch_dynamic"], "SUCCESS"
-        )
+        assert found == dict.fromkeys([*passed, "test_aot_dispatch_dynamic"], "SUCCESS")
     # The others run it on copies of the weight, which no unit has.
     found = torch.library.opcheck(
         torch.ops.lowtide.add_weight_gradient.default,
