@@ -46,6 +46,7 @@ CASES = (
     "optimizer_step",
     "step_cpu",
     "import_time",
+    "plan_cost",
 )
 
 DOCS_HEAD = """\

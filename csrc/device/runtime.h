@@ -94,6 +94,9 @@ class Runtime {
     return std::nullopt;
   }
 
+  // Whether work on the current stream is being recorded as a graph.
+  virtual bool capturing() const { return false; }
+
   // What is enqueued on `stream` from now on runs after `event`.  Never blocks
   // the host on a device with streams.
   virtual void wait(Stream stream, const Event& event) = 0;

@@ -45,10 +45,14 @@ class ScriptedRuntime final : public CpuRuntime {
   Event record(Stream stream) override;
   void wait(Stream stream, const Event& event) override;
   void synchronize(Stream stream) override;
+  bool capturing() const override { return capturing_; }
   void touches(Stream stream, const void* begin, std::size_t bytes,
                Access access) override;
   void describe(const void* begin, std::string_view kind,
                 std::string_view name) override;
+
+  // As if a graph began or ended to record.
+  void set_capturing(bool capturing) { capturing_ = capturing; }
 
   // Stands for a kernel of the user's on `stream`.
   EntryId mark(Stream stream, std::string name);
@@ -88,6 +92,7 @@ class ScriptedRuntime final : public CpuRuntime {
   class State;
   // Shared with what it allocated, which may outlive it.
   std::shared_ptr<State> state_;
+  bool capturing_ = false;
 };
 
 }  // namespace lowtide::device

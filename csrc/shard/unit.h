@@ -258,6 +258,7 @@ class Unit final : public BackwardReceiver,
   void open_main_gradients();
   void close_main_gradient(std::int32_t i);
   at::Tensor what_main_gradient_lacks(std::int32_t i, at::Tensor gradient);
+  void require_host(std::int32_t i) const;
   void add_product(std::int32_t i, const at::Tensor& grad_output,
                    const at::Tensor& input);
 
@@ -296,6 +297,7 @@ class Unit final : public BackwardReceiver,
   Unit* next_in_backward_ = nullptr;  // to be gathered at the point
   GatherPoint gather_point_;
   bool in_backward_ = false;      // takes part in the current backward
+  bool captured_ = false;         // which began while a graph was recorded
   bool output_gradient_ = false;  // between output gradient and inputs done
 };
 

@@ -79,8 +79,23 @@ void Unit::on_only_product(std::int32_t i, const at::Tensor& grad_output,
   }
   root_->open_backward();
   begin_backward();
+  require_host(i);
   parameter.offered = true;
   add_product(i, grad_output, input);
+}
+
+// A graph of the compiled code alone would run again without this call.
+void Unit::require_host(std::int32_t i) const {
+  if (memory_->runtime().capturing() == captured_) {
+    return;
+  }
+  throw Error(base::error_text(
+      base::concat("parameter '", gradients_.parameter(i).name, "'"),
+      "compiled code whose backward runs on the host in every step, or a CUDA "
+      "graph of the whole step",
+      "a CUDA graph of the compiled backward",
+      "Compile it without mode=\"reduce-overhead\" (CUDA graph trees), or "
+      "shard it with grads=\"exact\"."));
 }
 
 void Unit::add_product(std::int32_t i, const at::Tensor& grad_output,

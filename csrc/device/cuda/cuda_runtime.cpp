@@ -57,12 +57,14 @@ Event CudaRuntime::record(Stream stream) {
   return Event(std::move(point));
 }
 
+bool CudaRuntime::capturing() const {
+  return c10::cuda::currentStreamCaptureStatusMayInitCtx() !=
+         c10::cuda::CaptureStatus::None;
+}
+
 // A capture has no time.
 Event CudaRuntime::record_time(Stream stream) {
-  const auto capture = c10::cuda::currentStreamCaptureStatusMayInitCtx();
-  return capture == c10::cuda::CaptureStatus::None
-             ? GuardRuntime::record_time(stream)
-             : Event();
+  return capturing() ? Event() : GuardRuntime::record_time(stream);
 }
 
 void CudaRuntime::wait(Stream stream, const Event& event) {

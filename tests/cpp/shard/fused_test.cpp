@@ -217,6 +217,43 @@ TEST(FusedFallback, CompiledLayersRefuseHooks) {
   });
 }
 
+// CUDA graph trees record the compiled backward, not what calls it.
+TEST(FusedFallback, CompiledLayersRefuseAGraphOfTheirOwn) {
+  run_ranks(2, [&](Exchange& exchange, std::int64_t r) {
+    auto scenario = scenario_of({true}, {1, 2}, &compiled_linear);
+    scenario.units.pop_back();
+    device::ScriptedRuntime* runtime = nullptr;
+    scenario.program = [&](Layers& layers, const at::Tensor& x) {
+      return layers.call(0, x, [&](const auto& parameters, const auto& input) {
+        const auto y = layers.call(1, input, [&](const auto& p, const auto& z) {
+          const auto h = compiled_linear(layers, 1, 0, z, p[0], p[1]);
+          h.register_hook(
+              [&](const at::Tensor&) { runtime->set_capturing(true); });
+          return compiled_linear(layers, 1, 2, h.tanh(), p[2]) * p[3];
+        });
+        return compiled_linear(layers, 0, 0, y, parameters[0], parameters[1]);
+      });
+    };
+    Rank rank(exchange, r, scenario.units);
+    runtime = rank.runtime.get();
+    fuse(rank);
+    EXPECT_THAT([&] { run_step(rank, scenario, 0); },
+                testing::ThrowsMessage<Error>(testing::HasSubstr(
+                    "got a CUDA graph of the compiled backward")));
+  });
+}
+
+TEST(FusedFallback, CompiledLayersMayBeInAGraphOfTheWholeStep) {
+  run_ranks(2, [&](Exchange& exchange, std::int64_t r) {
+    const auto scenario = scenario_of({true}, {1, 2}, &compiled_linear);
+    Rank rank(exchange, r, scenario.units);
+    fuse(rank);
+    rank.runtime->set_capturing(true);
+    run_step(rank, scenario, 0);
+    EXPECT_EQ(total(rank, &FusedUses::added), 5);
+  });
+}
+
 // A backward for other inputs wants no gradient of the weights.
 TEST(FusedFallback, CompiledLayersAddNothingThatIsNotAskedFor) {
   run_ranks(2, [&](Exchange& exchange, std::int64_t r) {

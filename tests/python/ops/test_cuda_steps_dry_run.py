@@ -20,6 +20,7 @@ STEADY = (
     "offloaded",
     "fused",
     "fused, two microbatches without sync",
+    "fused and compiled",
 )
 
 

@@ -31,6 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "offloaded": {"policy": lowtide.ActivationPolicy(offload=["input"])},
     "fused": {"grads": "fused"},
     "fused, two microbatches without sync": {"grads": "fused", "microbatches": 2},
+    "fused and compiled": {"grads": "fused", "compiled": True},
     "read back": {"read": True},
 }
 
@@ -47,6 +48,7 @@ def step_of(
     grads: Literal["exact", "fused"] = "exact",
     policy: lowtide.ActivationPolicy | None = None,
     read: bool = False,
+    compiled: bool = False,
     capturable: bool = False,
     prepare: Callable[[nn.Module], None] = lambda model: None,
 ) -> Callable[[], None]:
@@ -54,6 +56,8 @@ def step_of(
         model: Any = Llama(CONFIGS["tiny"])
     precision = lowtide.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for layer in model.layers:
+        if compiled:
+            layer.compile(backend="aot_eager", fullgraph=True)
         if policy is not None:
             lowtide.checkpoint(layer, policy)
         lowtide.fully_shard(layer, mp_policy=precision, grads=grads)
