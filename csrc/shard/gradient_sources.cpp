@@ -47,9 +47,9 @@ void GradientStream::accept(UnitGradients& unit, std::int32_t i,
     return;
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  parameter.source = parameter.source.defined()
-                         ? at::add(parameter.source, gradient)
-                         : std::move(gradient);
+  const bool is_new = !parameter.source.defined();
+  parameter.source =
+      is_new ? std::move(gradient) : at::add(parameter.source, gradient);
   ring_.compute_has_moved();
   parameter.held = parameter.held || hold;
   if (parameter.held) {
@@ -64,7 +64,7 @@ void GradientStream::accept(UnitGradients& unit, std::int32_t i,
     }
     const auto piece = static_cast<std::size_t>(where.piece);
     if (is_small(parameter)) {
-      ++entries_[place].pieces_waiting;
+      entries_[place].pieces_waiting += is_new ? 1 : 0;
     } else {
       write_pieces(place, {piece});
     }

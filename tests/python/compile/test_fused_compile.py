@@ -251,10 +251,10 @@ def test_opcheck():
         arguments = (torch.randn(2, 3, 4), torch.randn(5, 4), bias)
         found = torch.library.opcheck(operator, arguments)
         assert found == dict.fromkeys([*passed, "test_aot_dispatch_dynamic"], "SUCCESS")
-    # The others run it on copies of the weight, which no unit has.
+    # The other checks run it on copies of the weight, which no unit has.
     found = torch.library.opcheck(
         torch.ops.lowtide.add_weight_gradient.default,
         (torch.randn(5, 4), torch.randn(6, 5), torch.randn(6, 4)),
-        test_utils=["test_autograd_registration", "test_faketensor"],
+        test_utils=["test_autograd_registration"],
     )
-    assert set(found.values()) == {"SUCCESS"}
+    assert found == {"test_autograd_registration": "SUCCESS"}

@@ -22,9 +22,9 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide import _C
 from lowtide._state.gather_axes import axis_of
 from lowtide._state.memory import ledger
+from support.sequence_parallel import bytes_held_after
 
 CPU = torch.device("cpu")
 BATCH, SEQ, DIM, HIDDEN = 2, 8, 16, 24
@@ -126,12 +126,7 @@ def held_between(again: bool) -> int:
         lowtide.rematerialize_gathers(model, ["*.ffn"], min_bytes=0)
     local = torch.randn(BATCH, 64, DIM)
     x = DTensor.from_local(local, mesh, (Shard(1),)).requires_grad_()
-    timeline = _C.AllocationTimeline(CPU, ledger(CPU), capacity=1 << 14)
-    with timeline:
-        loss = model(x).sum()
-        live = timeline.samples()["total"][-1]
-    loss.backward()
-    return live
+    return bytes_held_after(lambda: model(x).sum())
 
 
 def test_the_gathered_inputs_are_not_held(pool_of):

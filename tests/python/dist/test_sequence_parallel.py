@@ -3,7 +3,6 @@ shard held instead of the gathered value."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -12,13 +11,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import lowtide
-from lowtide import _C
-from lowtide._state.memory import ledger
 from support.sequence_parallel import (
-    CPU,
     DTYPES,
     EVERYTHING,
     FEATURES,
+    bytes_held_after,
     consumers,
     figures,
     fresh_figures,
@@ -137,34 +134,16 @@ def test_autocast(pool_of):
 
 
 def saved_bytes(regather: bool) -> int:
-    """Live bytes between forward and backward, beyond those before."""
     shard = shard_of(dist.get_rank(), rows=512)
     weights = weights_of((1,), 0)
-    settle()
-    timeline = _C.AllocationTimeline(CPU, ledger(CPU))
-    with timeline:
+
+    def forward() -> torch.Tensor:
         (y,) = lowtide.sp_gather_linear(
             shard * 1, weights, group=group(), name="big", regather=regather
         )
-        loss = y.sum()
-        del y
-        settle()
-        live = min(sampled(timeline) for _ in range(40))
-    loss.backward()
-    return live
+        return y.sum()
 
-
-def settle() -> None:
-    """Threads of gloo hold the tensors of their last call until the next one."""
-    for _ in range(8):
-        dist.barrier(group())
-    time.sleep(0.05)
-
-
-def sampled(timeline: Any) -> int:
-    time.sleep(0.01)  # gloo's worker, as above
-    torch.empty(1)
-    return timeline.samples()["total"][-1]
+    return bytes_held_after(forward)
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -17,6 +17,7 @@ from torch.distributed._functional_collectives import (
     reduce_scatter_tensor_autograd,
 )
 
+from lowtide import _C
 from lowtide._state.gather_axes import axis_of
 from lowtide._state.memory import ledger
 
@@ -24,6 +25,26 @@ ROWS, FEATURES = 6, 8
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 EVERYTHING: dict[str, Any] = {"regather": "all", "min_bytes": 0}
+
+
+def bytes_held_after(forward: Callable[[], Tensor]) -> int:
+    """Live bytes between forward and backward, beyond those before.
+
+    The least of several runs: in some of them a thread of gloo still holds the tensors
+    of its last call, for as long as it likes."""
+
+    def held() -> int:
+        timeline = _C.AllocationTimeline(CPU, ledger(CPU), capacity=1 << 14)
+        with timeline:
+            loss = forward()
+            dist.barrier(group())
+            time.sleep(0.01)
+            torch.empty(1)
+            live = timeline.samples()["total"][-1]
+        loss.backward()
+        return live
+
+    return min(held() for _ in range(12))
 
 
 def group() -> dist.ProcessGroup:

@@ -1,0 +1,71 @@
+// The part of ParameterBuffers for what forward leaves to gather backward's
+// parameters from, over a smaller group than the shards'.
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include "shard/parameter_buffers.h"
+
+namespace lowtide::shard {
+
+template <typename Visit>
+std::int64_t ParameterBuffers::for_each_part(std::int64_t parts,
+                                             Visit visit) const {
+  std::int64_t kept = 0;
+  for (std::size_t i = 0; i < layout_.size(); ++i) {
+    const auto bytes = layout_[i].gathered_bytes / parts;
+    if (bytes > 0) {
+      visit(layout_[i].gathered_offset, kept, bytes);
+    }
+    kept += (bytes + memory::kAlignment - 1) / memory::kAlignment *
+            memory::kAlignment;
+  }
+  return kept;
+}
+
+void ParameterBuffers::keep_part(std::int64_t index, std::int64_t parts) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  kept_bytes_ = for_each_part(parts, [](auto, auto, auto) {});
+  if (kept_bytes_ > 0) {
+    kept_.own(memory_->lease(memory::Category::gathered, *unit_, kept_bytes_),
+              kept_bytes_);
+    auto& runtime = memory_->runtime();
+    for_each_part(parts, [&](auto from, auto to, auto bytes) {
+      auto kept = kept_.view(at::kByte, {bytes}, {1}, to);
+      const auto part =
+          gathered_.view(at::kByte, {bytes}, {1}, from + index * bytes);
+      runtime.touches(device::Stream::compute, part.const_data_ptr(),
+                      part.nbytes(), device::Access::read);
+      runtime.touches(device::Stream::compute, kept.const_data_ptr(),
+                      kept.nbytes(), device::Access::write);
+      kept.copy_(part);
+    });
+  }
+  release();
+}
+
+std::unique_ptr<comm::Pending> ParameterBuffers::gather_parts(
+    comm::Collectives& group) {
+  auto& runtime = memory_->runtime();
+  bind_gathered(memory_->lease(memory::Category::gathered, *unit_,
+                               layout_.gathered_bytes()));
+  runtime.wait(device::Stream::gather, runtime.record(device::Stream::compute));
+  const device::StreamScope scope(runtime, device::Stream::gather);
+  std::vector<at::Tensor> outs;
+  std::vector<at::Tensor> ins;
+  for_each_part(group.size(), [&](auto to, auto from, auto bytes) {
+    outs.push_back(gathered_.view(at::kByte, {group.size() * bytes}, {1}, to));
+    ins.push_back(kept_.view(at::kByte, {bytes}, {1}, from));
+  });
+  try {
+    return group.all_gather(outs, ins, *unit_);
+  } catch (...) {
+    release();
+    throw;
+  }
+}
+
+void ParameterBuffers::drop_part() {
+  kept_.unbind();
+  kept_bytes_ = 0;
+}
+
+}  // namespace lowtide::shard
