@@ -217,6 +217,66 @@ TEST(RowStreamTest, HoldsTwoBlocksAndTheRing) {
   });
 }
 
+// An embedding's forward: larger blocks than its gradient's, every row in one.
+TEST(RowStreamTest, ALookupReadsEveryRowOnceInItsOwnBlocks) {
+  constexpr std::int64_t kRows = 40;
+  for (const std::int64_t world_size : {1, 2, 3, 4}) {
+    run_ranks(world_size, [&](Exchange& exchange, std::int64_t r) {
+      const auto units = model_with_head(at::kBFloat16);
+      Rank rank(exchange, r, units);
+      const auto full = small_integers(units);
+      rank.load(full);
+      rank.root->set_gradient_budget(1);
+      auto& unit = rank.unit(kHead);
+      RowStream& stream = unit.look_up_rows(kRows);
+      EXPECT_TRUE(unit.looks_up_rows());
+      EXPECT_EQ(stream.lookup_rows(), kRows);
+      EXPECT_LT(stream.block_rows(), kRows);
+      std::vector<std::int64_t> seen(kVocabulary, 0);
+      stream.begin_lookup();
+      for (std::int64_t begin = 0; begin < stream.padded_rows();
+           begin += kRows) {
+        const auto count = std::min(kRows, stream.padded_rows() - begin);
+        const auto rows = SquaredLogits::read(rank, stream, begin / kRows, "");
+        ASSERT_EQ(rows.size(0), world_size * count);
+        for (std::int64_t i = 0; i < rows.size(0); ++i) {
+          const auto row = i / count * stream.padded_rows() + begin + i % count;
+          if (row >= kVocabulary) continue;
+          ++seen[static_cast<std::size_t>(row)];
+          EXPECT_TRUE(same_bits(rows[i].to(at::kFloat), full[kHead][0][row]))
+              << row;
+        }
+      }
+      stream.end();
+      EXPECT_EQ(seen, std::vector<std::int64_t>(kVocabulary, 1));
+      EXPECT_EQ(rank.live(memory::Category::gathered), 0);
+      EXPECT_EQ(rank.peak(memory::Category::gathered),
+                unit.planned_gathered_bytes());
+      EXPECT_EQ(
+          unit.planned_gathered_bytes(),
+          world_size * std::min(2 * kRows, stream.padded_rows()) * kWidth * 2);
+      EXPECT_THAT(rank.runtime->violations(), IsEmpty());
+    });
+  }
+}
+
+// What stays gathered until backward is read there, not looked up.
+TEST(RowStreamTest, ATableThatStaysGatheredIsNotLookedUp) {
+  run_ranks(2, [&](Exchange& exchange, std::int64_t r) {
+    Rank rank(exchange, r, model_with_head());
+    auto& unit = rank.unit(kHead);
+    unit.look_up_rows(40);
+    unit.reshard_after_forward = false;
+    EXPECT_FALSE(unit.looks_up_rows());
+    EXPECT_EQ(unit.planned_gathered_bytes(), unit.buffers().gathered_bytes());
+    unit.reshard_after_forward = true;
+    unit.unshard();
+    EXPECT_FALSE(unit.looks_up_rows());
+    unit.reshard();
+    EXPECT_TRUE(unit.looks_up_rows());
+  });
+}
+
 TEST(RowStreamTest, TheNextGatherDoesNotWaitForTheKernelsOfABlock) {
   run_ranks(2, [&](Exchange& exchange, std::int64_t r) {
     const auto units = model_with_head();
