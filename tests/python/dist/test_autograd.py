@@ -10,7 +10,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from support.layers import NUM_STEPS, Blocks, Pattern, blocks, data, sgd, train, wrap
-from support.recorder import Record, Recorder, assert_same_records, finish_step
+from support.recorder import (
+    Record,
+    Recorder,
+    assert_pattern_equals_fsdp2,
+    assert_same_records,
+    finish_step,
+)
 from support.systems import System, get_system
 
 
@@ -211,21 +217,10 @@ PATTERNS: dict[str, Pattern] = {
 }
 
 
-def record_pattern(system: str, pattern: str) -> Record:
-    record = Recorder()
-    PATTERNS[pattern](get_system(system), record)
-    return record.values
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_pattern_equals_fsdp2(pool_of, pattern, num_ranks):
-    pool = pool_of(num_ranks)
-    theirs = pool.run(record_pattern, "fsdp2", pattern, timeout=40)
-    ours = pool.run(record_pattern, "lowtide", pattern, timeout=40)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert len(mine) >= NUM_STEPS
-        assert_same_records(mine, other)
+    assert_pattern_equals_fsdp2(pool_of(num_ranks), __name__, pattern)
 
 
 def many_microbatches(system_name: str) -> Record:

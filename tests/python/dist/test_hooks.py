@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from support.layers import NUM_STEPS, Pattern, blocks, data, train
-from support.recorder import Record, Recorder, assert_same_records
+from support.recorder import Recorder, assert_pattern_equals_fsdp2
 from support.systems import System, get_system
 
 
@@ -88,21 +88,10 @@ PATTERNS: dict[str, Pattern] = {
 }
 
 
-def record_pattern(system: str, pattern: str) -> Record:
-    record = Recorder()
-    PATTERNS[pattern](get_system(system), record)
-    return record.values
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_hooks_get_what_fsdp2_gives_them(pool_of, pattern, num_ranks):
-    pool = pool_of(num_ranks)
-    theirs = pool.run(record_pattern, "fsdp2", pattern, timeout=40)
-    ours = pool.run(record_pattern, "lowtide", pattern, timeout=40)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert len(mine) >= NUM_STEPS
-        assert_same_records(mine, other)
+    assert_pattern_equals_fsdp2(pool_of(num_ranks), __name__, pattern)
 
 
 def order_of_hooks(system_name: str) -> list[str]:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from support.model import ModelConfig, batch, build, loss_fn
-from support.recorder import Record, Recorder, assert_same_records, finish_step
-from support.systems import System, get_system
+from support.recorder import Recorder, assert_pattern_equals_fsdp2, finish_step
+from support.systems import System
 from support.training import Run, adamw, local, shard
 
 CONFIG = ModelConfig(dim=16, num_heads=2, ffn=22, vocab=37, num_layers=3)
@@ -321,18 +321,7 @@ PATTERNS: dict[str, Pattern] = {
 }
 
 
-def record_pattern(system: str, pattern: str) -> Record:
-    record = Recorder()
-    PATTERNS[pattern](get_system(system), record)
-    return record.values
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_pattern_equals_fsdp2(pool_of, pattern, num_ranks):
-    pool = pool_of(num_ranks)
-    theirs = pool.run(record_pattern, "fsdp2", pattern, timeout=40)
-    ours = pool.run(record_pattern, "lowtide", pattern, timeout=40)
-    for rank in range(num_ranks):
-        assert_same_records(ours[rank], theirs[rank])
-        assert sum(value is not None for _, value in theirs[rank]) >= NUM_STEPS
+    assert_pattern_equals_fsdp2(pool_of(num_ranks), __name__, pattern)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
 from torch import nn
 
 from support.bits import difference, same_bits
+from support.ranks import RankPool
+from support.systems import get_system
 from support.training import local
 
 Record = list[tuple[str, torch.Tensor | None]]
@@ -44,3 +47,20 @@ def assert_same_records(actual: Record, expected: Record) -> None:
         if not same_bits(value, other)
     ]
     assert not wrong, (wrong[:5], len(wrong))
+
+
+def record_pattern(module: str, pattern: str, system: str) -> Record:
+    """``module``: a test's, whose PATTERNS are programs by name."""
+    record = Recorder()
+    importlib.import_module(module).PATTERNS[pattern](get_system(system), record)
+    return record.values
+
+
+def assert_pattern_equals_fsdp2(pool: RankPool, module: str, pattern: str) -> None:
+    """On every rank the bits of everything that is recorded, values that are no None
+    among it."""
+    theirs = pool.run(record_pattern, module, pattern, "fsdp2", timeout=40)
+    ours = pool.run(record_pattern, module, pattern, "lowtide", timeout=40)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_same_records(mine, other)
+        assert any(value is not None for _, value in other)
