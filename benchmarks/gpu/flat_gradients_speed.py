@@ -7,7 +7,6 @@ microbatches up to where the input of the reduce-scatter is there.
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 from functools import partial
 from typing import Any
@@ -30,12 +29,6 @@ import lowtide
 from support.model import ModelConfig
 
 
-def available() -> list[str]:
-    """lowtide's variants that this version has."""
-    has_fused = "grads" in inspect.signature(lowtide.fully_shard).parameters
-    return [name for name in LOWTIDE if name != "fused" or has_fused]
-
-
 def flops(config: ModelConfig) -> int:
     """Of a step: 6 a parameter and token, less the embedding, and full attention."""
     model = model_of(config)
@@ -54,7 +47,8 @@ def main() -> None:
     start("cuda", WORLD)
     torch.set_default_device("cuda")
     models: dict[str, Any] = {
-        name: lowtide_model(config, "cuda", **LOWTIDE[name]) for name in available()
+        name: lowtide_model(config, "cuda", **settings)
+        for name, settings in LOWTIDE.items()
     }
     steps = {name: variant_step(name, config, "cuda") for name in VARIANTS}
     steps |= {
