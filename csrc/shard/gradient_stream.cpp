@@ -16,10 +16,6 @@ namespace {
 using device::Access;
 using device::Stream;
 
-std::int64_t itemsize(at::ScalarType dtype) {
-  return static_cast<std::int64_t>(c10::elementSize(dtype));
-}
-
 }  // namespace
 
 GradientStream::GradientStream(std::string root,

@@ -13,10 +13,6 @@
 namespace lowtide::shard {
 namespace {
 
-std::int64_t itemsize(at::ScalarType dtype) {
-  return static_cast<std::int64_t>(c10::elementSize(dtype));
-}
-
 // [Note: Other dimensions]
 // Split along another dimension than the first, a rank's contiguous piece is
 // not a run of the full parameter: pieces always travel packed and are copied

@@ -13,10 +13,6 @@
 namespace lowtide::shard {
 namespace {
 
-std::int64_t itemsize(at::ScalarType dtype) {
-  return static_cast<std::int64_t>(c10::elementSize(dtype));
-}
-
 // Slices lie as far apart as the pieces of a chunk do.
 std::int64_t slice_bytes(const ShardedGradients::Parameter& parameter) {
   return (parameter.shard_numel + kPieceColumnMultiple - 1) /

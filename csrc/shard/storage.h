@@ -13,6 +13,11 @@
 
 namespace lowtide::shard {
 
+// Bytes of an element.
+inline std::int64_t itemsize(at::ScalarType dtype) {
+  return static_cast<std::int64_t>(c10::elementSize(dtype));
+}
+
 class RepointedStorage {
  public:
   // Unbound: null data, zero bytes.  Indexing or multiplying a tensor on an

@@ -8,10 +8,6 @@
 namespace lowtide::shard {
 namespace {
 
-std::int64_t itemsize(at::ScalarType dtype) {
-  return static_cast<std::int64_t>(c10::elementSize(dtype));
-}
-
 // In the order their first parameter is expected.
 struct LaneMembers {
   at::ScalarType dtype;

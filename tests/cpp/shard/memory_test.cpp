@@ -29,10 +29,6 @@ std::int64_t shard_numel(const ParameterSpec& parameter) {
   return (parameter.sizes[0] + kWorldSize - 1) / kWorldSize * inner;
 }
 
-std::int64_t itemsize(at::ScalarType dtype) {
-  return static_cast<std::int64_t>(c10::elementSize(dtype));
-}
-
 template <typename Bytes>
 std::int64_t sum(const UnitSpec& unit, Bytes bytes) {
   std::int64_t total = 0;
