@@ -1,17 +1,10 @@
-#include "ops/cuda/batch.cuh"
+#include "ops/cuda/transfer_kernel.cuh"
+
+#include "ops/cuda/launch.h"
 #include "ops/cuda/transfer_kernel.h"
 
 namespace lowtide::ops::cuda {
 namespace {
-
-template <typename To, typename From, typename Operation>
-__global__ void __launch_bounds__(kTileThreads)
-    transfer_kernel(const __grid_constant__ Batch batch) {
-  for_each_tile(batch, [](const Transfer& transfer, std::int64_t tile) {
-    run_tile<To, From>(transfer, tile, static_cast<int>(threadIdx.x),
-                       Operation{});
-  });
-}
 
 template <typename Operation>
 void launch(c10::ScalarType to, c10::ScalarType from,
@@ -21,11 +14,12 @@ void launch(c10::ScalarType to, c10::ScalarType from,
     for_dtype(from, [&](auto from_value) {
       using To = decltype(to_value);
       using From = decltype(from_value);
-      for_each_batch(transfers, [&](const Batch& batch, unsigned groups) {
-        transfer_kernel<To, From, Operation>
-            <<<groups, kTileThreads, 0, stream>>>(batch);
-        C10_CUDA_KERNEL_LAUNCH_CHECK();
-      });
+      for_each_batch(transfers, resident_groups(),
+                     [&](const Batch& batch, unsigned groups) {
+                       transfer_kernel<To, From, Operation>
+                           <<<groups, kTileThreads, 0, stream>>>(batch);
+                       C10_CUDA_KERNEL_LAUNCH_CHECK();
+                     });
     });
   });
 }
