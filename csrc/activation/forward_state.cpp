@@ -10,6 +10,7 @@
 #include <mutex>
 
 #include "base/check.h"
+#include "device/captured_offset.h"
 
 namespace lowtide::activation {
 namespace {
@@ -62,28 +63,15 @@ void apply(const AutocastState& state) {
 
 }  // namespace
 
-namespace {
-
-at::Generator copy_of(at::Generator& generator) {
-  try {
-    return generator.clone();
-  } catch (const c10::Error& error) {
-    throw Error(base::error_text(
-        "checkpoint", "the state of a random generator, to compute again with",
-        base::concat("'", error.what_without_backtrace(), "'"),
-        "While a CUDA graph is captured torch gives none, to its own "
-        "checkpoint "
-        "neither: capture modules that are not checkpointed."));
-  }
-}
-
-}  // namespace
-
 RandomState RandomState::capture(c10::Device device) {
   RandomState state;
   const auto add = [&](at::Generator generator) {
     const std::lock_guard lock(generator.mutex());
-    state.saved_.push_back({generator, copy_of(generator)});
+    if (const auto offset = device::captured_offset(generator)) {
+      state.captured_ = {generator, *offset};
+    } else {
+      state.saved_.push_back({generator, generator.clone()});
+    }
   };
   add(at::globalContext().defaultGenerator(c10::Device(c10::kCPU)));
   if (!device.is_cpu()) {
@@ -93,6 +81,20 @@ RandomState RandomState::capture(c10::Device device) {
 }
 
 bool RandomState::consumed() const {
+  if (captured_) {
+    at::Generator generator = captured_->generator;
+    const std::lock_guard lock(generator.mutex());
+    const auto offset = device::captured_offset(generator);
+    if (offset != captured_->offset) {
+      throw Error(base::error_text(
+          "checkpoint",
+          "no random numbers in a region that a CUDA graph captures",
+          "operators that drew some",
+          "Computing it again takes the same numbers, and torch does not let a "
+          "generator be set back during a capture: set dropout to 0 there, or "
+          "capture modules that are not checkpointed."));
+    }
+  }
   for (const auto& saved : saved_) {
     at::Generator generator = saved.generator;
     const std::lock_guard lock(generator.mutex());

@@ -8,17 +8,21 @@
 #include <c10/core/ScalarType.h>
 
 #include <array>
+#include <cstdint>
 #include <optional>
 #include <vector>
 
 namespace lowtide::activation {
 
 // The default generators of the CPU and of one device.
+//
+// While a CUDA graph captures that device's work torch lets its generator be
+// neither copied nor set back: it must not be used then.
 class RandomState {
  public:
-  // Throws lowtide::Error where torch does not let a generator be copied.
   static RandomState capture(c10::Device device);
-  // Whether a generator has moved on since.
+  // Whether a generator has moved on since.  Throws lowtide::Error if it can
+  // not be set back.
   bool consumed() const;
   void restore() const;
 
@@ -27,7 +31,12 @@ class RandomState {
     at::Generator generator;  // the default one
     at::Generator copy;
   };
+  struct Captured {
+    at::Generator generator;
+    std::uint64_t offset;
+  };
   std::vector<Saved> saved_;
+  std::optional<Captured> captured_;
 };
 
 struct AutocastState {
@@ -47,7 +56,7 @@ class ForwardState {
   // Before the forward; `device` is that of the region's inputs.
   explicit ForwardState(c10::Device device);
 
-  // After it.  States nobody consumed are not kept.
+  // After it.  States nobody consumed are not kept.  Throws as `consumed`.
   void end_forward();
 
   // While alive on a thread, autocast and the generators are as they were

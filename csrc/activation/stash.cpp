@@ -65,7 +65,7 @@ void Stash::copy_out(const device::Event& ready) {
   if (slot_ || !source_) return;
   slot_ = memories_.host->acquire(name_, num_bytes_);
   runtime().wait(Stream::offload, ready);
-  runtime().wait(Stream::offload, slot_.last_use);
+  slot_.wait_for_last_use(Stream::offload);
   runtime().copy(Stream::offload, slot_.data(), source_.data(),
                  static_cast<std::size_t>(num_bytes_), device::Copy::to_host);
   copied_out_ = runtime().record(Stream::offload);
@@ -94,7 +94,8 @@ void Stash::fetch_locked() {
   runtime().wait(Stream::reload, copied_out_);
   runtime().copy(Stream::reload, data.mutable_get(), slot_.data(),
                  static_cast<std::size_t>(num_bytes_), device::Copy::to_device);
-  slot_.last_use = copied_back_ = runtime().record(Stream::reload);
+  copied_back_ = runtime().record(Stream::reload);
+  slot_.set_last_use(copied_back_);
   awaited_ = false;
   fetched_ = c10::Storage(c10::Storage::use_byte_size_t(), num_bytes_,
                           std::move(data), nullptr, /*resizable=*/false);

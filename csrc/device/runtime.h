@@ -94,8 +94,10 @@ class Runtime {
     return std::nullopt;
   }
 
-  // Whether work on the current stream is being recorded as a graph.
-  virtual bool capturing() const { return false; }
+  // Which graph capture records the work of the current stream; 0: none.  An
+  // event of one capture can not be waited for in another, or in none.
+  virtual std::uint64_t capture() const { return 0; }
+  bool capturing() const { return capture() != 0; }
 
   // What is enqueued on `stream` from now on runs after `event`.  Never blocks
   // the host on a device with streams.

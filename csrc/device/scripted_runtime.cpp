@@ -14,6 +14,12 @@ namespace {
 
 constexpr unsigned char kPoison = 0xFF;
 
+// What an Event points to.
+struct Point {
+  Clock clock;
+  std::uint64_t capture;
+};
+
 thread_local std::string current_label;
 
 Error violation_error(const std::vector<std::string>& violations) {
@@ -167,14 +173,19 @@ void ScriptedRuntime::copy(Stream stream, void* to, const void* from,
 Event ScriptedRuntime::record(Stream stream) {
   return state_->step([&](StreamHistory& history, AccessChecker&) {
     history.append(stream, Entry::Kind::record, current_label);
-    return Event(std::make_shared<Clock>(history.clock(stream)));
+    return Event(
+        std::make_shared<Point>(Point{history.clock(stream), capture_}));
   });
 }
 
 void ScriptedRuntime::wait(Stream stream, const Event& event) {
   if (event.empty()) return;
-  state_->step([&](StreamHistory& history, AccessChecker&) {
-    history.join(stream, *static_cast<const Clock*>(event.get()));
+  const auto& point = *static_cast<const Point*>(event.get());
+  state_->step([&](StreamHistory& history, AccessChecker& checker) {
+    if (point.capture != capture_) {
+      checker.add_violation("a wait for an event of another graph capture");
+    }
+    history.join(stream, point.clock);
     return history.append(stream, Entry::Kind::wait, current_label);
   });
 }

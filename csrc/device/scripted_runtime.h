@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -45,14 +46,14 @@ class ScriptedRuntime final : public CpuRuntime {
   Event record(Stream stream) override;
   void wait(Stream stream, const Event& event) override;
   void synchronize(Stream stream) override;
-  bool capturing() const override { return capturing_; }
+  std::uint64_t capture() const override { return capture_; }
   void touches(Stream stream, const void* begin, std::size_t bytes,
                Access access) override;
   void describe(const void* begin, std::string_view kind,
                 std::string_view name) override;
 
-  // As if a graph began or ended to record.
-  void set_capturing(bool capturing) { capturing_ = capturing; }
+  // As if the graph capture of this number began; 0: as if it ended.
+  void set_capture(std::uint64_t capture) { capture_ = capture; }
 
   // Stands for a kernel of the user's on `stream`.
   EntryId mark(Stream stream, std::string name);
@@ -92,7 +93,7 @@ class ScriptedRuntime final : public CpuRuntime {
   class State;
   // Shared with what it allocated, which may outlive it.
   std::shared_ptr<State> state_;
-  bool capturing_ = false;
+  std::uint64_t capture_ = 0;
 };
 
 }  // namespace lowtide::device

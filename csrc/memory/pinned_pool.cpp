@@ -15,7 +15,6 @@ namespace lowtide::memory {
 
 HostSlot& HostSlot::operator=(HostSlot&& other) {
   give_back();
-  last_use = std::move(other.last_use);
   pool_ = std::move(other.pool_);
   bytes_ = std::move(other.bytes_);
   num_bytes_ = other.num_bytes_;
@@ -25,6 +24,20 @@ HostSlot& HostSlot::operator=(HostSlot&& other) {
 }
 
 HostSlot::~HostSlot() { give_back(); }
+
+void HostSlot::set_last_use(device::Event copied) {
+  bytes_.last_use = std::move(copied);
+  bytes_.capture = pool_->runtime_->capture();
+}
+
+void HostSlot::wait_for_last_use(device::Stream stream) {
+  auto& runtime = *pool_->runtime_;
+  if (bytes_.capture == runtime.capture()) {
+    runtime.wait(stream, bytes_.last_use);
+  } else {  // [Note: Slots in graphs]
+    runtime.wait(stream, runtime.record(device::Stream::compute));
+  }
+}
 
 void HostSlot::give_back() {
   if (const auto pool = std::exchange(pool_, nullptr)) pool->give_back(*this);
@@ -57,9 +70,9 @@ HostSlot PinnedPool::acquire(std::string_view name, std::int64_t num_bytes) {
   HostSlot slot;
   {
     const std::lock_guard lock(mutex_);
-    slot.bytes_ = take_pinned(num_bytes, slot.last_use);
+    slot.bytes_ = take_pinned(num_bytes);
   }
-  slot.pinned_ = slot.bytes_.get() != nullptr;
+  slot.pinned_ = slot.bytes_.data.get() != nullptr;
   if (!slot.pinned_) slot.bytes_ = pageable(num_bytes);
   slot.num_bytes_ = num_bytes;
   slot.name_ = name;
@@ -68,34 +81,42 @@ HostSlot PinnedPool::acquire(std::string_view name, std::int64_t num_bytes) {
   return slot;
 }
 
-c10::DataPtr PinnedPool::take_pinned(std::int64_t num_bytes,
-                                     device::Event& last_use) {
+PinnedBytes PinnedPool::take_pinned(std::int64_t num_bytes) {
+  const bool capturing = runtime_->capturing();
+  PinnedBytes taken;
   if (auto found = free_.find(num_bytes); found != free_.end()) {
     // The one given back first: its copy is the likeliest to be over.
-    Free taken = std::move(found->second.front());
+    taken = std::move(found->second.front());
     found->second.erase(found->second.begin());
     if (found->second.empty()) free_.erase(found);
-    last_use = std::move(taken.last_use);
-    return std::move(taken.bytes);
+  } else {
+    const auto fits = [&] {
+      return figures_.pinned_bytes + num_bytes <= cap_bytes_;
+    };
+    if (!fits() && !capturing) make_room();
+    if (fits()) taken = register_bytes(num_bytes);
   }
-  if (figures_.pinned_bytes + num_bytes > cap_bytes_ && !free_.empty()) {
-    // Slots of other sizes, left from other shapes, make room.
-    synchronize();
-    for (const auto& [size, slots] : free_) {
-      figures_.pinned_bytes -= size * static_cast<std::int64_t>(slots.size());
-    }
-    free_.clear();
-  }
-  if (figures_.pinned_bytes + num_bytes > cap_bytes_) return {};
-  return register_bytes(num_bytes);
+  taken.in_graph = taken.in_graph || capturing;
+  return taken;
 }
 
-c10::DataPtr PinnedPool::register_bytes(std::int64_t num_bytes) {
+// Slots of other sizes, left from other shapes, go.
+void PinnedPool::make_room() {
+  synchronize();
+  for (auto& [size, slots] : free_) {
+    const auto gone = std::erase_if(
+        slots, [](const PinnedBytes& bytes) { return !bytes.in_graph; });
+    figures_.pinned_bytes -= size * static_cast<std::int64_t>(gone);
+  }
+  std::erase_if(free_, [](const auto& entry) { return entry.second.empty(); });
+}
+
+PinnedBytes PinnedPool::register_bytes(std::int64_t num_bytes) {
   using Clock = std::chrono::steady_clock;
   const auto start = Clock::now();
-  c10::DataPtr bytes =
-      runtime_->allocate_pinned(static_cast<std::size_t>(num_bytes));
-  if (bytes.get() != nullptr) {
+  PinnedBytes bytes{
+      .data = runtime_->allocate_pinned(static_cast<std::size_t>(num_bytes))};
+  if (bytes.data.get() != nullptr) {
     figures_.registration_ns +=
         std::chrono::nanoseconds(Clock::now() - start).count();
     figures_.num_registrations += 1;
@@ -104,7 +125,16 @@ c10::DataPtr PinnedPool::register_bytes(std::int64_t num_bytes) {
   return bytes;
 }
 
-c10::DataPtr PinnedPool::pageable(std::int64_t num_bytes) {
+PinnedBytes PinnedPool::pageable(std::int64_t num_bytes) {
+  if (runtime_->capturing()) {
+    throw Error(base::error_text(
+        "host memory for activations",
+        base::concat("a graph capture's copies in at most ", cap_bytes_,
+                     " page-locked bytes, and the system to give them"),
+        base::concat("a request for ", num_bytes, " more"),
+        "Offload less, raise LOWTIDE_PINNED_BYTES, or run the steps without a "
+        "graph."));
+  }
   bool report = false;
   {
     const std::lock_guard lock(mutex_);
@@ -123,7 +153,8 @@ c10::DataPtr PinnedPool::pageable(std::int64_t num_bytes) {
         "raise LOWTIDE_PINNED_BYTES."));
   }
   void* const data = c10::alloc_cpu(static_cast<std::size_t>(num_bytes));
-  return {data, data, &c10::free_cpu, c10::Device(c10::DeviceType::CPU)};
+  return {
+      .data = {data, data, &c10::free_cpu, c10::Device(c10::DeviceType::CPU)}};
 }
 
 // Runs wherever the last reference dies, on any thread: never throws.
@@ -137,14 +168,13 @@ void PinnedPool::give_back(HostSlot& slot) {
     } catch (const std::exception& error) {
       LOG(ERROR) << "lowtide: waiting for copies failed: " << error.what();
     }
-    slot.bytes_.clear();
+    slot.bytes_ = {};
     const std::lock_guard lock(mutex_);
     figures_.pageable_bytes -= slot.num_bytes_;
     return;
   }
   const std::lock_guard lock(mutex_);
-  free_[slot.num_bytes_].push_back(
-      {std::move(slot.bytes_), std::move(slot.last_use)});
+  free_[slot.num_bytes_].push_back(std::move(slot.bytes_));
 }
 
 PinnedPool::Figures PinnedPool::figures() const {

@@ -6,6 +6,12 @@
 // ordinary (pageable) memory, whose copies block the host; the first one is
 // reported by a warning.
 //
+// [Note: Slots in graphs] A CUDA graph copies to and from the slots of its
+// capture whenever it runs again.  They serve other steps in between, but are
+// registered as long as the pool lives, which is as long as the model.  No
+// event orders the uses inside a capture and those outside: compute does, which
+// has waited for the ones when the others begin.
+//
 // Thread-safe.  A slot may be given back on any thread.
 #pragma once
 
@@ -26,6 +32,13 @@ namespace lowtide::memory {
 
 class PinnedPool;
 
+struct PinnedBytes {
+  c10::DataPtr data;
+  device::Event last_use;
+  std::uint64_t capture = 0;  // that of the last use
+  bool in_graph = false;      // for good
+};
+
 // Move-only; its bytes go back to the pool when it dies.
 class HostSlot {
  public:
@@ -35,19 +48,22 @@ class HostSlot {
   ~HostSlot();
 
   explicit operator bool() const { return pool_ != nullptr; }
-  void* data() const { return bytes_.get(); }
+  void* data() const { return bytes_.data.get(); }
   std::int64_t num_bytes() const { return num_bytes_; }
 
-  // The last copy from these bytes.  Whoever writes them waits for it; writes
-  // themselves come in the order of the offload stream.
-  device::Event last_use;
+  // The last copy from these bytes, recorded now.  Compute waits for it before
+  // the slot is given back.
+  void set_last_use(device::Event copied);
+  // For `stream`, which writes these bytes next; writes themselves come in the
+  // order of the offload stream.
+  void wait_for_last_use(device::Stream stream);
 
  private:
   friend class PinnedPool;
   void give_back();
 
   std::shared_ptr<PinnedPool> pool_;
-  c10::DataPtr bytes_;
+  PinnedBytes bytes_;
   std::int64_t num_bytes_ = 0;
   std::string name_;
   bool pinned_ = false;
@@ -62,7 +78,8 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
   // Waits for the copies.
   ~PinnedPool();
 
-  // `num_bytes` > 0.  Throws std::bad_alloc when the host has none left.
+  // `num_bytes` > 0.  Throws std::bad_alloc when the host has none left, and
+  // lowtide::Error where a graph capture would need pageable ones.
   HostSlot acquire(std::string_view name, std::int64_t num_bytes);
 
   struct Figures {
@@ -78,15 +95,12 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
 
  private:
   friend class HostSlot;
-  struct Free {
-    c10::DataPtr bytes;
-    device::Event last_use;
-  };
-  // Both under the lock.
-  c10::DataPtr take_pinned(std::int64_t num_bytes, device::Event& last_use);
-  c10::DataPtr register_bytes(std::int64_t num_bytes);
+  // All under the lock.
+  PinnedBytes take_pinned(std::int64_t num_bytes);
+  void make_room();
+  PinnedBytes register_bytes(std::int64_t num_bytes);
 
-  c10::DataPtr pageable(std::int64_t num_bytes);
+  PinnedBytes pageable(std::int64_t num_bytes);
   void give_back(HostSlot& slot);
   void synchronize();
 
@@ -94,7 +108,7 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
   const std::shared_ptr<Ledger> ledger_;
   const std::int64_t cap_bytes_;
   mutable std::mutex mutex_;
-  std::map<std::int64_t, std::vector<Free>> free_;  // by size
+  std::map<std::int64_t, std::vector<PinnedBytes>> free_;  // by size
   Figures figures_;
   bool reported_ = false;
 };

@@ -297,7 +297,7 @@ class Unit final : public BackwardReceiver,
   Unit* next_in_backward_ = nullptr;  // to be gathered at the point
   GatherPoint gather_point_;
   bool in_backward_ = false;      // takes part in the current backward
-  bool captured_ = false;         // which began while a graph was recorded
+  std::uint64_t capture_ = 0;     // in which it began
   bool output_gradient_ = false;  // between output gradient and inputs done
 };
 

@@ -85,7 +85,7 @@ void Unit::begin_backward() {
     return;
   }
   in_backward_ = true;
-  captured_ = memory_->runtime().capturing();
+  capture_ = memory_->runtime().capture();
   output_gradient_ = false;
   nested_calls_done_ = 0;
   gradients_.begin(gradient_sync);

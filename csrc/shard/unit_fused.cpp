@@ -86,7 +86,7 @@ void Unit::on_only_product(std::int32_t i, const at::Tensor& grad_output,
 
 // A graph of the compiled code alone would run again without this call.
 void Unit::require_host(std::int32_t i) const {
-  if (memory_->runtime().capturing() == captured_) {
+  if (memory_->runtime().capture() == capture_) {
     return;
   }
   throw Error(base::error_text(

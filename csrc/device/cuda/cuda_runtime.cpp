@@ -1,6 +1,7 @@
 #include "device/cuda/cuda_runtime.h"
 
 #include <ATen/Context.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 
 namespace lowtide::device {
@@ -27,6 +28,9 @@ c10::cuda::CUDAStream CudaRuntime::cuda_stream(Stream stream) const {
 
 c10::DataPtr CudaRuntime::allocate_pinned(std::size_t bytes) {
   const c10::cuda::CUDAGuard guard(device().index());
+  // No work of a stream: a capture need not refuse it.
+  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(
+      cudaStreamCaptureModeRelaxed);
   void* data = nullptr;
   const cudaError_t error = cudaHostAlloc(&data, bytes, cudaHostAllocDefault);
   if (error == cudaErrorMemoryAllocation) {
@@ -57,9 +61,12 @@ Event CudaRuntime::record(Stream stream) {
   return Event(std::move(point));
 }
 
-bool CudaRuntime::capturing() const {
-  return c10::cuda::currentStreamCaptureStatusMayInitCtx() !=
-         c10::cuda::CaptureStatus::None;
+std::uint64_t CudaRuntime::capture() const {
+  const auto compute = c10::cuda::getCurrentCUDAStream(device().index());
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+  C10_CUDA_CHECK(cudaStreamGetCaptureInfo(compute, &status, &id));
+  return status == cudaStreamCaptureStatusNone ? 0 : std::uint64_t{id};
 }
 
 // A capture has no time.

@@ -29,7 +29,7 @@ class CudaRuntime final : public GuardRuntime {
   void copy(Stream stream, void* to, const void* from, std::size_t bytes,
             Copy direction) override;
   Event record(Stream stream) override;
-  bool capturing() const override;
+  std::uint64_t capture() const override;
   Event record_time(Stream stream) override;
   void wait(Stream stream, const Event& event) override;
 

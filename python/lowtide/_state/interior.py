@@ -199,7 +199,9 @@ def _is_random(operator: Any) -> bool:
 def _random_state(device: torch.device) -> list[tuple[torch.Generator, Tensor]]:
     """Generators and their states, now that the operator has run."""
     generators = [torch.default_generator]
-    if device.type != "cpu":
+    # A captured region that draws numbers is refused (csrc/activation/forward_state.h).
+    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type != "cpu" and not captured:
         module = torch.get_device_module(device)
         generators.append(module.default_generators[device.index or 0])
     return [(generator, generator.get_state()) for generator in generators]

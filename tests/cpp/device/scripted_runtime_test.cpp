@@ -131,6 +131,21 @@ TEST(ScriptedRuntimeTest, AnEmptyEventHasHappened) {
   EXPECT_THAT(runtime.log(), IsEmpty());
 }
 
+TEST(ScriptedRuntimeTest, EventsStayInTheirGraphCapture) {
+  ScriptedRuntime runtime;
+  runtime.set_capture(1);
+  const Event inside = runtime.record(Stream::gather);
+  runtime.wait(Stream::compute, inside);
+  EXPECT_THAT(runtime.violations(), IsEmpty());
+  for (const std::uint64_t other : {2, 0}) {
+    runtime.set_capture(other);
+    runtime.wait(Stream::compute, inside);
+  }
+  EXPECT_THAT(runtime.violations(),
+              ElementsAre(HasSubstr("another graph capture"),
+                          HasSubstr("another graph capture")));
+}
+
 TEST(ScriptedRuntimeTest, LogTellsWhatWasEnqueuedWhere) {
   ScriptedRuntime runtime;
   const c10::DataPtr data = runtime.allocate(kBytes);

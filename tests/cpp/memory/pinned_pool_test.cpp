@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/check.h"
 #include "device/scripted_runtime.h"
 
 namespace lowtide::memory {
@@ -94,10 +95,14 @@ TEST(PinnedPoolTest, FreeSlotsOfOtherSizesMakeRoom) {
   EXPECT_EQ(p.pool->figures().peak_pageable_bytes, 0);
 }
 
-// `waits`: for the copy from the slot, before it is written again.
-std::vector<std::string> reuse(bool waits) {
+// What is broken when a slot is used in one graph capture and then in another;
+// 0 is none.  `waits`: for the copy from the slot, before it is written again;
+// `awaited`: by compute, before it is given back.
+std::vector<std::string> reuse(bool waits, std::uint64_t first = 0,
+                               std::uint64_t then = 0, bool awaited = true) {
   Pool p;
   auto& runtime = *p.runtime;
+  runtime.set_capture(first);
   c10::DataPtr value = runtime.allocate(64);
   runtime.wait(Stream::offload, runtime.record(Stream::compute));
   runtime.wait(Stream::reload, runtime.record(Stream::compute));
@@ -105,18 +110,70 @@ std::vector<std::string> reuse(bool waits) {
     HostSlot slot = p.pool->acquire("x", 64);
     runtime.copy(Stream::reload, value.mutable_get(), slot.data(), 64,
                  device::Copy::to_device);
-    slot.last_use = runtime.record(Stream::reload);
+    const device::Event copied = runtime.record(Stream::reload);
+    slot.set_last_use(copied);
+    if (awaited) runtime.wait(Stream::compute, copied);
   }
-  const HostSlot again = p.pool->acquire("x", 64);
-  if (waits) runtime.wait(Stream::offload, again.last_use);
+  runtime.set_capture(then);
+  HostSlot again = p.pool->acquire("x", 64);
+  if (waits) again.wait_for_last_use(Stream::offload);
   runtime.touches(Stream::offload, again.data(), 64, device::Access::write);
-  runtime.wait(Stream::compute, again.last_use);
-  return runtime.violations();
+  auto broken = runtime.violations();
+  runtime.synchronize(Stream::reload);
+  return broken;
 }
 
 TEST(PinnedPoolTest, ASlotRemembersTheCopyThatStillReadsIt) {
   EXPECT_THAT(reuse(true), IsEmpty());
   EXPECT_THAT(reuse(false), ElementsAre(HasSubstr("write on offload")));
+}
+
+// [Note: Slots in graphs]
+TEST(PinnedPoolTest, ComputeOrdersTheUsesInAGraphAndOutsideOfIt) {
+  constexpr std::pair<int, int> kUses[] = {{0, 1}, {1, 0}, {1, 2}, {1, 1}};
+  for (const auto& [first, then] : kUses) {
+    EXPECT_THAT(reuse(true, first, then), IsEmpty()) << first << then;
+    EXPECT_THAT(reuse(false, first, then),
+                ElementsAre(HasSubstr("write on offload")));
+  }
+  EXPECT_THAT(reuse(true, 0, 1, /*awaited=*/false),
+              ElementsAre(HasSubstr("write on offload")));
+  EXPECT_THAT(reuse(true, 0, 0, /*awaited=*/false), IsEmpty());
+}
+
+TEST(PinnedPoolTest, SlotsOfAGraphNeverMakeRoom) {
+  Pool p(2000);
+  p.runtime->set_capture(1);
+  p.pool->acquire("x", 500);
+  p.runtime->set_capture(0);
+  p.pool->acquire("x", 1500);
+  const HostSlot in_between = p.pool->acquire("x", 500);
+  EXPECT_EQ(p.pool->figures().num_registrations, 2);
+
+  const HostSlot slot = p.pool->acquire("x", 1400);
+  EXPECT_EQ(p.pool->figures().num_registrations, 3);
+  EXPECT_EQ(p.pool->figures().pinned_bytes, 1900);
+  EXPECT_EQ(p.pool->figures().peak_pageable_bytes, 0);
+}
+
+TEST(PinnedPoolTest, AGraphTakesNoPageableSlots) {
+  Warnings warnings;
+  Pool p(2000);
+  p.pool->acquire("x", 1500);
+  p.runtime->set_capture(1);
+  try {
+    p.pool->acquire("y", 1600);  // making room would wait for the device
+    ADD_FAILURE() << "expected an error";
+  } catch (const Error& error) {
+    EXPECT_STREQ(
+        error.what(),
+        "lowtide: host memory for activations: expected a graph capture's "
+        "copies in at most 2000 page-locked bytes, and the system to give "
+        "them, got a request for 1600 more. Offload less, raise "
+        "LOWTIDE_PINNED_BYTES, or run the steps without a graph.");
+  }
+  EXPECT_EQ(p.live(), 0);
+  EXPECT_THAT(warnings.texts, IsEmpty());
 }
 
 TEST(PinnedPoolTest, ThePoolWaitsForCopiesBeforeItGivesItsBytesBack) {

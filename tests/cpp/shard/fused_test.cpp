@@ -227,8 +227,7 @@ TEST(FusedFallback, CompiledLayersRefuseAGraphOfTheirOwn) {
       return layers.call(0, x, [&](const auto& parameters, const auto& input) {
         const auto y = layers.call(1, input, [&](const auto& p, const auto& z) {
           const auto h = compiled_linear(layers, 1, 0, z, p[0], p[1]);
-          h.register_hook(
-              [&](const at::Tensor&) { runtime->set_capturing(true); });
+          h.register_hook([&](const at::Tensor&) { runtime->set_capture(1); });
           return compiled_linear(layers, 1, 2, h.tanh(), p[2]) * p[3];
         });
         return compiled_linear(layers, 0, 0, y, parameters[0], parameters[1]);
@@ -248,7 +247,7 @@ TEST(FusedFallback, CompiledLayersMayBeInAGraphOfTheWholeStep) {
     const auto scenario = scenario_of({true}, {1, 2}, &compiled_linear);
     Rank rank(exchange, r, scenario.units);
     fuse(rank);
-    rank.runtime->set_capturing(true);
+    rank.runtime->set_capture(1);
     run_step(rank, scenario, 0);
     EXPECT_EQ(total(rank, &FusedUses::added), 5);
   });

@@ -35,7 +35,7 @@ class SkippingRuntime final : public device::Runtime {
   }
 
   c10::Device device() const override { return scripted_->device(); }
-  bool capturing() const override { return scripted_->capturing(); }
+  std::uint64_t capture() const override { return scripted_->capture(); }
   c10::DataPtr allocate(std::size_t bytes) override {
     return scripted_->allocate(bytes);
   }

@@ -12,6 +12,7 @@ import ctypes
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -24,11 +25,37 @@ from llama import CONFIGS, Llama
 
 NUM_STEPS = 6
 SHAPE = (1, 33)
+# Its attention's logsumexp is small beside the output, which can be saved by name.
+TINY = replace(CONFIGS["tiny"], num_heads=2, num_kv_heads=1)
+
+
+def name_attention(model: Any) -> None:
+    for layer in model.layers:
+        layer.attention.wo.register_forward_pre_hook(
+            lambda _, args: (lowtide.tag(args[0], "attended"),)
+        )
+
+
+def drop_out(model: Any) -> None:
+    for layer in model.layers:
+        layer.feed_forward.register_forward_hook(
+            lambda *call: nn.functional.dropout(call[-1], 0.1)
+        )
+
+
 KINDS: dict[str, dict[str, Any]] = {
     "each backward reduces": {},
     "two microbatches without sync": {"microbatches": 2},
     "checkpointed": {"policy": lowtide.ActivationPolicy()},
+    "checkpointed, dropout": {
+        "policy": lowtide.ActivationPolicy(),
+        "prepare": drop_out,
+    },
     "offloaded": {"policy": lowtide.ActivationPolicy(offload=["input"])},
+    "offloaded and saved": {
+        "policy": lowtide.ActivationPolicy(offload=["input"], save=["attended"]),
+        "prepare": name_attention,
+    },
     "fused": {"grads": "fused"},
     "fused, two microbatches without sync": {"grads": "fused", "microbatches": 2},
     "fused and compiled": {"grads": "fused", "compiled": True},
@@ -53,7 +80,7 @@ def step_of(
     prepare: Callable[[nn.Module], None] = lambda model: None,
 ) -> Callable[[], None]:
     with torch.device("meta"):
-        model: Any = Llama(CONFIGS["tiny"])
+        model: Any = Llama(TINY)
     precision = lowtide.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for layer in model.layers:
         if compiled:
