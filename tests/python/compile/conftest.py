@@ -7,6 +7,16 @@ import torch
 from torch._dynamo.utils import counters
 
 
+@pytest.fixture(scope="session", autouse=True)
+def inductors_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Of this run alone: its keys know nothing of what operators declare, so code of an
+    earlier lowtide would be taken for today's."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("inductor")
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> Iterator[None]:
     """No graph of another test."""

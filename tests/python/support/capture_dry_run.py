@@ -1,8 +1,11 @@
 """Captures a sharded training step in a CUDA graph, over the stub, which refuses what
 CUDA refuses.
 
-    python capture_dry_run.py KIND    prints {"graphs": captured, "stray": work that ran
-                                      outside them}, or {"refused": why}
+    python capture_dry_run.py KIND ...    prints {kind: result}, up to the first that is
+                                          refused
+
+A result is {"graphs": captured, "stray": work that ran outside them}, or
+{"refused": why}.
 """
 
 from __future__ import annotations
@@ -16,9 +19,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from support.steady_step_dry_run import KINDS, step_of
+from support.cuda_steps import KINDS, WORLD
 
-WARM_UP, NUM_GRAPHS, WORLD = 3, 2, 8
+WARM_UP, NUM_GRAPHS = 3, 2
 
 
 def stray() -> int:
@@ -55,16 +58,18 @@ def main() -> None:
         device_id=torch.device("cuda", 0),
     )
     torch.backends.cuda.enable_cudnn_sdp(False)
-    step = step_of(**KINDS[sys.argv[1]], capturable=True)
-    before = stray()
-    try:
-        graphs = capture(step)
-    except RuntimeError as error:
-        # Ending a capture that failed fails too.
-        cause = error.__context__ or error
-        print(json.dumps({"refused": str(cause).splitlines()[0]}), flush=True)
-        os._exit(0)
-    print(json.dumps({"graphs": graphs, "stray": stray() - before}))
+    found: dict[str, dict[str, int | str]] = {}
+    for kind in sys.argv[1:]:
+        step, before = KINDS[kind](capturable=True), stray()
+        try:
+            found[kind] = {"graphs": capture(step), "stray": stray() - before}
+        except RuntimeError as error:
+            # Ending a capture that failed fails too, and so does whatever follows.
+            cause = error.__context__ or error
+            found[kind] = {"refused": str(cause).splitlines()[0]}
+            print(json.dumps(found), flush=True)
+            os._exit(0)
+    print(json.dumps(found))
     dist.destroy_process_group()
 
 

@@ -22,9 +22,7 @@ import torch
 import torch.distributed as dist
 
 from lowtide.phantom.histories import trace_of_cuda
-from support.steady_step_dry_run import step_of, units_of
-
-WORLD = 8
+from support.cuda_steps import WORLD, sharded, units_of
 
 
 def all_calls() -> list[list[str]]:
@@ -65,7 +63,7 @@ def start() -> None:
 
 
 def registered() -> list[list[str]]:
-    step = step_of(prepare=take_buffers_from_the_group)
+    step = sharded(prepare=take_buffers_from_the_group)
     return calls_of(step, from_start=True)
 
 
@@ -84,11 +82,11 @@ def recorded() -> int:
 
 
 def settings() -> dict[str, list[list[str]]]:
-    found = {"separate": calls_of(step_of()), "registered": registered()}
+    found = {"separate": calls_of(sharded()), "registered": registered()}
     dist.destroy_process_group()
     os.environ["LOWTIDE_COMMUNICATORS"] = "shared"
     start()
-    found["shared"] = calls_of(step_of())
+    found["shared"] = calls_of(sharded())
     dist.destroy_process_group()
     return found
 
@@ -101,7 +99,7 @@ def main() -> None:
     if sys.argv[1] == "calls":
         print(json.dumps(settings()))
         return
-    calls_of(step_of())
+    calls_of(sharded())
     print(recorded(), flush=True)
     os._exit(0)  # the group's watchdog would wait for events
 

@@ -11,9 +11,7 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,46 +19,9 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lowtide
-from llama import CONFIGS, Llama
+from support.cuda_steps import KINDS, WORLD, Step
 
 NUM_STEPS = 6
-SHAPE = (1, 33)
-# Its attention's logsumexp is small beside the output, which can be saved by name.
-TINY = replace(CONFIGS["tiny"], num_heads=2, num_kv_heads=1)
-
-
-def name_attention(model: Any) -> None:
-    for layer in model.layers:
-        layer.attention.wo.register_forward_pre_hook(
-            lambda _, args: (lowtide.tag(args[0], "attended"),)
-        )
-
-
-def drop_out(model: Any) -> None:
-    for layer in model.layers:
-        layer.feed_forward.register_forward_hook(
-            lambda *call: nn.functional.dropout(call[-1], 0.1)
-        )
-
-
-KINDS: dict[str, dict[str, Any]] = {
-    "each backward reduces": {},
-    "two microbatches without sync": {"microbatches": 2},
-    "checkpointed": {"policy": lowtide.ActivationPolicy()},
-    "checkpointed, dropout": {
-        "policy": lowtide.ActivationPolicy(),
-        "prepare": drop_out,
-    },
-    "offloaded": {"policy": lowtide.ActivationPolicy(offload=["input"])},
-    "offloaded and saved": {
-        "policy": lowtide.ActivationPolicy(offload=["input"], save=["attended"]),
-        "prepare": name_attention,
-    },
-    "fused": {"grads": "fused"},
-    "fused, two microbatches without sync": {"grads": "fused", "microbatches": 2},
-    "fused and compiled": {"grads": "fused", "compiled": True},
-    "read back": {"read": True},
-}
 
 
 def host_waits() -> int:
@@ -69,51 +30,7 @@ def host_waits() -> int:
     return waits()
 
 
-def step_of(
-    *,
-    microbatches: int = 1,
-    grads: Literal["exact", "fused"] = "exact",
-    policy: lowtide.ActivationPolicy | None = None,
-    read: bool = False,
-    compiled: bool = False,
-    capturable: bool = False,
-    prepare: Callable[[nn.Module], None] = lambda model: None,
-) -> Callable[[], None]:
-    with torch.device("meta"):
-        model: Any = Llama(TINY)
-    precision = lowtide.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for layer in model.layers:
-        if compiled:
-            layer.compile(backend="aot_eager", fullgraph=True)
-        if policy is not None:
-            lowtide.checkpoint(layer, policy)
-        lowtide.fully_shard(layer, mp_policy=precision, grads=grads)
-    lowtide.fully_shard(model, mp_policy=precision, grads=grads)
-    model.to_empty(device="cuda")
-    prepare(model)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=capturable)
-    tokens = torch.zeros(SHAPE, dtype=torch.long, device="cuda")
-
-    def step() -> None:
-        for microbatch in range(microbatches):
-            model.set_requires_gradient_sync(microbatch == microbatches - 1)
-            loss = model(tokens[:, :-1]).float().square().mean()
-            loss.backward()
-        lowtide.clip_grad_norm_(model.parameters(), 1.0)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if read:
-            loss.item()
-
-    return step
-
-
-def units_of(model: Any) -> list[Any]:
-    return [*model.layers, model]
-
-
-def waits_of(step: Callable[[], None]) -> list[int]:
+def waits_of(step: Step) -> list[int]:
     found = []
     for _ in range(NUM_STEPS):
         before = host_waits()
@@ -155,7 +72,7 @@ def added_launches(num_norms: int, *, sync: bool) -> int:
 
 
 def main(what: str) -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
     torch.backends.cuda.enable_cudnn_sdp(False)
     if what == "small":
         found: Any = {
@@ -163,7 +80,7 @@ def main(what: str) -> None:
             for sync in (True, False)
         }
     else:
-        found = {name: waits_of(step_of(**kind)) for name, kind in KINDS.items()}
+        found = {name: waits_of(make()) for name, make in KINDS.items()}
     print(json.dumps(found))
     dist.destroy_process_group()
 

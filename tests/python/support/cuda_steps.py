@@ -1,0 +1,176 @@
+"""Training steps on CUDA for the dry runs over the stub."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import lowtide
+from llama import CONFIGS, Llama
+from lowtide.losses import linear_cross_entropy, stream_rows
+
+Step = Callable[[], None]
+
+WORLD = 8
+SHAPE = (1, 33)
+# Its attention's logsumexp is small beside the output, which can be saved by name.
+TINY = replace(CONFIGS["tiny"], num_heads=2, num_kv_heads=1)
+
+
+class LlamaWithLoss(Llama):
+    chunking: str | None = None
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
+        if self.chunking is None:
+            return super().forward(tokens).float().square().mean()
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            x = layer(x, self.rope[: tokens.shape[1]])
+        x = self.norm(x)
+        return linear_cross_entropy(x, self.output, targets, chunking=self.chunking)
+
+
+def units_of(model: Any) -> list[Any]:
+    return [*model.layers, model]
+
+
+def sharded(
+    *,
+    microbatches: int = 1,
+    grads: Literal["exact", "fused"] = "exact",
+    policy: lowtide.ActivationPolicy | None = None,
+    chunking: str | None = None,
+    replicas: int = 1,
+    read: bool = False,
+    compiled: bool = False,
+    capturable: bool = False,
+    prepare: Callable[[nn.Module], None] = lambda model: None,
+) -> Step:
+    """A model of two layers; ``chunking``: of its head's loss, whose unit is the
+    head's; ``read``: the host reads the loss."""
+    with torch.device("meta"):
+        model: Any = LlamaWithLoss(TINY)
+    model.chunking = chunking
+    settings: dict[str, Any] = {
+        "mp_policy": lowtide.MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+        "grads": grads,
+    }
+    if replicas > 1:
+        shape = (replicas, dist.get_world_size() // replicas)
+        settings["mesh"] = init_device_mesh(
+            "cuda", shape, mesh_dim_names=("replicate", "shard")
+        )
+    for layer in model.layers:
+        if compiled:
+            layer.compile(backend="aot_eager", fullgraph=True)
+        if policy is not None:
+            lowtide.checkpoint(layer, policy)
+        lowtide.fully_shard(layer, **settings)
+    if chunking is not None:
+        lowtide.fully_shard(model.output, **settings)
+    lowtide.fully_shard(model, **settings)
+    model.to_empty(device="cuda")
+    prepare(model)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=capturable)
+    tokens = torch.zeros(SHAPE, dtype=torch.long, device="cuda")
+
+    def step() -> None:
+        for microbatch in range(microbatches):
+            model.set_requires_gradient_sync(microbatch == microbatches - 1)
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+        lowtide.clip_grad_norm_(model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if read:
+            loss.item()
+
+    return step
+
+
+def name_attention(model: Any) -> None:
+    for layer in model.layers:
+        layer.attention.wo.register_forward_pre_hook(
+            lambda _, args: (lowtide.tag(args[0], "attended"),)
+        )
+
+
+def drop_out(model: Any) -> None:
+    for layer in model.layers:
+        layer.feed_forward.register_forward_hook(
+            lambda *call: nn.functional.dropout(call[-1], 0.1)
+        )
+
+
+def stream_head(model: Any) -> None:
+    stream_rows(model.output)
+
+
+class SequenceParallel(nn.Module):
+    """Tokens [shard, 32] through a layer whose gathered input is gathered again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.zeros(64, 32))
+        self.gate = nn.Parameter(torch.zeros(64, 32))
+        self.down = nn.Parameter(torch.zeros(32, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        group = dist.group.WORLD
+        gathered = lowtide.sp_all_gather(x, group, name="plain")
+        (up,) = lowtide.sp_gather_linear(x, [self.up], group=group, name="up")
+        hidden = torch.tanh(up) * (gathered @ self.gate.t())
+        return x + lowtide.sp_reduce_scatter(hidden @ self.down.t(), group)
+
+
+def sequence_parallel(*, capturable: bool = False) -> Step:
+    model = nn.Sequential(*(SequenceParallel() for _ in range(3))).to("cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=capturable)
+    x = torch.zeros(16, 32, device="cuda")
+
+    def step() -> None:
+        with lowtide.gather_policy(regather="all", min_bytes=0):
+            model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+Policy = lowtide.ActivationPolicy
+# What one step is; those with `capturable=True` may be captured.
+KINDS: dict[str, Callable[..., Step]] = {
+    "each backward reduces": sharded,
+    "two microbatches without sync": partial(sharded, microbatches=2),
+    "replicated": partial(sharded, replicas=2),
+    "checkpointed": partial(sharded, policy=Policy()),
+    "checkpointed, dropout": partial(sharded, policy=Policy(), prepare=drop_out),
+    "offloaded": partial(sharded, policy=Policy(offload=["input"])),
+    "offloaded and saved": partial(
+        sharded,
+        policy=Policy(offload=["input"], save=["attended"]),
+        prepare=name_attention,
+    ),
+    "loss in chunks of tokens": partial(sharded, chunking="tokens"),
+    "loss in chunks of a streamed head": partial(
+        sharded, chunking="vocabulary", prepare=stream_head
+    ),
+    "fused": partial(sharded, grads="fused"),
+    "fused, two microbatches without sync": partial(
+        sharded, grads="fused", microbatches=2
+    ),
+    "fused, loss in chunks of a streamed head": partial(
+        sharded, grads="fused", chunking="vocabulary", prepare=stream_head
+    ),
+    "fused and compiled": partial(sharded, grads="fused", compiled=True),
+    "sequence parallel": sequence_parallel,
+    "read back": partial(sharded, read=True),
+}
