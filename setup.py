@@ -20,7 +20,10 @@ class CMakeBuild(build_ext):
         cmake, ninja = tool("cmake"), tool("ninja")
         options = [
             f"-D{name}={os.environ[name]}"
-            for name in ("LOWTIDE_CUDA", "LOWTIDE_CUDA_ARCHS", "LOWTIDE_WERROR")
+            for name in (
+                *("LOWTIDE_CUDA", "LOWTIDE_CUDA_ARCHS"),
+                *("LOWTIDE_UNITY", "LOWTIDE_WERROR"),
+            )
             if name in os.environ
         ]
         run_cmake(

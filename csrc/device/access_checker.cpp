@@ -154,4 +154,8 @@ std::string AccessChecker::text(const Region& region) {
                       region.name, region.name.empty() ? "" : "'");
 }
 
+void AccessChecker::add_violation(std::string text) {
+  violations_.push_back(std::move(text));
+}
+
 }  // namespace lowtide::device

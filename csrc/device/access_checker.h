@@ -39,9 +39,7 @@ class AccessChecker {
   // Returns the number of bytes released; 0 when none are live at `begin`.
   std::size_t released(const void* begin);
 
-  void add_violation(std::string text) {
-    violations_.push_back(std::move(text));
-  }
+  void add_violation(std::string text);
   const std::vector<std::string>& violations() const { return violations_; }
 
  private:

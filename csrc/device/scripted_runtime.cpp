@@ -15,7 +15,7 @@ namespace {
 constexpr unsigned char kPoison = 0xFF;
 
 // What an Event points to.
-struct Point {
+struct Recorded {
   Clock clock;
   std::uint64_t capture;
 };
@@ -174,13 +174,13 @@ Event ScriptedRuntime::record(Stream stream) {
   return state_->step([&](StreamHistory& history, AccessChecker&) {
     history.append(stream, Entry::Kind::record, current_label);
     return Event(
-        std::make_shared<Point>(Point{history.clock(stream), capture_}));
+        std::make_shared<Recorded>(Recorded{history.clock(stream), capture_}));
   });
 }
 
 void ScriptedRuntime::wait(Stream stream, const Event& event) {
   if (event.empty()) return;
-  const auto& point = *static_cast<const Point*>(event.get());
+  const auto& point = *static_cast<const Recorded*>(event.get());
   state_->step([&](StreamHistory& history, AccessChecker& checker) {
     if (point.capture != capture_) {
       checker.add_violation("a wait for an event of another graph capture");

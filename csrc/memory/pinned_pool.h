@@ -33,8 +33,8 @@ namespace lowtide::memory {
 class PinnedPool;
 
 struct PinnedBytes {
-  c10::DataPtr data;
-  device::Event last_use;
+  c10::DataPtr data = {};
+  device::Event last_use = {};
   std::uint64_t capture = 0;  // that of the last use
   bool in_graph = false;      // for good
 };

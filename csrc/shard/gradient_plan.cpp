@@ -1,5 +1,7 @@
 #include "shard/gradient_plan.h"
 
+#include <ATen/ceil_div.h>
+
 #include <algorithm>
 
 #include "base/check.h"
@@ -7,9 +9,7 @@
 namespace lowtide::shard {
 namespace {
 
-std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
+using at::round_up;
 
 // Fills chunks one after another.
 class Cutter {

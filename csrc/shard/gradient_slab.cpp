@@ -1,5 +1,7 @@
 #include "shard/gradient_slab.h"
 
+#include <ATen/ceil_div.h>
+
 #include <algorithm>
 
 #include "ops/weight_gradient.h"
@@ -10,9 +12,8 @@
 namespace lowtide::shard {
 namespace {
 
-std::int64_t round_up(std::int64_t value) {
-  return (value + kChunkColumnMultiple - 1) / kChunkColumnMultiple *
-         kChunkColumnMultiple;
+std::int64_t padded(std::int64_t columns) {
+  return at::round_up(columns, kChunkColumnMultiple);
 }
 
 }  // namespace
@@ -30,13 +31,13 @@ GradientSlab::GradientSlab(UnitName unit, at::ScalarType dtype,
       numel_(std::move(numel)),
       columns_(shard_numel_.size(), 0),
       offsets_(shard_numel_.size(), 0),
-      flag_columns_(round_up(static_cast<std::int64_t>(shard_numel_.size()))),
+      flag_columns_(padded(static_cast<std::int64_t>(shard_numel_.size()))),
       memory_(std::move(memory)),
       touched_(shard_numel_.size(), false) {
   const auto itemsize = static_cast<std::int64_t>(c10::elementSize(dtype_));
   for (const auto p : members) {
     const auto i = static_cast<std::size_t>(p);
-    columns_[i] = round_up(shard_numel_[i]);
+    columns_[i] = padded(shard_numel_[i]);
     offsets_[i] = bytes_;
     bytes_ += world_size_ * columns_[i] * itemsize;
   }

@@ -1,5 +1,6 @@
 // The part of ParameterBuffers for what forward leaves to gather backward's
 // parameters from, over a smaller group than the shards'.
+#include <ATen/ceil_div.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include "shard/parameter_buffers.h"
@@ -15,8 +16,7 @@ std::int64_t ParameterBuffers::for_each_part(std::int64_t parts,
     if (bytes > 0) {
       visit(layout_[i].gathered_offset, kept, bytes);
     }
-    kept += (bytes + memory::kAlignment - 1) / memory::kAlignment *
-            memory::kAlignment;
+    kept += at::round_up(bytes, memory::kAlignment);
   }
   return kept;
 }

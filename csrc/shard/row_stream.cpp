@@ -1,5 +1,6 @@
 #include "shard/row_stream.h"
 
+#include <ATen/ceil_div.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/Logging.h>
 
@@ -51,7 +52,7 @@ std::int64_t RowStream::world_size() const {
 }
 
 std::int64_t RowStream::num_blocks() const {
-  return (slice_.padded_rows + block_rows() - 1) / block_rows();
+  return at::ceil_div(slice_.padded_rows, block_rows());
 }
 
 std::int64_t RowStream::rows_in(std::int64_t k) const {

@@ -1,5 +1,7 @@
 #include "shard/unit_gradients.h"
 
+#include <ATen/ceil_div.h>
+
 #include <algorithm>
 
 #include "base/check.h"
@@ -133,7 +135,7 @@ void UnitGradients::choose_blocks(std::int64_t budget_bytes) {
 std::int64_t UnitGradients::num_blocks(std::int32_t i) const {
   const auto& parameter = parameters_[static_cast<std::size_t>(i)];
   const auto strip = parameter.block_rows * parameter.row_numel;
-  return strip == 0 ? 0 : (parameter.shard_numel + strip - 1) / strip;
+  return strip == 0 ? 0 : at::ceil_div(parameter.shard_numel, strip);
 }
 
 GradientColumns UnitGradients::block_columns(std::int32_t i,

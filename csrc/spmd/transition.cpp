@@ -5,7 +5,7 @@
 namespace lowtide::spmd {
 namespace {
 
-constexpr std::string_view kNames[kNumOperations] = {
+constexpr std::string_view kOperationNames[kNumOperations] = {
     "all_gather", "reduce_scatter", "all_reduce",
     "all_to_all", "convert",        "reinterpret"};
 
@@ -23,12 +23,12 @@ std::string pairs_of(Operation operation) {
 }  // namespace
 
 std::string_view operation_name(Operation operation) {
-  return kNames[static_cast<std::size_t>(operation)];
+  return kOperationNames[static_cast<std::size_t>(operation)];
 }
 
 std::optional<Operation> operation_named(std::string_view name) {
   for (std::size_t i = 0; i < kNumOperations; ++i) {
-    if (kNames[i] == name) return static_cast<Operation>(i);
+    if (kOperationNames[i] == name) return static_cast<Operation>(i);
   }
   return std::nullopt;
 }

@@ -8,7 +8,7 @@ namespace lowtide::device {
 namespace {
 
 // What an Event points to.  `event` goes back to `pool` when it dies.
-struct Point {
+struct PooledPoint {
   std::shared_ptr<c10::cuda::CUDAEventPool> pool;
   c10::cuda::CUDAEventPool::Event event;
 };
@@ -55,8 +55,8 @@ void CudaRuntime::copy(Stream stream, void* to, const void* from,
 
 Event CudaRuntime::record(Stream stream) {
   const auto on = cuda_stream(stream);
-  auto point =
-      std::make_shared<Point>(Point{events_, events_->get(on.device_index())});
+  auto point = std::make_shared<PooledPoint>(
+      PooledPoint{events_, events_->get(on.device_index())});
   point->event->record(on);
   return Event(std::move(point));
 }
@@ -76,7 +76,7 @@ Event CudaRuntime::record_time(Stream stream) {
 
 void CudaRuntime::wait(Stream stream, const Event& event) {
   if (event.empty()) return;
-  static_cast<Point*>(event.get())->event->block(cuda_stream(stream));
+  static_cast<PooledPoint*>(event.get())->event->block(cuda_stream(stream));
 }
 
 }  // namespace lowtide::device

@@ -1,6 +1,7 @@
 #include "phantom/cuda_kernels/attention.h"
 
 #include <ATen/Context.h>
+#include <ATen/ceil_div.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
@@ -13,17 +14,11 @@
 namespace lowtide::phantom {
 namespace {
 
+using at::ceil_div;
+using at::round_up;
 using at::Tensor;
 
 constexpr std::int64_t kMaxFlashHeadDim = 256;
-
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
-  return (a + b - 1) / b;
-}
-
-std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
 
 std::size_t fp32_bytes(std::int64_t numel) {
   return static_cast<std::size_t>(numel) * sizeof(float);
@@ -39,7 +34,7 @@ bool dense_last_dim(const Tensor& tensor) { return tensor.stride(-1) == 1; }
 // Columns of FlashAttention's fp32 accumulators.
 std::int64_t flash_columns(const Tensor& query) {
   const std::int64_t head_dim = query.size(-1);
-  return round_up(head_dim, head_dim <= 128 ? 32 : 64);
+  return round_up<std::int64_t>(head_dim, head_dim <= 128 ? 32 : 64);
 }
 
 // Into how many parts FlashAttention splits the keys of every query block when
@@ -95,7 +90,7 @@ std::size_t efficient_workspace(const Tensor& query, const Tensor& key) {
     const std::int64_t parts =
         std::min(ceil_div(key.size(2), kKeys),
                  std::max<std::int64_t>(1, kMostParts / heads));
-    bytes += 2 * parts * kKeys * round_up(head_dim, 128) * 4;
+    bytes += 2 * parts * kKeys * round_up<std::int64_t>(head_dim, 128) * 4;
   }
   return static_cast<std::size_t>(heads * bytes);
 }
@@ -162,7 +157,8 @@ AttentionOutputs allocate_outputs(Attention kind, const Tensor& query,
       at::empty({batch, length, heads, value.size(-1)}, query.options())
           .transpose(1, 2);
   made.logsumexp = at::empty(
-      {batch, heads, keep_logsumexp ? round_up(length, kAlignment) : 0},
+      {batch, heads,
+       keep_logsumexp ? round_up<std::int64_t>(length, kAlignment) : 0},
       floats);
   const bool accumulates = is_half(query) && value.size(-1) > kWideHead;
   const auto sums =
@@ -202,7 +198,7 @@ void accumulate(Attention kind, const Tensor& query, const Tensor& key,
     hold(efficient_workspace(query, key));
     return;
   }
-  const std::int64_t rows = round_up(length, 128);
+  const std::int64_t rows = round_up<std::int64_t>(length, 128);
   hold(fp32_bytes(batch * heads * rows));                         // softmax_d
   hold(fp32_bytes(batch * rows * heads * flash_columns(query)));  // dq
   if (key.size(1) != heads) {  // grouped: dk and dv of every query head

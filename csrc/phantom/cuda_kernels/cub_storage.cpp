@@ -1,17 +1,19 @@
 #include "phantom/cuda_kernels/cub_storage.h"
 
+#include <ATen/ceil_div.h>
+
 namespace lowtide::phantom {
 namespace {
 
 std::size_t tiles(std::int64_t count, std::int64_t per_tile) {
-  return static_cast<std::size_t>((count + per_tile - 1) / per_tile);
+  return static_cast<std::size_t>(at::ceil_div(count, per_tile));
 }
 
 // CUB places its parts at multiples of this, and aligns the first itself.
 constexpr std::size_t kAlignment = 256;
 
 std::size_t aligned(std::size_t bytes) {
-  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  return at::round_up(bytes, kAlignment);
 }
 
 // One state of 16 bytes for each tile and each lane of a warp, and one more
@@ -29,7 +31,7 @@ std::size_t cub_sort_pairs_bytes(std::int64_t count, int num_bits) {
   if (count <= kSingleTile) return 1;
   constexpr std::size_t kBins = 256, kRadixBits = 8;
   const auto passes =
-      (static_cast<std::size_t>(num_bits) + kRadixBits - 1) / kRadixBits;
+      at::ceil_div(static_cast<std::size_t>(num_bits), kRadixBits);
   const std::size_t buffers = 2 * aligned(static_cast<std::size_t>(count) * 8);
   const std::size_t histograms = passes * kBins * 8;
   const std::size_t look_back = tiles(count, kTile) * kBins * 4;

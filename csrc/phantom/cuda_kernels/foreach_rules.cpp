@@ -1,3 +1,5 @@
+#include <ATen/ceil_div.h>
+
 #include <algorithm>
 
 #include "phantom/cuda_kernels/rules.h"
@@ -12,7 +14,7 @@ std::size_t partial_results(const std::vector<at::Tensor>& tensors,
   constexpr std::int64_t kChunk = 65536;
   std::int64_t chunks = 0;
   for (const at::Tensor& tensor : tensors) {
-    chunks = std::max(chunks, (tensor.numel() + kChunk - 1) / kChunk);
+    chunks = std::max(chunks, at::ceil_div(tensor.numel(), kChunk));
   }
   return bytes_of(chunks * static_cast<std::int64_t>(tensors.size()), dtype);
 }

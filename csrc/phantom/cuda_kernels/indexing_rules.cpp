@@ -1,3 +1,5 @@
+#include <ATen/ceil_div.h>
+
 #include <algorithm>
 #include <cmath>
 #include <optional>
@@ -9,11 +11,9 @@
 namespace lowtide::phantom {
 namespace {
 
-constexpr int kAllBits = 64;
+using at::ceil_div;
 
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
-  return (a + b - 1) / b;
-}
+constexpr int kAllBits = 64;
 
 int bits_of(std::int64_t largest) {
   int bits = 1;

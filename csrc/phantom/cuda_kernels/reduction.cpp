@@ -1,6 +1,7 @@
 #include "phantom/cuda_kernels/reduction.h"
 
 #include <ATen/TensorIterator.h>
+#include <ATen/ceil_div.h>
 #include <ATen/native/ReduceOpsUtils.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
@@ -12,9 +13,7 @@
 namespace lowtide::phantom {
 namespace {
 
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
-  return (a + b - 1) / b;
-}
+using at::ceil_div;
 
 std::int64_t last_power_of_two(std::int64_t n) {
   std::int64_t power = 1;

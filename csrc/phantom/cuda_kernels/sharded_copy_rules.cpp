@@ -1,6 +1,8 @@
 // FSDP's copies are one kernel each, over a grid with as many blocks as the
 // tensors need together; which block does what is a table that goes to the
 // device with the launch.
+#include <ATen/ceil_div.h>
+
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -10,12 +12,10 @@
 namespace lowtide::phantom {
 namespace {
 
+using at::ceil_div;
+
 constexpr std::int64_t kThreads = 128, kBytesPerThread = 16,
                        kBytesPerBlock = kThreads * kBytesPerThread;
-
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
-  return (a + b - 1) / b;
-}
 
 bool dense(const std::vector<at::Tensor>& tensors) {
   return std::all_of(tensors.begin(), tensors.end(), [](const at::Tensor& t) {

@@ -1,5 +1,6 @@
 // layer_norm and rms_norm as CUDA keeps them: one kernel each way, statistics
 // in fp32.  The forward of rms_norm is the host's (pinned_kernels.cpp).
+#include <ATen/ceil_div.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/native_layer_norm.h>
@@ -59,11 +60,8 @@ struct ColumnSums {
     const std::int64_t columns = c10::multiply_integers(shape);
     const std::int64_t rows = columns == 0 ? 0 : input.numel() / columns;
     if (rows <= kManyRows || columns / kWidth >= kMultiprocessors / 2) return;
-    const auto ceil_div = [](std::int64_t a, std::int64_t b) {
-      return (a + b - 1) / b;
-    };
-    blocks = std::min(kMostBlocks / ceil_div(columns, kWidth),
-                      ceil_div(rows, kRows));
+    blocks = std::min(kMostBlocks / at::ceil_div(columns, kWidth),
+                      at::ceil_div(rows, kRows));
   }
 
   Tensor first_pass(const Tensor& gradient) const {

@@ -13,14 +13,16 @@ import pytest
 import lowtide
 
 ROOT = Path(__file__).parents[3]
+# The development build covers CUDA and files by themselves; this one is about the
+# package.
+OPTIONS = {"LOWTIDE_CUDA": "OFF", "LOWTIDE_UNITY": "ON", "MAX_JOBS": "2"}
 
 
 def run(*command: object, cwd: Path) -> str:
     done = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
-        # The development build covers CUDA; this one is about the package.
-        env=os.environ | {"LOWTIDE_CUDA": "OFF", "MAX_JOBS": "2"},
+        env=os.environ | OPTIONS,
         capture_output=True,
         text=True,
     )
