@@ -83,32 +83,39 @@ HostSlot PinnedPool::acquire(std::string_view name, std::int64_t num_bytes) {
 
 PinnedBytes PinnedPool::take_pinned(std::int64_t num_bytes) {
   const bool capturing = runtime_->capturing();
-  PinnedBytes taken;
-  if (auto found = free_.find(num_bytes); found != free_.end()) {
-    // The one given back first: its copy is the likeliest to be over.
-    taken = std::move(found->second.front());
-    found->second.erase(found->second.begin());
-    if (found->second.empty()) free_.erase(found);
-  } else {
+  std::optional<PinnedBytes> taken;
+  if (capturing) taken = take_from(free_in_graphs_, num_bytes);
+  if (!taken) taken = take_from(free_, num_bytes);
+  if (!taken) {
     const auto fits = [&] {
       return figures_.pinned_bytes + num_bytes <= cap_bytes_;
     };
     if (!fits() && !capturing) make_room();
-    if (fits()) taken = register_bytes(num_bytes);
+    taken = fits() ? register_bytes(num_bytes) : PinnedBytes{};
   }
-  taken.in_graph = taken.in_graph || capturing;
+  taken->in_graph = taken->in_graph || capturing;
+  return std::move(*taken);
+}
+
+std::optional<PinnedBytes> PinnedPool::take_from(BySize& slots,
+                                                 std::int64_t num_bytes) {
+  const auto found = slots.find(num_bytes);
+  if (found == slots.end()) return std::nullopt;
+  // The one given back first: its copy is the likeliest to be over.
+  PinnedBytes taken = std::move(found->second.front());
+  found->second.erase(found->second.begin());
+  if (found->second.empty()) slots.erase(found);
   return taken;
 }
 
 // Slots of other sizes, left from other shapes, go.
 void PinnedPool::make_room() {
+  if (free_.empty()) return;
   synchronize();
-  for (auto& [size, slots] : free_) {
-    const auto gone = std::erase_if(
-        slots, [](const PinnedBytes& bytes) { return !bytes.in_graph; });
-    figures_.pinned_bytes -= size * static_cast<std::int64_t>(gone);
+  for (const auto& [size, slots] : free_) {
+    figures_.pinned_bytes -= size * static_cast<std::int64_t>(slots.size());
   }
-  std::erase_if(free_, [](const auto& entry) { return entry.second.empty(); });
+  free_.clear();
 }
 
 PinnedBytes PinnedPool::register_bytes(std::int64_t num_bytes) {
@@ -174,7 +181,8 @@ void PinnedPool::give_back(HostSlot& slot) {
     return;
   }
   const std::lock_guard lock(mutex_);
-  free_[slot.num_bytes_].push_back(std::move(slot.bytes_));
+  auto& slots = slot.bytes_.in_graph ? free_in_graphs_ : free_;
+  slots[slot.num_bytes_].push_back(std::move(slot.bytes_));
 }
 
 PinnedPool::Figures PinnedPool::figures() const {

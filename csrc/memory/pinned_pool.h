@@ -7,10 +7,11 @@
 // reported by a warning.
 //
 // [Note: Slots in graphs] A CUDA graph copies to and from the slots of its
-// capture whenever it runs again.  They serve other steps in between, but are
-// registered as long as the pool lives, which is as long as the model.  No
-// event orders the uses inside a capture and those outside: compute does, which
-// has waited for the ones when the others begin.
+// capture whenever it runs again, be it between the forward and the backward of
+// another step: what a capture has taken serves captures only, as long as the
+// pool lives, which is as long as the model.  No event leads into a capture or
+// from one into another: compute orders the uses, which has waited for the last
+// one when the next begins.
 //
 // Thread-safe.  A slot may be given back on any thread.
 #pragma once
@@ -21,6 +22,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -36,7 +38,7 @@ struct PinnedBytes {
   c10::DataPtr data = {};
   device::Event last_use = {};
   std::uint64_t capture = 0;  // that of the last use
-  bool in_graph = false;      // for good
+  bool in_graph = false;      // taken by a capture, for good
 };
 
 // Move-only; its bytes go back to the pool when it dies.
@@ -95,8 +97,11 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
 
  private:
   friend class HostSlot;
+  using BySize = std::map<std::int64_t, std::vector<PinnedBytes>>;
   // All under the lock.
   PinnedBytes take_pinned(std::int64_t num_bytes);
+  static std::optional<PinnedBytes> take_from(BySize& slots,
+                                              std::int64_t num_bytes);
   void make_room();
   PinnedBytes register_bytes(std::int64_t num_bytes);
 
@@ -108,7 +113,8 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
   const std::shared_ptr<Ledger> ledger_;
   const std::int64_t cap_bytes_;
   mutable std::mutex mutex_;
-  std::map<std::int64_t, std::vector<PinnedBytes>> free_;  // by size
+  BySize free_;
+  BySize free_in_graphs_;
   Figures figures_;
   bool reported_ = false;
 };
