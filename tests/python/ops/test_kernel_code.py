@@ -1,0 +1,101 @@
+"""What nvcc makes of the kernels for an H100: loads and stores of 16 bytes, registers
+that hold everything. No GPU is needed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from torch.utils.cpp_extension import include_paths
+
+KERNELS = Path(__file__).parents[3] / "csrc" / "ops" / "cuda"
+ARCH = "sm_90"
+
+
+def toolkit() -> Path | None:
+    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    places = os.pathsep.join(str(Path(home, "bin")) for home in homes if home)
+    found = shutil.which("nvcc", path=os.pathsep.join([places, os.environ["PATH"]]))
+    return Path(found).parent if found else None
+
+
+def entries(name: str, folder: Path) -> dict[str, tuple[str, str]]:
+    """{kernel: (its PTX, what ptxas says of it)}"""
+    bin = toolkit()
+    if bin is None:
+        pytest.skip("needs nvcc")
+    ptx = folder / f"{name}.ptx"
+    includes = [f"-I{path}" for path in (KERNELS.parents[1], *include_paths())]
+    compiled = subprocess.run(
+        [
+            *(bin / "nvcc", "-std=c++20", "-O3", f"-arch={ARCH}", "-ptx"),
+            *("--expt-relaxed-constexpr", *includes),
+            *(KERNELS / f"{name}.cu", "-o", ptx),
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert compiled.returncode == 0, compiled.stderr
+    assembled = subprocess.run(
+        [bin / "ptxas", "-v", f"-arch={ARCH}", ptx, "-o", folder / "out.cubin"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    said = assembled.stdout + assembled.stderr
+    texts = ptx.read_text().split(".entry ")[1:]
+    found = {}
+    for text in texts:
+        mangled = re.match(r"\w+", text)
+        assert mangled is not None
+        about = said.split(f"Compiling entry function '{mangled[0]}'")[1]
+        kernel = subprocess.check_output(["c++filt", mangled[0]], text=True).strip()
+        found[kernel] = (text, about.split("Compiling entry function")[0])
+    return found
+
+
+def spills(about: str) -> list[int]:
+    (stores, loads) = re.findall(r"(\d+) bytes spill", about)
+    return [int(stores), int(loads)]
+
+
+def vectors(ptx: str, what: str) -> int:
+    """The most bytes that one load, store or addition takes."""
+    widths = re.findall(rf"{what}\.global(?:\.add|\.wb)?\.(?:v(\d)\.)?[a-z](\d+)", ptx)
+    return max(int(count or 1) * int(bits) // 8 for count, bits in widths)
+
+
+def test_transfers(tmp_path: Path) -> None:
+    kernels = entries("transfer_kernel", tmp_path)
+    assert len(kernels) == 18  # 3 x 3 dtypes, copied and added
+    for kernel, (ptx, about) in kernels.items():
+        assert spills(about) == [0, 0], kernel
+        # 16 bytes of the wider type.
+        widths = {vectors(ptx, "ld"), vectors(ptx, "st")}
+        types = re.findall(r"float|BFloat16|Half", kernel.split("kernel<")[1])
+        mixed = types.count("float") == 1
+        assert max(widths) == 16, kernel
+        assert min(widths) >= (8 if mixed else 16), kernel
+
+
+def test_clipping(tmp_path: Path) -> None:
+    kernels = entries("clipping_kernels", tmp_path)
+    assert len(kernels) == 7
+    for kernel, (ptx, about) in kernels.items():
+        assert spills(about) == [0, 0], kernel
+        if "norm_kernel" not in kernel:
+            assert vectors(ptx, "ld") == 16, kernel
+        if "scale_kernel" in kernel:
+            assert vectors(ptx, "st") == 16, kernel
+
+
+def test_rows(tmp_path: Path) -> None:
+    kernels = entries("rows_kernel", tmp_path)
+    assert len(kernels) == 3
+    for kernel, (ptx, about) in kernels.items():
+        assert spills(about) == [0, 0], kernel
+        assert vectors(ptx, "atom") == 16, kernel
