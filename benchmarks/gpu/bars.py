@@ -27,6 +27,7 @@ FLAT_OF_CAT = Bar(0.88)
 CASE2_DEVICE_GIB = Bar(5.6)
 STEP_TIME = Bar(1.02)
 NONE = Bar(0)  # errors, differences
+NO_WORSE = Bar(1)
 
 
 def with_bar(

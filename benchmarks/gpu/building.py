@@ -71,7 +71,7 @@ def configure(with_tests: bool, arch: str) -> list[str]:
 class Build:
     name: str = "build"
     what: str = "lowtide for this GPU, with the C++ tests that have CUDA instantiations"
-    seconds: int = 150
+    seconds: int = 120
 
     def run(self) -> Figures:
         properties = the_gpu(torch_for_cuda(), any_gpu=True)

@@ -35,10 +35,15 @@ def options() -> Namespace:
     return base.parse_args()
 
 
-def build(args: Namespace, system: str) -> Any:
+def build(
+    args: Namespace, system: str, prepare: Callable[[Any], None] = lambda model: None
+) -> Any:
+    """The same parameters for every system; ``prepare`` comes before sharding."""
     args = argparse.Namespace(**vars(args) | {"system": system})
     torch.manual_seed(0)
-    model: Any = shard_by_unit(build_model(args), args)
+    model: Any = build_model(args)
+    prepare(model)
+    model = shard_by_unit(model, args)
     with torch.no_grad():
         for p in model.parameters():
             local = p.to_local()

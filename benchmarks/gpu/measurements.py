@@ -108,6 +108,26 @@ def llama_memory_rows(checkpoint: str, figures: Figures) -> Iterator[Row]:
         )
 
 
+# -- bits -----------------------------------------------------------------------------
+
+
+def bits(scale: Scale) -> Figures:
+    return program("bits.py", *scale.compared, "--loss", scale.llama_loss)
+
+
+def bits_rows(figures: Figures) -> Iterator[Row]:
+    for variant, seen in figures["beside FSDP2"].items():
+        for what, count in seen.items():
+            quantity = f"{what} whose bits differ from FSDP2's, {variant}"
+            yield from with_bar(quantity, count, bars.NONE)
+    errors = figures["gradient errors"]
+    for mode, error in errors.items():
+        yield row(mode, "error of a weight's gradient in bf16", error, "", "measured")
+    beside = errors["fused"] / errors["exact"] if errors["exact"] else float("inf")
+    quantity = "error of a fused gradient beside the exact mode's"
+    yield from with_bar(quantity, beside, bars.NO_WORSE)
+
+
 # -- step time of the slice ---------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ class Scale:
     segments: tuple[str, ...]  # of the allocator: default, expandable
     llama: tuple[str, ...]  # options of llama_memory.py: the slice
     llama_loss: str
+    compared: tuple[str, ...]  # the same, for bits beside FSDP2's
     replayed: tuple[str, ...]  # the same, for the allocator's replay
     flat_widths: str
     residual: tuple[int, int, int]  # layers, rows, width
@@ -25,6 +26,7 @@ FULL = Scale(
     segments=("default", "expandable"),
     llama=("--config", "8b", "--num-layers", "8", "--sequence", "8192"),
     llama_loss="chunked:16",
+    compared=("--config", "8b", "--num-layers", "2", "--sequence", "1024"),
     replayed=("--config", "8b", "--num-layers", "2", "--sequence", "4096"),
     flat_widths="published",
     residual=(32, 16 * 4096, 2048),
@@ -39,6 +41,7 @@ TINY = Scale(
     segments=("default",),
     llama=("--config", "tiny", "--sequence", "64"),
     llama_loss="chunked:2",
+    compared=("--config", "tiny", "--sequence", "64"),
     replayed=("--config", "tiny", "--sequence", "64"),
     flat_widths="tiny",
     residual=(4, 256, 128),

@@ -41,6 +41,7 @@ def measurements(scale: Scale) -> list[m.Measurement]:
         for checkpoint in m.CHECKPOINTS
     ]
     rest = (
+        ("bits", "losses and parameters beside FSDP2's", 25, m.bits, m.bits_rows),
         (
             "speed",
             "step time of the slice, NCCL",

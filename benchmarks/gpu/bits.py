@@ -1,0 +1,193 @@
+"""Losses and parameters of training steps, bit by bit beside FSDP2's, as JSON; on one
+rank, with torch's deterministic algorithms.
+
+    bits.py --num-layers 2 --sequence 1024 --loss chunked:4 [--cpu]
+
+Options are those of llama_memory.py. Of each variant: in how many steps the loss
+differs, and how many elements of the parameters do at the end. Then the error of a
+weight's gradient in both modes, beside a product in fp64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from llama_memory import parser
+from llama_speed import build
+from stage import without_cudnn_attention
+from torch import Tensor, nn
+
+NUM_STEPS, WARM_UP = 6, 3
+
+
+@dataclass(frozen=True)
+class Variant:
+    system: str = "lowtide"
+    microbatches: int = 1  # all but the last without sync
+    offload: bool = False  # blocks are checkpointed, their inputs on the host
+    capture: bool = False  # the steps behind the warm-up are one CUDA graph
+
+
+VARIANTS = {
+    "lowtide": Variant(),
+    "lowtide, two microbatches": Variant(microbatches=2),
+    "lowtide, offloaded": Variant(offload=True),
+    "lowtide, captured": Variant(capture=True),
+    "lowtide, offloaded and captured": Variant(offload=True, capture=True),
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    losses: list[Tensor]
+    parameters: list[Tensor]
+
+
+def train(args: Namespace, variant: Variant) -> Trained:
+    def prepare(model: Any) -> None:
+        if variant.offload:
+            import lowtide
+
+            policy = lowtide.ActivationPolicy(offload=["input"])
+            for layer in model.layers:
+                lowtide.checkpoint(layer, policy)
+
+    model = build(args, variant.system, prepare)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+    vocabulary = model.tok_embeddings.weight.shape[0]
+    generator = torch.Generator().manual_seed(1)
+    shape = (NUM_STEPS, 1, args.sequence + 1)
+    data = torch.randint(vocabulary, shape, generator=generator).to(args.device)
+    tokens = torch.empty_like(data[0])
+
+    def step() -> Tensor:
+        for left in reversed(range(variant.microbatches)):
+            model.set_requires_gradient_sync(left == 0)
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    losses = []
+    eager = WARM_UP if variant.capture else NUM_STEPS
+    with off_the_default_stream(variant.capture):
+        for each in data[:eager]:
+            tokens.copy_(each)
+            losses.append(step().clone())
+    if variant.capture:
+        again, loss = captured(step)
+        for each in data[eager:]:
+            tokens.copy_(each)
+            again()
+            losses.append(loss.clone())
+    return Trained(losses, [p.to_local().detach().clone() for p in model.parameters()])
+
+
+@contextmanager
+def off_the_default_stream(wanted: bool) -> Iterator[None]:
+    """For the steps before a capture."""
+    if not wanted:
+        yield
+        return
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        yield
+    torch.cuda.current_stream().wait_stream(side)
+
+
+def captured(step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    """What runs the step again, and where its loss is then."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+    return graph.replay, loss
+
+
+def differences(ours: Trained, theirs: Trained) -> dict[str, int]:
+    def differing(a: Tensor, b: Tensor) -> int:
+        return int((a.view(torch.int32) != b.view(torch.int32)).sum())
+
+    losses = zip(ours.losses, theirs.losses, strict=True)
+    parameters = zip(ours.parameters, theirs.parameters, strict=True)
+    return {
+        "losses": sum(differing(a, b) for a, b in losses),
+        "parameters": sum(differing(a, b) for a, b in parameters),
+    }
+
+
+def beside_fsdp2(args: Namespace) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for microbatches in (1, 2):
+        theirs = train(args, Variant("fsdp2", microbatches))
+        for name, variant in VARIANTS.items():
+            if variant.microbatches != microbatches:
+                continue
+            if variant.capture and args.device == "cpu":
+                continue
+            found[name] = differences(train(args, variant), theirs)
+    return found
+
+
+def gradient_errors(device: str, rows: int = 512, width: int = 256) -> dict[str, float]:
+    """Of a sum over four microbatches of bf16 factors, relative to it."""
+    import lowtide
+
+    torch.manual_seed(0)
+    factors = torch.randn(4, 2, rows, width, device=device).bfloat16()
+    exact = sum(g.double().t() @ x.double() for x, g in factors)
+    found = {}
+    policy = lowtide.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    modes: tuple[Any, ...] = ("exact", "fused")
+    for grads in modes:
+        linear: Any = nn.Linear(width, width, bias=False, device=device)
+        model: Any = nn.Sequential(linear)
+        lowtide.fully_shard(model, mp_policy=policy, grads=grads)
+        for i, (x, g) in enumerate(factors):
+            model.set_requires_gradient_sync(i == len(factors) - 1)
+            model(x).backward(g)
+        error = linear.weight.grad.to_local().double() - exact
+        found[grads] = float(error.norm() / exact.norm())
+    return found
+
+
+def main() -> None:
+    base = parser()
+    base.set_defaults(device="cuda", checkpoint="none")
+    base.add_argument("--cpu", action="store_true", help="instead of the GPU")
+    args = base.parse_args()
+    if args.cpu:
+        args = argparse.Namespace(**vars(args) | {"device": "cpu"})
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    store = dist.HashStore()
+    if args.device == "cpu":
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    else:
+        device = torch.device("cuda", 0)
+        dist.init_process_group(
+            "nccl", store=store, rank=0, world_size=1, device_id=device
+        )
+        without_cudnn_attention()
+    figures = {
+        "beside FSDP2": beside_fsdp2(args),
+        "gradient errors": gradient_errors(args.device),
+    }
+    print(json.dumps(figures))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

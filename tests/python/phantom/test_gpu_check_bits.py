@@ -1,0 +1,60 @@
+"""The program of gpu_check that compares bits: its figures on the CPU, and that it runs
+on CUDA, over the stub, where they mean nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.cuda_stub import build_cuda_stub
+from support.gpu_check import GpuCheck
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+FOLDERS = (BENCHMARKS, BENCHMARKS / "gpu", BENCHMARKS / "programs")
+ON_CPU = {"lowtide", "lowtide, two microbatches", "lowtide, offloaded"}
+
+
+def test_no_bit_differs_on_the_cpu() -> None:
+    program = (str(BENCHMARKS / "gpu" / "bits.py"), "--cpu")
+    small = ("--config", "tiny", "--sequence", "64", "--loss", "chunked:2")
+    paths = os.pathsep.join(map(str, (*FOLDERS, *sys.path)))
+    printed = subprocess.check_output(
+        [sys.executable, *program, *small],
+        text=True,
+        env=os.environ | {"PYTHONPATH": paths},
+    )
+    figures: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    none = {"losses": 0, "parameters": 0}
+    assert figures["beside FSDP2"] == dict.fromkeys(ON_CPU, none)
+    errors = figures["gradient errors"]
+    assert 0 < errors["fused"] < 1e-6 < 1e-4 < errors["exact"]
+
+
+def test_differences_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in FOLDERS:
+        monkeypatch.syspath_prepend(str(folder))
+    import bits
+
+    losses = [torch.tensor(1.0), torch.tensor(2.0)]
+    parameters = [torch.zeros(3), torch.ones(2, 2)]
+    nudged = [losses[0], torch.nextafter(losses[1], torch.tensor(3.0))]
+    zeros = [torch.tensor([0.0, -0.0, -0.0]), parameters[1]]
+    found = bits.differences(
+        bits.Trained(nudged, zeros), bits.Trained(losses, parameters)
+    )
+    assert found == {"losses": 1, "parameters": 2}
+
+
+def test_it_runs_on_cuda(tmp_path: Path) -> None:
+    seen = GpuCheck.run(build_cuda_stub(tmp_path), tmp_path / "out", "bits")
+    captured = {"lowtide, captured", "lowtide, offloaded and captured"}
+    assert set(seen.figures["bits"]["beside FSDP2"]) == ON_CPU | captured
+    with_bars = {row["quantity"] for row in seen.rows if row["system"] == "met"}
+    assert len(with_bars) == 2 * 5 + 1
