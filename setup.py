@@ -11,6 +11,8 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
+OPTIONS = ("LOWTIDE_CUDA", "LOWTIDE_CUDA_ARCHS", "LOWTIDE_UNITY", "LOWTIDE_WERROR")
+
 
 class CMakeBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
@@ -19,12 +21,7 @@ class CMakeBuild(build_ext):
         package = Path(self.get_ext_fullpath(ext.name)).resolve().parent
         cmake, ninja = tool("cmake"), tool("ninja")
         options = [
-            f"-D{name}={os.environ[name]}"
-            for name in (
-                *("LOWTIDE_CUDA", "LOWTIDE_CUDA_ARCHS"),
-                *("LOWTIDE_UNITY", "LOWTIDE_WERROR"),
-            )
-            if name in os.environ
+            f"-D{name}={os.environ[name]}" for name in OPTIONS if name in os.environ
         ]
         run_cmake(
             [

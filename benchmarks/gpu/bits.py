@@ -10,7 +10,6 @@ weight's gradient in both modes, beside a product in fp64.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from argparse import Namespace
@@ -157,6 +156,9 @@ def gradient_errors(device: str, rows: int = 512, width: int = 256) -> dict[str,
         for i, (x, g) in enumerate(factors):
             model.set_requires_gradient_sync(i == len(factors) - 1)
             model(x).backward(g)
+        report = lowtide.memory_report(model).fused
+        if grads == "fused" and (report is None or report.exact):
+            raise RuntimeError(f"bits.py: expected a fused gradient, got {report}")
         error = linear.weight.grad.to_local().double() - exact
         found[grads] = float(error.norm() / exact.norm())
     return found
@@ -165,10 +167,8 @@ def gradient_errors(device: str, rows: int = 512, width: int = 256) -> dict[str,
 def main() -> None:
     base = parser()
     base.set_defaults(device="cuda", checkpoint="none")
-    base.add_argument("--cpu", action="store_true", help="instead of the GPU")
+    base.add_argument("--cpu", dest="device", action="store_const", const="cpu")
     args = base.parse_args()
-    if args.cpu:
-        args = argparse.Namespace(**vars(args) | {"device": "cpu"})
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False

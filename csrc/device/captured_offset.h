@@ -8,8 +8,10 @@
 
 namespace lowtide::device {
 
-// Nothing while no torch.cuda.graph captures the current stream of the
-// generator's device.  The caller holds the generator's mutex.
+// In random numbers per thread, since the capture began; nothing while the
+// current stream of the generator's device is not captured.  The caller holds
+// the generator's mutex.  Throws c10::Error if the capture is not
+// torch.cuda.graph's.
 std::optional<std::uint64_t> captured_offset(const at::Generator& generator);
 
 }  // namespace lowtide::device

@@ -132,15 +132,21 @@ PinnedBytes PinnedPool::register_bytes(std::int64_t num_bytes) {
   return bytes;
 }
 
+std::string PinnedPool::shortage(std::int64_t num_bytes,
+                                 const std::string& remedy) const {
+  return base::error_text(
+      "host memory for activations",
+      base::concat("at most ", cap_bytes_,
+                   " page-locked bytes, and the system to give them"),
+      base::concat("a request for ", num_bytes, " more"), remedy);
+}
+
 PinnedBytes PinnedPool::pageable(std::int64_t num_bytes) {
   if (runtime_->capturing()) {
-    throw Error(base::error_text(
-        "host memory for activations",
-        base::concat("a graph capture's copies in at most ", cap_bytes_,
-                     " page-locked bytes, and the system to give them"),
-        base::concat("a request for ", num_bytes, " more"),
-        "Offload less, raise LOWTIDE_PINNED_BYTES, or run the steps without a "
-        "graph."));
+    throw Error(shortage(
+        num_bytes,
+        "A graph captures no copies of pageable memory: offload less, raise "
+        "LOWTIDE_PINNED_BYTES, or run the steps without a graph."));
   }
   bool report = false;
   {
@@ -151,11 +157,8 @@ PinnedBytes PinnedPool::pageable(std::int64_t num_bytes) {
         std::max(figures_.peak_pageable_bytes, figures_.pageable_bytes);
   }
   if (report) {
-    TORCH_WARN(base::error_text(
-        "host memory for activations",
-        base::concat("at most ", cap_bytes_,
-                     " page-locked bytes, and the system to give them"),
-        base::concat("a request for ", num_bytes, " more"),
+    TORCH_WARN(shortage(
+        num_bytes,
         "These copies use pageable memory and block the host; offload less, or "
         "raise LOWTIDE_PINNED_BYTES."));
   }

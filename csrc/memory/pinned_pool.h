@@ -34,6 +34,8 @@ namespace lowtide::memory {
 
 class PinnedPool;
 
+// A slot's bytes, and who used them last.  Those of a pageable slot are not
+// kept.
 struct PinnedBytes {
   c10::DataPtr data = {};
   device::Event last_use = {};
@@ -106,6 +108,7 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
   PinnedBytes register_bytes(std::int64_t num_bytes);
 
   PinnedBytes pageable(std::int64_t num_bytes);
+  std::string shortage(std::int64_t num_bytes, const std::string& remedy) const;
   void give_back(HostSlot& slot);
   void synchronize();
 

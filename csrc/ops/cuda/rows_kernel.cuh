@@ -1,3 +1,5 @@
+// Adds rows where an index says: for the .cu of this name, and for the
+// test that runs it on host threads.
 #pragma once
 
 #include "ops/cuda/rows_kernel.h"

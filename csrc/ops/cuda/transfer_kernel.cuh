@@ -1,3 +1,5 @@
+// Copies and adds, tile by tile: for the .cu of this name, and for the
+// test that runs it on host threads.
 #pragma once
 
 #include "ops/cuda/tiles.cuh"

@@ -180,10 +180,10 @@ TEST(PinnedPoolTest, AGraphTakesNoPageableSlots) {
   } catch (const Error& error) {
     EXPECT_STREQ(
         error.what(),
-        "lowtide: host memory for activations: expected a graph capture's "
-        "copies in at most 2000 page-locked bytes, and the system to give "
-        "them, got a request for 1600 more. Offload less, raise "
-        "LOWTIDE_PINNED_BYTES, or run the steps without a graph.");
+        "lowtide: host memory for activations: expected at most 2000 "
+        "page-locked bytes, and the system to give them, got a request for "
+        "1600 more. A graph captures no copies of pageable memory: offload "
+        "less, raise LOWTIDE_PINNED_BYTES, or run the steps without a graph.");
   }
   EXPECT_EQ(p.live(), 0);
   EXPECT_THAT(warnings.texts, IsEmpty());

@@ -3,36 +3,29 @@ that hold everything. No GPU is needed."""
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from prerequisites import of_toolkit
 from torch.utils.cpp_extension import include_paths
 
 KERNELS = Path(__file__).parents[3] / "csrc" / "ops" / "cuda"
 ARCH = "sm_90"
 
 
-def toolkit() -> Path | None:
-    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
-    places = os.pathsep.join(str(Path(home, "bin")) for home in homes if home)
-    found = shutil.which("nvcc", path=os.pathsep.join([places, os.environ["PATH"]]))
-    return Path(found).parent if found else None
-
-
 def entries(name: str, folder: Path) -> dict[str, tuple[str, str]]:
     """{kernel: (its PTX, what ptxas says of it)}"""
-    bin = toolkit()
-    if bin is None:
-        pytest.skip("needs nvcc")
+    tools = [of_toolkit(program) for program in ("nvcc", "ptxas")]
+    if None in tools:
+        pytest.skip("needs nvcc and ptxas")
+    nvcc, ptxas = map(str, tools)
     ptx = folder / f"{name}.ptx"
     includes = [f"-I{path}" for path in (KERNELS.parents[1], *include_paths())]
     compiled = subprocess.run(
         [
-            *(bin / "nvcc", "-std=c++20", "-O3", f"-arch={ARCH}", "-ptx"),
+            *(nvcc, "-std=c++20", "-O3", f"-arch={ARCH}", "-ptx"),
             *("--expt-relaxed-constexpr", *includes),
             *(KERNELS / f"{name}.cu", "-o", ptx),
         ],
@@ -41,7 +34,7 @@ def entries(name: str, folder: Path) -> dict[str, tuple[str, str]]:
     )
     assert compiled.returncode == 0, compiled.stderr
     assembled = subprocess.run(
-        [bin / "ptxas", "-v", f"-arch={ARCH}", ptx, "-o", folder / "out.cubin"],
+        [ptxas, "-v", f"-arch={ARCH}", ptx, "-o", folder / "out.cubin"],
         capture_output=True,
         text=True,
         check=True,

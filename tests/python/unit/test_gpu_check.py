@@ -10,19 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import check
+import prerequisites
 import pytest
+from progress import OtherMachine, Outcome, Progress
+from scale import FULL
+from steps import steps
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "benchmarks" / "gpu_check.sh"
-for folder in ("benchmarks/gpu", "benchmarks/programs", "benchmarks"):
-    sys.path.insert(0, str(ROOT / folder))
-
-import check  # noqa: E402
-import prerequisites  # noqa: E402
-from progress import OtherMachine, Outcome, Progress  # noqa: E402
-from scale import FULL  # noqa: E402
-from steps import steps  # noqa: E402
-
 GIB = 1 << 30
 
 

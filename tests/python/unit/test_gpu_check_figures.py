@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bars
+import building
+import check
+import measurements
 import pytest
-
-ROOT = Path(__file__).parents[3]
-SCRIPT = ROOT / "benchmarks" / "gpu_check.sh"
-for folder in ("benchmarks/gpu", "benchmarks/programs", "benchmarks"):
-    sys.path.insert(0, str(ROOT / folder))
-
-import bars  # noqa: E402
-import building  # noqa: E402
-import check  # noqa: E402
-import measurements  # noqa: E402
-from case import Row  # noqa: E402
-from progress import Outcome, Progress  # noqa: E402
-from scale import FULL  # noqa: E402
-from steps import steps  # noqa: E402
+from case import Row
+from progress import Outcome, Progress
+from scale import FULL
+from steps import steps
 
 GIB = 1 << 30
 
