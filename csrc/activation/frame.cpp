@@ -28,7 +28,9 @@ c10::Device device_of(const std::vector<at::Tensor>& inputs) {
 }
 
 // The reason for a value whose producer the recomputation never reaches.
-constexpr const char* kNotNeeded = "nothing behind it is computed again";
+constexpr const char* kNotNeeded =
+    "nothing that is computed again comes after it, so storing it would save "
+    "nothing; name a value before it";
 // Operators are not watched where earlier forwards named only arguments.
 constexpr const char* kUnwatched =
     "named inside the forward for the first time; the next forward stores it";
@@ -68,24 +70,31 @@ Frame::Frame(std::shared_ptr<Region> region,
   for (const auto& input : inputs) hold_input(input);
 }
 
-void Frame::hold_input(const at::Tensor& input) {
-  HeldValue& held = inputs_.emplace_back(input);
+std::vector<std::string> Frame::listed_names_of(const at::Tensor& input) const {
   const auto& listed = region_->policy().names;
-  if (listed.empty()) {
-    hooked_ && !input.is_inference() ? held.pack(input) : held.keep(input);
-    return;
-  }
+  if (listed.empty()) return {};
   std::vector<std::string> names = region_->book().of(input);
   names.emplace_back(kInputName);
   std::erase_if(names,
                 [&](const auto& name) { return !listed.contains(name); });
-  const bool asked_for =
-      std::any_of(names.begin(), names.end(), [&](const auto& name) {
-        return listed.at(name) != Treatment::recompute &&
-               !region_->obstacle(input, name);
-      });
-  hooked_ && !asked_for && !input.is_inference() ? held.pack(input)
-                                                 : held.keep(input);
+  return names;
+}
+
+// Inside another region every input is packed, also one that is then held in
+// another way: how much that region sees saved must not depend on names, nor on
+// whether the input is a leaf, as it may be when that region is computed again.
+// Other hooks are spared what they would only copy.
+void Frame::hold_input(const at::Tensor& input) {
+  const auto names = listed_names_of(input);
+  const auto treated = [&](const auto& name) {
+    return region_->policy().names.at(name) != Treatment::recompute &&
+           !region_->obstacle(input, name);
+  };
+  HeldValue& held = inputs_.emplace_back(input);
+  const bool packed = hooked_ && !input.is_inference() &&
+                      (Scope::current() != nullptr ||
+                       std::none_of(names.begin(), names.end(), treated));
+  packed ? held.pack(input) : held.keep(input);
   for (const auto& name : names) treat(held, input, name, nullptr);
 }
 
@@ -109,6 +118,7 @@ void Frame::treat(HeldValue& held, const at::Tensor& tensor,
     move(held, tensor, name, ready);
     return;
   }
+  held.keep(tensor);
   const auto bytes = static_cast<std::int64_t>(tensor.storage().nbytes());
   figures.change(name, [&](NameFigures& f) {
     ++f.kept;
@@ -147,9 +157,23 @@ void Frame::move(HeldValue& held, const at::Tensor& tensor,
 std::size_t Frame::pack(const at::Tensor& tensor) {
   if (num_stored_ < stored_.size()) store_waiting();
   const std::lock_guard lock(mutex_);
-  saved_.push_back({at::DimVector(tensor.sizes()), tensor.scalar_type(),
-                    SeenVersion(tensor)});
+  saved_.push_back(
+      {tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr,
+       at::DimVector(tensor.sizes()), tensor.scalar_type(),
+       SeenVersion(tensor)});
   return saved_.size() - 1;
+}
+
+std::size_t Frame::num_saved() const {
+  const std::lock_guard lock(mutex_);
+  return saved_.size();
+}
+
+bool Frame::is_saved(const at::Tensor& tensor) const {
+  const std::lock_guard lock(mutex_);
+  return std::any_of(saved_.begin(), saved_.end(), [&](const Saved& saved) {
+    return saved.storage == tensor.storage().unsafeGetStorageImpl();
+  });
 }
 
 void Frame::name_value(const at::Tensor& tensor, const std::string& name) {
@@ -205,7 +229,17 @@ std::int64_t Frame::store(const std::string& name,
                        .device->runtime()
                        .record(device::Stream::compute);
   }
-  return static_cast<std::int64_t>(stored_.size()) - 1;
+  const auto number = static_cast<std::int64_t>(stored_.size()) - 1;
+  // What produced it saved its own result.
+  if (std::any_of(outputs.begin(), outputs.end(),
+                  [&](const auto& output) { return is_saved(output); })) {
+    store_waiting();
+  }
+  return number;
+}
+
+bool Frame::is_stored(std::int64_t number) const {
+  return !stored_.at(number).values.empty();
 }
 
 // Something behind them is saved, so the recomputation would run what produced

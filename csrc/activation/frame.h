@@ -42,6 +42,7 @@ class Recomputation {
   // Called for every tensor autograd saves, without its history; true: nothing
   // behind this one is needed, stop here.
   bool pack(const at::Tensor& bare);
+  std::size_t num_packed() const { return next_; }
 
  private:
   friend class Frame;
@@ -82,6 +83,7 @@ class Frame : public std::enable_shared_from_this<Frame> {
   // --- forward -------------------------------------------------------------
   // Returns the place of a saved tensor.
   std::size_t pack(const at::Tensor& tensor);
+  std::size_t num_saved() const;
 
   // Told of a named value that is none of the inputs; answers with `store` or
   // `refuse`.  Lives during the forward.
@@ -103,9 +105,12 @@ class Frame : public std::enable_shared_from_this<Frame> {
 
   // --- backward ------------------------------------------------------------
   // The tensor packed at `place`.  Throws lowtide::Error when it was written to
-  // since, when create_graph is on, or when the recomputation differs.
-  at::Tensor unpack(std::size_t place);
-  // What `store` was given under `number`, inside a recomputation.
+  // since, when the backward under way is to be differentiated itself
+  // (`creates_graph`), or when the recomputation differs.
+  at::Tensor unpack(std::size_t place, bool creates_graph = false);
+  // Whether a recomputation needs what `store` was given under `number`.
+  bool is_stored(std::int64_t number) const;
+  // What it was given, inside a recomputation.
   std::vector<at::Tensor> stored(std::int64_t number) const;
   // The node that saved `place` is gone.
   void drop(std::size_t place);
@@ -133,6 +138,7 @@ class Frame : public std::enable_shared_from_this<Frame> {
  private:
   friend class Recomputation;
   struct Saved {
+    const c10::StorageImpl* storage;  // to compare, while its tensor lives
     at::DimVector sizes;
     at::ScalarType dtype;
     SeenVersion version;
@@ -147,6 +153,8 @@ class Frame : public std::enable_shared_from_this<Frame> {
   };
 
   void hold_input(const at::Tensor& input);
+  std::vector<std::string> listed_names_of(const at::Tensor& input) const;
+  bool is_saved(const at::Tensor& tensor) const;
   // Counts and, if the policy says so, moves `held`.
   void treat(HeldValue& held, const at::Tensor& tensor, const std::string& name,
              const device::Event* ready);

@@ -48,22 +48,6 @@ std::set<std::string> NameBook::all() const {
   return all_;
 }
 
-void ProducerMap::add(const at::Tensor& output, std::int64_t number) {
-  if (!output.has_storage() || output.is_inference()) return;
-  const auto* const key = output.storage().unsafeGetStorageImpl();
-  const auto found = entries_.find(key);
-  if (found != entries_.end() && !found->second.identity.expired()) return;
-  entries_.insert_or_assign(key, Entry{output.storage().getWeakStorageImpl(),
-                                       number, output._version()});
-}
-
-ProducerMap::Found ProducerMap::find(const at::Tensor& tensor) const {
-  if (!tensor.has_storage()) return {};
-  const auto found = entries_.find(tensor.storage().unsafeGetStorageImpl());
-  if (found == entries_.end() || found->second.identity.expired()) return {};
-  return {found->second.number, found->second.version != tensor._version()};
-}
-
 std::map<std::string, NameFigures> RegionFigures::names() const {
   const std::lock_guard lock(mutex_);
   return names_;

@@ -39,27 +39,6 @@ class NameBook {
   std::set<std::string> all_;
 };
 
-// Which operator, by number, first wrote which storage.  One forward's, one
-// thread's; holds no tensor.
-class ProducerMap {
- public:
-  // Does nothing for storages that are known: their tensor is an alias.
-  void add(const at::Tensor& output, std::int64_t number);
-  struct Found {
-    std::int64_t number = -1;  // none
-    bool written_since = false;
-  };
-  Found find(const at::Tensor& tensor) const;
-
- private:
-  struct Entry {
-    c10::weak_intrusive_ptr<c10::StorageImpl> identity;
-    std::int64_t number;
-    std::int64_t version;
-  };
-  std::unordered_map<const c10::StorageImpl*, Entry> entries_;
-};
-
 // One name of one region's policy; values and storage bytes since the last
 // reset.
 struct NameFigures {

@@ -1,8 +1,13 @@
 // The backward half of Frame; see frame.h.
 #include <ATen/core/grad_mode.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Logging.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <exception>
+#include <optional>
 #include <utility>
 
 #include "activation/frame.h"
@@ -10,6 +15,21 @@
 #include "base/trace.h"
 
 namespace lowtide::activation {
+namespace {
+
+// For destructors: a device that has failed fails here again.
+template <typename Action>
+void logging_errors(const Region& region, Action&& action) noexcept {
+  try {
+    action();
+  } catch (const std::exception& error) {
+    LOG(ERROR) << "lowtide: " << region.who()
+               << ": giving back what came from the host failed: "
+               << error.what();
+  }
+}
+
+}  // namespace
 
 Recomputation::Recomputation(const Frame& frame, std::vector<bool> needed)
     : frame_(frame), needed_(std::move(needed)), values_(needed_.size()) {
@@ -48,9 +68,9 @@ void Frame::differs(const std::string& expected, const std::string& got) const {
       "other state that changes between forward and backward."));
 }
 
-at::Tensor Frame::unpack(std::size_t place) {
+at::Tensor Frame::unpack(std::size_t place, bool creates_graph) {
   const int graph_task = torch::autograd::get_current_graph_task_id();
-  if (graph_task != -1 && at::GradMode::is_enabled()) {
+  if (graph_task != -1 && creates_graph) {
     throw Error(base::error_text(
         region_->who(), "create_graph=False through a checkpointed region",
         "create_graph=True",
@@ -112,7 +132,10 @@ std::shared_ptr<Recomputation> Frame::recompute() {
       if (frame.batch_) frame.region_->transfers()->begin_use(*frame.batch_);
     }
     ~Use() {
-      if (frame.batch_) frame.region_->transfers()->end_use(*frame.batch_);
+      if (!frame.batch_) return;
+      logging_errors(*frame.region_, [this] {
+        frame.region_->transfers()->end_use(*frame.batch_);
+      });
     }
     const Frame& frame;
   };
@@ -154,13 +177,19 @@ void Frame::drop(std::size_t place) {
 }
 
 // [Note: One recomputation per backward]: the callback dies with the graph
-// task, also when backward raised and nobody called it.
+// task, also when backward raised and nobody called it; on any thread, whose
+// current stream is not the backward's.
 void Frame::forget_at_end_of(int graph_task) {
   struct Forget {
     ~Forget() {
       const auto alive = frame.lock();
       if (!alive) return;
-      if (alive->batch_) alive->region_->transfers()->end_backward();
+      if (stream) {
+        logging_errors(*alive->region_, [&] {
+          const c10::StreamGuard of_backward(*stream);
+          alive->region_->transfers()->end_backward();
+        });
+      }
       std::shared_ptr<Recomputation> dropped;
       const std::lock_guard lock(alive->mutex_);
       const auto found = alive->recomputations_.find(graph_task);
@@ -170,10 +199,17 @@ void Frame::forget_at_end_of(int graph_task) {
     }
     std::weak_ptr<Frame> frame;
     int graph_task;
+    std::optional<c10::Stream> stream;  // where values came from the host
   };
   auto forget = std::make_shared<Forget>();
   forget->frame = weak_from_this();
   forget->graph_task = graph_task;
+  if (batch_) {
+    const auto device =
+        region_->transfers()->memories().device->runtime().device();
+    forget->stream =
+        c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  }
   torch::autograd::Engine::get_default_engine().queue_callback(
       [forget = std::move(forget)] {});
 }

@@ -44,7 +44,7 @@ bool plain_and_dense(const at::Tensor& tensor) {
          !tensor.is_inference() && !tensor.is_quantized() &&
          !tensor.is_conj() && !tensor.is_neg() && !tensor.is_meta() &&
          !tensor.unsafeGetTensorImpl()->is_python_dispatch() &&
-         tensor.storage().data() != nullptr;
+         (tensor.storage().nbytes() == 0 || tensor.storage().data() != nullptr);
 }
 
 }  // namespace
@@ -60,6 +60,7 @@ std::optional<std::string> Region::obstacle(const at::Tensor& tensor,
     return "does not require grad: other regions share it";
   }
   const auto bytes = static_cast<std::int64_t>(tensor.storage().nbytes());
+  if (bytes == 0) return kEmpty;
   if (bytes < policy_.min_bytes) {
     return base::concat("smaller than min_bytes=", policy_.min_bytes);
   }

@@ -21,6 +21,8 @@ enum class Treatment : std::uint8_t { save, offload, recompute };
 
 // The region's tensor arguments that require grad.
 inline constexpr const char* kInputName = "input";
+// An obstacle that says nothing of the policy: a batch without rows.
+inline constexpr const char* kEmpty = "an empty tensor";
 
 struct Policy {
   std::map<std::string, Treatment> names;

@@ -1,5 +1,7 @@
 #include "activation/stash.h"
 
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Logging.h>
 
 #include <exception>
@@ -26,6 +28,14 @@ std::string_view place_name(Place place) {
   LOWTIDE_INVARIANT(false, "a place has a name");
 }
 
+namespace {
+
+c10::Stream current_stream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+}  // namespace
+
 Stash::Stash(Memories memories, std::string name, const at::Tensor& tensor)
     : memories_(std::move(memories)),
       name_(std::move(name)),
@@ -34,6 +44,7 @@ Stash::Stash(Memories memories, std::string name, const at::Tensor& tensor)
       counter_(tensor.unsafeGetTensorImpl()->version_counter()),
       version_(counter_.current_version()),
       num_bytes_(static_cast<std::int64_t>(tensor.storage().nbytes())),
+      home_(current_stream(tensor.device())),
       source_(tensor.storage()) {}
 
 Stash::~Stash() {
@@ -75,6 +86,7 @@ void Stash::let_go() {
   c10::Storage released;  // destroyed after the lock is
   const std::lock_guard lock(mutex_);
   if (!slot_ || !source_) return;
+  const c10::StreamGuard home(home_);
   memories_.waits->wait(runtime(), copied_out_);
   released = std::move(source_);
 }

@@ -16,6 +16,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Storage.h>
+#include <c10/core/Stream.h>
 
 #include <cstdint>
 #include <memory>
@@ -59,7 +60,8 @@ class Stash {
   // Issues the copy to the host behind `ready`.  Once; later calls do nothing.
   // Throws std::bad_alloc when the host has no memory.
   void copy_out(const device::Event& ready);
-  // Lets the device's bytes go: compute waits for the copy out.  Does nothing
+  // Lets the device's bytes go: the stream that was compute's when the stash
+  // was made, to whose pool they go back, waits for the copy out.  Does nothing
   // while no copy was issued.
   void let_go();
   // Issues the copy back, if only the host has the bytes.
@@ -81,6 +83,7 @@ class Stash {
   const c10::VariableVersion counter_;
   const std::uint32_t version_;
   const std::int64_t num_bytes_;
+  const c10::Stream home_;
 
   mutable std::mutex mutex_;
   c10::Storage source_;

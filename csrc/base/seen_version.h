@@ -13,6 +13,12 @@ namespace lowtide::base {
 // counter.
 at::Tensor without_history(const at::Tensor& tensor);
 
+// `tensor`'s bytes as a plain strided tensor of another geometry and dtype,
+// without history, on the same version counter.
+at::Tensor over_bytes(const at::Tensor& tensor, at::ScalarType dtype,
+                      at::IntArrayRef sizes, at::IntArrayRef strides,
+                      std::int64_t offset);
+
 // A version counter and where it stood.
 class SeenVersion {
  public:

@@ -5,8 +5,10 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "activation/frame.h"
+#include "activation/lineage.h"
 #include "activation/region.h"
 #include "activation/transfer.h"
+#include "base/seen_version.h"
 #include "memory/pinned_pool.h"
 #include "python/bindings.h"
 #include "python/checkpointed_call.h"
@@ -116,6 +118,7 @@ void bind_transfers(py::module_& module) {
 
 void bind_activation(py::module_& module) {
   bind_stop_recomputation(module);
+  module.attr("EMPTY_TENSOR") = activation::kEmpty;
   bind_transfers(module);
 
   py::class_<NameBook, std::shared_ptr<NameBook>>(module, "NameBook")
@@ -123,16 +126,25 @@ void bind_activation(py::module_& module) {
       .def("all", &NameBook::all)
       .def("of", &NameBook::of, py::arg("tensor"));
 
-  py::class_<ProducerMap>(module, "ProducerMap")
+  py::class_<Lineage>(module, "Lineage")
       .def(py::init<>())
-      .def("add", &ProducerMap::add, py::arg("output"), py::arg("number"))
+      .def("of", &Lineage::of, py::arg("tensor"))
+      .def("given", &Lineage::given, py::arg("tensor"))
+      .def("made", &Lineage::made, py::arg("output"), py::arg("call"),
+           py::arg("number"), py::arg("place"))
+      .def("wrote", &Lineage::wrote, py::arg("tensor"), py::arg("call"))
       .def(
-          "find",
-          [](const ProducerMap& producers, const at::Tensor& tensor) {
-            const auto found = producers.find(tensor);
-            return py::make_tuple(found.number, found.written_since);
+          "producer_of",
+          [](Lineage& lineage, const at::Tensor& tensor) {
+            const auto found = lineage.producer_of(tensor);
+            return py::make_tuple(found.number, found.place,
+                                  found.written_since);
           },
           py::arg("tensor"));
+
+  module.def("over_bytes", &base::over_bytes, py::arg("tensor"),
+             py::arg("dtype"), py::arg("sizes"), py::arg("strides"),
+             py::arg("offset"));
 
   module.def(
       "name_value",
@@ -144,7 +156,11 @@ void bind_activation(py::module_& module) {
   py::class_<Frame, std::shared_ptr<Frame>>(module, "Frame")
       .def("watch_interior", &Frame::watch_interior, py::arg("watcher"))
       .def("store", &Frame::store, py::arg("name"), py::arg("outputs"))
+      .def("is_stored", &Frame::is_stored, py::arg("number"))
       .def("stored", &Frame::stored, py::arg("number"))
+      .def_property_readonly("num_saved", &Frame::num_saved)
+      .def_property_readonly(
+          "who", [](const Frame& frame) { return frame.region()->who(); })
       .def("share", &Frame::share, py::arg("name"), py::arg("number"))
       .def("refuse", &Frame::refuse, py::arg("name"), py::arg("reason"));
 

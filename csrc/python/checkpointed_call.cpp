@@ -112,17 +112,21 @@ class CheckpointedCall::PythonReplay final : public activation::Replay {
     }
     const WithoutOuterCompiler eager;
     const With surroundings(state_->surroundings);
-    const With replayer(
+    const py::object replayer =
         state_->skips.is_none()
             ? py::none()
-            : callbacks_->replayer(frame_.lock(), state_->skips));
+            : callbacks_->replayer(frame_.lock(), state_->skips);
     const py::object args = state_->args.with(inputs);
     const py::object kwargs = state_->kwargs.with(inputs);
     const RecomputedSavedTensors saved(recomputation);
     try {
+      const With replaying(replayer);
       call_module(callbacks_->call, state_->module, args, kwargs);
     } catch (py::error_already_set& error) {
       if (!saved.stopped_by(error)) throw;
+    }
+    if (!replayer.is_none()) {
+      replayer.attr("finish")(recomputation.num_packed());
     }
   }
 

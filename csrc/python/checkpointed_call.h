@@ -21,6 +21,7 @@ struct RegionCallbacks {
   pybind11::object surroundings;
   // Context managers that see every operator: (frame) before a forward whose
   // interior values are named; it has `skips`, which (frame, skips) replays.
+  // Told by `finish(n)` how many saved tensors a recomputation came to.
   pybind11::object recorder;
   pybind11::object replayer;
   // (module, tensor) -> whether it shows bytes of a parameter or buffer.

@@ -29,7 +29,8 @@ py::object ForwardHooks::prepare_inputs(py::handle tree) const {
   return map_tensors(tree, [this](const at::Tensor& input) {
     auto tensor = input;
     if (device_ && tensor.device() != *device_) {
-      tensor = tensor.to(*device_, tensor.scalar_type(), /*non_blocking=*/true);
+      // Blocks, as FSDP2 does: the user may fill a page-locked buffer again.
+      tensor = tensor.to(*device_, tensor.scalar_type());
     }
     return casts_.inputs ? cast_floating(tensor, *casts_.inputs) : tensor;
   });

@@ -1,8 +1,13 @@
 #include "python/saved_tensor_hooks.h"
 
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Type.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -48,10 +53,26 @@ PyObject* pack_forward(PyObject* self, PyObject* tensor) {
   END_HANDLE_TH_ERRORS
 }
 
+bool is_python_function(const torch::autograd::Node& node) {
+  // torch does not export the type.
+  return c10::demangle(typeid(node).name()) == "torch::autograd::PyNode";
+}
+
+// Whether the backward under way is to be differentiated itself.  The engine
+// runs nodes with grad mode as create_graph says, but the backward of a Python
+// function may have switched it on for its own use: create_graph keeps the
+// graph, unless told otherwise.
+bool creates_graph() {
+  if (!at::GradMode::is_enabled()) return false;
+  const auto node = torch::autograd::get_current_node();
+  return !node || !is_python_function(*node) ||
+         torch::autograd::get_current_graph_task_keep_graph();
+}
+
 PyObject* unpack_forward(PyObject* /*self*/, PyObject* capsule) {
   HANDLE_TH_ERRORS
   const Token& token = value_of<Token>(capsule);
-  return THPVariable_Wrap(token.frame->unpack(token.place));
+  return THPVariable_Wrap(token.frame->unpack(token.place, creates_graph()));
   END_HANDLE_TH_ERRORS
 }
 

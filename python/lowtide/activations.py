@@ -110,7 +110,10 @@ def _tag_output(name: str, module: nn.Module, args: Any, output: Any) -> None:
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         return _call_in_graph(self, *args, **kwargs)
-    compiled = self.__dict__[state.REGION].compiled_call
+    if (region := state.region_state(self)) is None:
+        # Made of a checkpointed module's class, as a slice of a Sequential is.
+        return type(self)._lowtide_original.__call__(self, *args, **kwargs)
+    compiled = region.compiled_call
     if compiled is not None:
         return compiled(*args, **kwargs)
     return state.run_region(self, args, kwargs)
@@ -124,8 +127,8 @@ def _call_in_graph(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _compile(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-    region: state.RegionState = self.__dict__[state.REGION]
-    if region.treats_inside_a_graph():
+    region = state.region_state(self)
+    if region is not None and region.treats_inside_a_graph():
         call = types.MethodType(_call_in_graph, self)
         region.compiled_call = torch.compile(call, *args, **kwargs)
     else:
@@ -143,7 +146,7 @@ def _become_checkpointed(module: nn.Module) -> None:
         checkpointed = type(
             f"Checkpointed{original.__name__}",
             (original,),
-            {"__call__": _call, "compile": _compile},
+            {"__call__": _call, "compile": _compile, "_lowtide_original": original},
         )
         checkpointed.__module__ = original.__module__
         _classes[original] = checkpointed

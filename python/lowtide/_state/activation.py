@@ -154,8 +154,24 @@ def submodules_named(module: nn.Module, pattern: str) -> list[nn.Module]:
         suffix = ".".join(parts[start:])
         found = [m for name, m in _descendants(module) if fnmatchcase(name, suffix)]
         if found:
+            _require_no_index(module, pattern, parts[:start])
             return found
     return []
+
+
+def _require_no_index(module: nn.Module, pattern: str, above: list[str]) -> None:
+    """What is above ``module`` is not looked at, so it must not choose among several
+    of its kind."""
+    for place, part in enumerate(above):
+        if part.isdigit():
+            below = pattern.split(".", place + 1)[-1]
+            anywhere = ".".join([*above[:place], "*", below])
+            raise ValueError(
+                f"lowtide: checkpoint({type(module).__name__}): expected '*' above the "
+                f"module, got {part!r} in {pattern!r}, which would mean every "
+                f"{type(module).__name__} of this policy. Write {anywhere!r}, or give "
+                "the one that is meant a policy of its own."
+            )
 
 
 def is_pattern(name: str) -> bool:
@@ -255,6 +271,8 @@ def _policy_problems(
             for each in of_name:
                 for reason, count in each["skipped"].items():
                     reasons[reason] = reasons.get(reason, 0) + count
+            if set(reasons) == {_C.EMPTY_TENSOR}:
+                continue
             text = "; ".join(f"{count} x {reason}" for reason, count in reasons.items())
             yield (
                 f"lowtide: {who}: expected {name!r} to {treatment} something in "

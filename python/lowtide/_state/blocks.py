@@ -3,6 +3,7 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -66,15 +67,34 @@ def as_told(model: nn.Module, names: Sequence[str]) -> Decision:
     """The modules of these names, inner before outer."""
     modules = dict(model.named_modules())
     for name in names:
-        if name not in modules or name == "":
-            raise ValueError(
-                f"lowtide: wrap: expected the names of modules of "
-                f"{type(model).__name__}, got {name!r}. "
-                f"It has, for example, {', '.join(list(modules)[1:4])}."
-            )
+        _require_module(model, name, modules)
     inner_first = sorted(names, key=lambda name: -name.count("."))
     return Decision(
         [PlannedUnit(name, modules[name], "as you told") for name in inner_first], []
+    )
+
+
+def _require_module(model: nn.Module, name: str, modules: dict[str, nn.Module]) -> None:
+    named = modules.get(name) if name else None
+    if named is not None and not isinstance(named, nn.ModuleList | nn.ModuleDict):
+        return
+    can_be_units = [
+        path
+        for path, module in modules.items()
+        if path and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+    ]
+    if named is not None:
+        kind = f"a {type(named).__name__}, which has no forward"
+        meant = [f"{name}.{child}" for child, _ in named.named_children()]
+        advice = "Name the modules inside"
+    else:
+        kind = "which is none"
+        meant = [path for path in can_be_units if fnmatchcase(path, name)]
+        advice = "Write out each name" if meant else "It has"
+    examples = ", ".join((meant or can_be_units)[:3])
+    raise ValueError(
+        f"lowtide: wrap: expected the names of modules of {type(model).__name__}, got "
+        f"{name!r}, {kind}. {advice}, for example {examples}."
     )
 
 

@@ -51,6 +51,30 @@ class FrameTest : public testing::Test {
         std::make_unique<Forward>(std::move(run), num_runs_));
   }
 
+  // Of two inputs that are on the host only, as regions behind it have run.
+  std::shared_ptr<Frame> offloaded(Device& device) {
+    Policy policy;
+    policy.names[kInputName] = Treatment::offload;
+    const auto region = std::make_shared<Region>(
+        "checkpoint(Block)", std::move(policy), std::make_shared<NameBook>(),
+        [&device](const c10::Device&) {
+          return std::make_shared<Transfers>(device.memories);
+        });
+    std::vector<at::Tensor> inputs;
+    for (const float value : {3.0F, 4.0F}) {
+      inputs.push_back(device.produce(value).requires_grad_() * 1);
+    }
+    const auto frame = std::make_shared<Frame>(
+        region, inputs, std::make_unique<Forward>(doubles_twice, num_runs_));
+    frame->pack(inputs[0]);
+    frame->end_forward();
+    std::vector<std::shared_ptr<Batch>> later;
+    for (int i = 0; i < 3; ++i) {
+      later.push_back(region->transfers()->open({}, "checkpoint(Block)"));
+    }
+    return frame;
+  }
+
   Device device_;
   std::shared_ptr<Region> region_;
   int num_runs_ = 0;
@@ -115,6 +139,26 @@ TEST_F(FrameTest, AnOffloadedInputIsTheHosts) {
   frame->pack(x);
   frame->end_forward();
   EXPECT_TRUE(at::equal(frame->unpack(0), x));
+}
+
+// Whichever wait fails, and all that follow: destructors of what the
+// recomputation uses must not throw on top of it.
+TEST_F(FrameTest, ABrokenDeviceIsAnErrorOfTheRecomputation) {
+  int num_failed = 0;
+  for (std::size_t k = 0;; ++k) {
+    Device device;
+    const auto frame = offloaded(device);
+    device.waits->fail(k);
+    try {
+      frame->unpack(0);
+      break;
+    } catch (const std::runtime_error& error) {
+      EXPECT_THAT(error.what(), HasSubstr("launch failure"));
+      ++num_failed;
+    }
+  }
+  EXPECT_GE(num_failed,
+            6);  // two copies back, each behind two events; two gets
 }
 
 TEST_F(FrameTest, RefusesAnInputThatWasWrittenTo) {

@@ -40,18 +40,6 @@ TEST(NameBookTest, AnAddressUsedAgainHasNoNames) {
   }
 }
 
-TEST(ProducerMapTest, TheFirstWriterOfAStorageIsItsProducer) {
-  ProducerMap producers;
-  at::Tensor x = at::zeros({2, 3});
-  producers.add(x, 4);
-  producers.add(x.view({6}), 5);  // an alias, whatever its schema says
-  EXPECT_EQ(producers.find(x.t()).number, 4);
-  EXPECT_FALSE(producers.find(x).written_since);
-  x.add_(1);
-  EXPECT_TRUE(producers.find(x).written_since);
-  EXPECT_EQ(producers.find(at::zeros({2, 3})).number, -1);
-}
-
 TEST(RegionFiguresTest, CountsByNameUntilReset) {
   RegionFigures figures;
   figures.change("a", [](NameFigures& f) { ++f.matched; });

@@ -306,7 +306,7 @@ def test_what_one_graph_can_not_do_is_refused_with_fullgraph(
 @pytest.mark.parametrize(
     ("policy", "text"),
     [
-        ({"save": ["hiden"]}, "Did you mean 'hidden'?"),
+        ({"save": ["hiden"]}, "Did you mean 'hidden'"),
         ({"save": ["hidden"], "min_bytes": 1 << 20}, "smaller than min_bytes=1048576"),
     ],
     ids=str,

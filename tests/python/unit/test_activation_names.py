@@ -138,7 +138,10 @@ def test_a_name_on_an_output_is_the_next_blocks_argument():
         assert_same_bits(step(ours), step(plain))
     # The first block's argument carries no name; the last one's output is nobody's.
     assert policies(ours, "residual")["moved"] == 2 * (LAYERS - 1)
-    assert reasons(ours, "residual") == {"nothing behind it is computed again"}
+    assert reasons(ours, "residual") == {
+        "nothing that is computed again comes after it, so storing it would save "
+        "nothing; name a value before it"
+    }
 
 
 def test_a_name_given_between_blocks():
