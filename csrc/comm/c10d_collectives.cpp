@@ -15,21 +15,25 @@
 
 #include "comm/call_observer.h"
 #include "comm/tensor_lists.h"
+#include "comm/wire.h"
 
 namespace lowtide::comm {
 namespace {
 
-// Backends implement AVG as the sum followed by a division in the reduced
-// dtype (gloo: bit for bit, plain and coalesced; nccl: by contract).  With one
+// [Note: Averages]
+// Gloo's AVG is the sum, then a division in the reduced dtype, bit for bit,
+// plain and coalesced.  NCCL's is a sum of products with 1 / N for floats: the
+// same bits where N is a power of two and no product is subnormal.  With one
 // rank the sum is the average.
 c10d::ReduceOp reduce_op(Reduction reduction, std::int64_t size) {
   return reduction == Reduction::average && size > 1 ? c10d::ReduceOp::AVG
                                                      : c10d::ReduceOp::SUM;
 }
 
-c10d::ReduceScatterOptions options_for(Reduction reduction, std::int64_t size) {
+c10d::ReduceScatterOptions options_for(Reduction reduction, std::int64_t size,
+                                       bool async) {
   c10d::ReduceScatterOptions options;
-  options.asyncOp = true;
+  options.asyncOp = async;
   options.reduceOp = reduce_op(reduction, size);
   return options;
 }
@@ -66,6 +70,12 @@ std::string backend_name(c10d::ProcessGroup& group,
 // costs gloo what half a MiB costs it: lists of up to kPackedBytes are copied
 // into one tensor and back.
 bool is_gloo(std::string_view backend) { return backend.ends_with("gloo"); }
+
+std::shared_ptr<Wire> wire_for(std::string_view backend, c10::Device device) {
+  return backend == "nccl" && !device.is_cpu() ? std::make_shared<Wire>(device)
+                                               : nullptr;
+}
+
 constexpr std::int64_t kPackedBytes = std::int64_t{1} << 20;
 
 // The pieces of a list, one behind the other, and what comes of them.
@@ -103,15 +113,23 @@ class C10dCollectives::Work final : public Pending {
         label_(std::move(label)),
         rank_(owner.rank()),
         size_(owner.size()),
+        wire_(owner.wire_),
         lists_(std::move(lists)) {}
 
-  // `issue(outs, ins)` starts the collective, or a part of it.  When it throws,
-  // nothing is in flight any more.
+  // `issue(outs, ins)` starts the collective, or a part of it, and returns its
+  // Work, if it has one.  When it throws, nothing is in flight any more.
   template <typename Issue>
   void start(Issue&& issue) {
     const IssuedBy issuer(label_);
     try {
-      parts_.push_back(issue(lists_.outs, lists_.ins));
+      if (!wire_) {
+        parts_.push_back(issue(lists_.outs, lists_.ins));
+        return;
+      }
+      done_ = wire_->run([&] {
+        auto part = issue(lists_.outs, lists_.ins);
+        if (part) parts_.push_back(std::move(part));
+      });
     } catch (const std::exception& cause) {
       finish_parts();
       throw collective_failed(kind_, label_, cause, rank_, size_);
@@ -153,6 +171,7 @@ class C10dCollectives::Work final : public Pending {
         if (!failure) failure = std::current_exception();
       }
     }
+    if (done_) wire_->wait(*std::exchange(done_, std::nullopt));
     return failure;
   }
 
@@ -160,16 +179,19 @@ class C10dCollectives::Work final : public Pending {
   std::string label_;
   std::int64_t rank_;
   std::int64_t size_;
+  std::shared_ptr<Wire> wire_;
   TensorLists lists_;
   std::optional<PackedList> packed_;
   std::vector<c10::intrusive_ptr<c10d::Work>> parts_;
+  std::optional<c10::Event> done_;  // on the wire
 };
 
 C10dCollectives::C10dCollectives(c10::intrusive_ptr<c10d::ProcessGroup> group,
-                                 c10::DeviceType device_type)
+                                 c10::Device device)
     : group_(std::move(group)),
-      device_type_(device_type),
-      backend_(backend_name(*group_, device_type)),
+      device_(device),
+      backend_(backend_name(*group_, device.type())),
+      wire_(wire_for(backend_, device)),
       gathers_lists_(!is_gloo(backend_)) {}
 
 C10dCollectives::~C10dCollectives() = default;
@@ -186,7 +208,7 @@ std::unique_ptr<Pending> C10dCollectives::all_gather(
       checked_lists(Kind::all_gather, outs, ins, size()));
   if (work->lists().empty()) return work;
   c10d::AllgatherOptions options;
-  options.asyncOp = true;
+  options.asyncOp = async();
   if (gathers_lists_) {
     work->start([&](auto& full, auto& pieces) {
       return group_->allgather_into_tensor_coalesced(full, pieces, options);
@@ -215,8 +237,8 @@ std::unique_ptr<Pending> C10dCollectives::reduce_scatter(
       checked_lists(Kind::reduce_scatter, {out}, {in}, size()));
   if (work->lists().empty()) return work;
   work->start([&](auto& pieces, auto& full) {
-    return group_->_reduce_scatter_base(pieces[0], full[0],
-                                        options_for(reduction, size()));
+    return group_->_reduce_scatter_base(
+        pieces[0], full[0], options_for(reduction, size(), async()));
   });
   count(Kind::reduce_scatter, work->lists().full_bytes(Kind::reduce_scatter));
   return work;
@@ -231,7 +253,7 @@ std::unique_ptr<Pending> C10dCollectives::reduce_scatter_coalesced(
   if (work->lists().empty()) return work;
   work->start([&](auto& pieces, auto& full) {
     return group_->reduce_scatter_tensor_coalesced(
-        pieces, full, options_for(reduction, size()));
+        pieces, full, options_for(reduction, size(), async()));
   });
   count(Kind::reduce_scatter, work->lists().full_bytes(Kind::reduce_scatter));
   return work;
@@ -246,7 +268,7 @@ std::unique_ptr<Pending> C10dCollectives::all_reduce(at::Tensor& tensor,
   if (work->lists().empty() || size() == 1) return work;
   work->start([&](auto& tensors, auto&) {
     c10d::AllreduceOptions options;
-    options.asyncOp = true;
+    options.asyncOp = async();
     options.reduceOp = reduce_op(reduction, size());
     return group_->allreduce(tensors, options);
   });
@@ -262,9 +284,11 @@ std::unique_ptr<Pending> C10dCollectives::all_to_all(at::Tensor& out,
       checked_lists(Kind::all_to_all, {out}, {in}, size()));
   if (work->lists().empty()) return work;
   work->start([&](auto& received, auto& sent) {
+    c10d::AllToAllOptions options;
+    options.asyncOp = async();
     std::vector<std::int64_t> equal_parts;
-    return group_->alltoall_base(received[0], sent[0], equal_parts,
-                                 equal_parts);
+    return group_->alltoall_base(received[0], sent[0], equal_parts, equal_parts,
+                                 options);
   });
   count(Kind::all_to_all, work->lists().full_bytes(Kind::all_to_all));
   return work;
@@ -277,9 +301,13 @@ std::vector<std::int64_t> C10dCollectives::from_rank_zero(
   const auto mine =
       at::from_blob(values.data(), {static_cast<std::int64_t>(values.size())},
                     host)
-          .to(device_type_, /*non_blocking=*/false, /*copy=*/true);
+          .to(device_, at::kLong, /*non_blocking=*/false, /*copy=*/true);
   Work work(*this, Kind::broadcast, label, {{mine}, {}});
-  work.start([&](auto& tensors, auto&) { return group_->broadcast(tensors); });
+  work.start([&](auto& tensors, auto&) {
+    c10d::BroadcastOptions options;
+    options.asyncOp = async();
+    return group_->broadcast(tensors, options);
+  });
   work.wait();
   count(Kind::broadcast, static_cast<std::int64_t>(mine.nbytes()));
   // Rank 0 has them, and a fake group brings none; a device that only

@@ -1,8 +1,9 @@
 // Collectives over a c10d process group: gloo, nccl, fake or any other backend
-// with the coalesced calls.
+// with the coalesced calls.  NCCL's run on a wire (wire.h), others where their
+// backend puts them.
 #pragma once
 
-#include <c10/core/DeviceType.h>
+#include <c10/core/Device.h>
 #include <c10/util/intrusive_ptr.h>
 
 #include "comm/collectives.h"
@@ -13,12 +14,14 @@ class ProcessGroup;
 
 namespace lowtide::comm {
 
+class Wire;
+
 class C10dCollectives final : public Collectives {
  public:
-  // For tensors on `device_type`.  Throws lowtide::InvalidArgument when the
-  // group has no backend for it.
+  // For tensors on `device`.  Throws lowtide::InvalidArgument when the group
+  // has no backend for its type.
   C10dCollectives(c10::intrusive_ptr<c10d::ProcessGroup> group,
-                  c10::DeviceType device_type);
+                  c10::Device device);
   ~C10dCollectives() override;
 
   std::int64_t rank() const override;
@@ -44,10 +47,14 @@ class C10dCollectives final : public Collectives {
 
  private:
   class Work;
+  // Whether the backend runs a call on a stream of its own, if any.
+  bool async() const { return wire_ == nullptr; }
+
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  c10::DeviceType device_type_;
+  c10::Device device_;
   std::string backend_;
-  bool gathers_lists_;  // see [Note: Lists on gloo]
+  std::shared_ptr<Wire> wire_;  // null but for NCCL
+  bool gathers_lists_;          // see [Note: Lists on gloo]
 };
 
 }  // namespace lowtide::comm

@@ -37,7 +37,8 @@ enum class Kind : std::uint8_t {
 inline constexpr std::size_t kNumKinds = 5;
 
 // Sum in an order that depends on the rank that gets the slice, not on timing;
-// `average` divides by the group's size in the reduced dtype after the sum.
+// `average` is the backend's own, in the reduced dtype: [Note: Averages] in
+// c10d_collectives.cpp.
 enum class Reduction : std::uint8_t { sum, average };
 
 struct Count {

@@ -25,7 +25,7 @@ using Tensors = std::vector<at::Tensor>;
 std::shared_ptr<Collectives> make_collectives(const std::string& group_name,
                                               const c10::Device& device) {
   return std::make_shared<comm::C10dCollectives>(
-      c10d::resolve_process_group(group_name), device.type());
+      c10d::resolve_process_group(group_name), device);
 }
 
 std::shared_ptr<Collectives> with_custom(std::shared_ptr<Collectives> base,

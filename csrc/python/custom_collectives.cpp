@@ -4,6 +4,9 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <optional>
+#include <utility>
+
 #include "comm/tensor_lists.h"
 
 namespace py = pybind11;
@@ -16,10 +19,12 @@ using comm::Pending;
 using comm::Reduction;
 using comm::TensorLists;
 
-// The object has run: its result is copied into place when it is waited for.
+// The object has been called: its result is copied into place when it is
+// waited for.
 class CustomWork final : public Pending {
  public:
-  explicit CustomWork(py::object work) : work_(std::move(work)) {}
+  CustomWork(std::shared_ptr<comm::Wire> wire, at::Tensor input)
+      : wire_(std::move(wire)), input_(std::move(input)) {}
   ~CustomWork() override {
     const py::gil_scoped_acquire gil;
     work_ = py::object();
@@ -28,18 +33,33 @@ class CustomWork final : public Pending {
   std::vector<at::Tensor> outs;
   std::vector<at::Tensor> results;
 
+  // Under the GIL; `call()` returns what the object did.
+  template <typename Call>
+  void start(Call&& call) {
+    if (!wire_) {
+      work_ = call();
+      return;
+    }
+    done_ = wire_->run([&] { work_ = call(); });
+  }
+
   void wait() override {
     {
       const py::gil_scoped_acquire gil;
       if (work_ && !work_.is_none()) work_.attr("wait")();
       work_ = py::object();
     }
+    if (done_) wire_->wait(*std::exchange(done_, std::nullopt));
     for (std::size_t i = 0; i < outs.size(); ++i) outs[i].copy_(results[i]);
     outs.clear();
     results.clear();
+    input_.reset();
   }
 
  private:
+  std::shared_ptr<comm::Wire> wire_;
+  at::Tensor input_;  // which the object reads until then
+  std::optional<c10::Event> done_;
   py::object work_;
 };
 
@@ -87,6 +107,13 @@ at::Tensor CustomCollectives::allocate(const py::object& object,
       py::arg("device") = py::cast(like.device())));
 }
 
+std::shared_ptr<comm::Wire> CustomCollectives::wire(const at::Tensor& like) {
+  if (!wire_ && !like.is_cpu()) {
+    wire_ = std::make_shared<comm::Wire>(like.device());
+  }
+  return wire_;
+}
+
 std::unique_ptr<Pending> CustomCollectives::all_gather(
     std::vector<at::Tensor>& outs, std::vector<at::Tensor>& ins,
     const std::string& label) {
@@ -103,9 +130,12 @@ std::unique_ptr<Pending> CustomCollectives::all_gather(
   for (std::size_t i = 0; i < places.size(); ++i) {
     places[i].copy_(lists.ins[i].view({1, -1}));
   }
-  auto work = std::make_unique<CustomWork>(all_gather_(
-      py::arg("output_tensor") = output, py::arg("input_tensor") = input,
-      py::arg("group") = group_, py::arg("async_op") = false));
+  auto work = std::make_unique<CustomWork>(wire(input), input);
+  work->start([&] {
+    return all_gather_(py::arg("output_tensor") = output,
+                       py::arg("input_tensor") = input,
+                       py::arg("group") = group_, py::arg("async_op") = false);
+  });
   for (const auto& out : lists.outs) {
     work->outs.push_back(out.view({size(), -1}));
   }
@@ -142,10 +172,13 @@ std::unique_ptr<Pending> CustomCollectives::reduce_scatter_coalesced(
       py::module_::import("torch.distributed")
           .attr("ReduceOp")
           .attr(reduction == Reduction::average && size() > 1 ? "AVG" : "SUM");
-  auto work = std::make_unique<CustomWork>(reduce_scatter_(
-      py::arg("output_tensor") = output, py::arg("input_tensor") = input,
-      py::arg("group") = group_, py::arg("op") = op,
-      py::arg("async_op") = false));
+  auto work = std::make_unique<CustomWork>(wire(input), input);
+  work->start([&] {
+    return reduce_scatter_(py::arg("output_tensor") = output,
+                           py::arg("input_tensor") = input,
+                           py::arg("group") = group_, py::arg("op") = op,
+                           py::arg("async_op") = false);
+  });
   for (const auto& one : lists.outs) work->outs.push_back(one.view({1, -1}));
   work->results = blocks(output, 1, lists.outs);
   count(Kind::reduce_scatter, lists.full_bytes(Kind::reduce_scatter));

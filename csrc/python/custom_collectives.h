@@ -9,12 +9,14 @@
 #include <vector>
 
 #include "comm/collectives.h"
+#include "comm/wire.h"
 
 namespace lowtide::python {
 
 // Everything goes to `base` but what an object is given for.  An object
 // allocates one flat input and one flat output (`allocate`) and runs on them
-// (`__call__`), under the GIL, from the stream that is current.
+// (`__call__`), under the GIL.  It may run on the current stream, which is a
+// wire (wire.h) on a device with streams, or return a Work.
 class CustomCollectives final : public comm::Collectives {
  public:
   // `group`: the torch.distributed.ProcessGroup that `base` stands for.
@@ -47,8 +49,11 @@ class CustomCollectives final : public comm::Collectives {
  private:
   at::Tensor allocate(const pybind11::object& object, std::int64_t numel,
                       const at::Tensor& like) const;
+  // Null on a device without streams.
+  std::shared_ptr<comm::Wire> wire(const at::Tensor& like);
 
   std::shared_ptr<comm::Collectives> base_;
+  std::shared_ptr<comm::Wire> wire_;  // made when first used
   pybind11::object group_;
   pybind11::object all_gather_;      // None: base's
   pybind11::object reduce_scatter_;  // None: base's

@@ -2,10 +2,10 @@
 // (guard_runtime.h); page-locked bytes of exact sizes, copies and recycled
 // events of its own.
 //
-// `gather` and `reduce` come from the high-priority pool, so that a
-// collective's small kernels are not queued behind the user's; `offload` and
-// `reload`, one for each direction of the link, carry copies only.  The `wire`
-// is the process group's own: nothing here runs on it.
+// `gather` and `reduce` come from the high-priority pool, and so do the `wire`s
+// that NCCL runs on (comm/wire.h): a collective's small kernels and the copies
+// around it are not queued behind the user's.  `offload` and `reload`, one for
+// each direction of the link, carry copies only.
 //
 // Thread-safe; scopes are per thread.
 #pragma once

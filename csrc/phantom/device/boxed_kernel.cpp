@@ -38,8 +38,9 @@ OperatorRule required_rule(const c10::OperatorHandle& op) {
   throw Error(base::error_text(
       base::concat("phantom: operator ", name),
       "one whose memory on CUDA is known", "one that is not on the list",
-      base::concat("Pass install(allow=['", op.schema().name(),
-                   "']) to count its outputs alone, or use mode='exact'.")));
+      base::concat("Pass allow=['", op.schema().name(), "'], or --allow ",
+                   op.schema().name(),
+                   " to `lowtide plan`, to count its outputs alone.")));
 }
 
 // As on CUDA: scalars may come from the CPU, and indices.

@@ -9,13 +9,20 @@ import json
 
 import pytest
 
-from support import capture_dry_run, nccl_dry_run, steady_step_dry_run
+from support import (
+    capture_dry_run,
+    gradient_streams_dry_run,
+    nccl_dry_run,
+    steady_step_dry_run,
+)
 from support.cuda_steps import KINDS
 from support.cuda_stub import CudaStub, build_cuda_stub
 
 MEMORY = 8 << 30
-READ_BACK, DROPOUT = "read back", "checkpointed, dropout"
-STEADY = tuple(kind for kind in KINDS if kind != READ_BACK)
+READ_BACK, FROM_HOST = "read back", "inputs from the host"
+DROPOUT = "checkpointed, dropout"
+
+STEADY = tuple(kind for kind in KINDS if kind not in (READ_BACK, FROM_HOST))
 CAPTURED = tuple(kind for kind in STEADY if kind != DROPOUT)
 
 
@@ -31,6 +38,8 @@ def test_the_host_never_waits_in_a_steady_step(stub: CudaStub, events: str) -> N
     for kind in STEADY:
         assert waits[kind][1:] == [0] * 5, kind
     assert waits[READ_BACK][1:] == [1] * 5  # the loss's item() is seen
+    # Both inputs have been read when the model returns, as with FSDP2.
+    assert waits[FROM_HOST][1:] == [2] * 5
 
 
 def test_small_gradients_of_a_unit_are_copied_or_added_in_one_launch(
@@ -62,6 +71,12 @@ def test_a_graph_captures_a_step(captured, kind) -> None:
     assert captured[kind] == {"graphs": 2, "stray": 0}
 
 
+def test_gradients_arrive_on_the_stream_of_their_forward(stub: CudaStub) -> None:
+    program = [gradient_streams_dry_run.__file__]
+    printed = stub.run(program, memory=MEMORY, events="immediate")
+    assert json.loads(printed) == {"exact": [True] * 6, "fused": [True] * 6}
+
+
 def test_what_a_graph_can_not_capture_is_refused(stub: CudaStub) -> None:
     waits = capture(stub, READ_BACK)[READ_BACK]["refused"]
     assert waits == "CUDA error: operation not permitted when stream is capturing"
@@ -73,33 +88,53 @@ def test_what_a_graph_can_not_capture_is_refused(stub: CudaStub) -> None:
     )
 
 
+Calls = dict[str, list[nccl_dry_run.Call]]
+
+
 @pytest.fixture(scope="module")
-def nccl(stub: CudaStub) -> dict[str, list[list[str]]]:
+def nccl(stub: CudaStub) -> Calls:
     program = [nccl_dry_run.__file__, "calls"]
-    return json.loads(stub.run(program, memory=MEMORY, events="immediate"))
+    found = json.loads(stub.run(program, memory=MEMORY, events="immediate"))
+    return {
+        setting: [nccl_dry_run.Call(*call) for call in calls]
+        for setting, calls in found.items()
+    }
 
 
-def test_a_gather_is_one_group_of_calls(nccl: dict[str, list[list[str]]]) -> None:
-    calls = nccl["separate"]
-    gathers = [call for call in calls if call[0] == "all_gather"]
+def test_a_gather_is_one_group_of_calls(nccl: Calls) -> None:
+    gathers = [call for call in nccl["separate"] if call.what == "all_gather"]
     # Two layers in forward and in backward, the root once.
     assert len(gathers) == 5
-    assert {depth for *_, depth in gathers} == {"1"}
+    assert {call.depth for call in gathers} == {"1"}
 
 
-def test_gradients_are_averaged_by_nccl(nccl: dict[str, list[list[str]]]) -> None:
+def test_gradients_are_averaged_by_nccl(nccl: Calls) -> None:
     for calls in nccl.values():
-        reductions = {call[2] for call in calls if call[0] == "reduce_scatter"}
+        reductions = {call.reduction for call in calls if call.what == "reduce_scatter"}
         assert reductions == {"avg"}
 
 
-def communicators(calls: list[list[str]], what: str) -> set[str]:
-    return {communicator for name, _, _, communicator, _ in calls if name == what}
+def test_nccl_runs_on_streams_of_high_priority(nccl: Calls) -> None:
+    length = len(nccl["separate"])  # of a step
+    for setting in ("separate", "shared", "registered"):
+        step = nccl[setting][-length:]
+        for what in ("all_gather", "reduce_scatter"):
+            assert {call.priority for call in step if call.what == what} == {"-1"}
 
 
-def test_reductions_have_a_communicator_of_their_own_or_share_it(
-    nccl: dict[str, list[list[str]]],
-) -> None:
+def test_parameters_are_shown_behind_their_gather(stub: CudaStub) -> None:
+    """Also those of comm objects, which run on the stream they are called from."""
+    program = [nccl_dry_run.__file__, "unseen"]
+    printed = stub.run(program, memory=MEMORY, events="immediate")
+    units = [0, 0, 0]
+    assert json.loads(printed) == {"separate": units, "registered": units, "own": units}
+
+
+def communicators(calls: list[nccl_dry_run.Call], what: str) -> set[str]:
+    return {call.communicator for call in calls if call.what == what}
+
+
+def test_reductions_have_a_communicator_of_their_own_or_share_it(nccl: Calls) -> None:
     separate, shared = (nccl[name] for name in ("separate", "shared"))
     gather, reduce = (
         communicators(separate, what) for what in ("all_gather", "reduce_scatter")
@@ -111,15 +146,23 @@ def test_reductions_have_a_communicator_of_their_own_or_share_it(
     assert [call[:3] for call in shared] == [call[:3] for call in separate]
 
 
-def test_buffers_may_be_nccls_own_and_registered(
-    nccl: dict[str, list[list[str]]],
+def test_the_second_communicator_is_no_split_and_has_the_first_ones_settings(
+    nccl: Calls,
 ) -> None:
+    """A split would wait for ranks of the job that are not on the mesh."""
+    made = [call for call in nccl["from the start"] if call.what in ("init", "split")]
+    assert [(call.what, int(call.size)) for call in made] == [
+        ("init", nccl_dry_run.MOST_CTAS)
+    ] * 2
+
+
+def test_buffers_may_be_nccls_own_and_registered(nccl: Calls) -> None:
     calls = nccl["registered"]
-    registered = {call[3] for call in calls if call[0] == "register"}
+    registered = communicators(calls, "register")
     for what in ("all_gather", "reduce_scatter"):
         assert communicators(calls, what) <= registered
     for name in ("separate", "shared"):
-        assert "mem_alloc" not in {call[0] for call in nccl[name]}
+        assert "mem_alloc" not in {call.what for call in nccl[name]}
 
 
 def test_no_block_is_recorded_on_another_stream(stub: CudaStub) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +17,19 @@ ENVIRONMENT = {
 }
 
 
-def run_together(commands: Sequence[Sequence[str]], *, timeout: float) -> list[str]:
-    """What each printed.  AssertionError when one fails or takes too long."""
+def torchrun(*options: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", *options]
+
+
+def one_agent(num_processes: int) -> list[str]:
+    return torchrun("--standalone", f"--nproc-per-node={num_processes}")
+
+
+def run_together(
+    commands: Sequence[Sequence[str]], *, timeout: float, folder: Path | None = None
+) -> list[str]:
+    """What each printed, in ``folder`` or here.  AssertionError when one fails or takes
+    too long."""
     processes = [
         subprocess.Popen(
             command,
@@ -25,6 +37,7 @@ def run_together(commands: Sequence[Sequence[str]], *, timeout: float) -> list[s
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            cwd=folder,
             env=os.environ | ENVIRONMENT,
             start_new_session=True,
         )

@@ -37,6 +37,19 @@ class LlamaWithLoss(Llama):
         return linear_cross_entropy(x, self.output, targets, chunking=self.chunking)
 
 
+def start(options: Any = None) -> None:
+    """One rank of WORLD on NCCL; ``options``: ProcessGroupNCCL's."""
+    dist.init_process_group(
+        "nccl",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=WORLD,
+        device_id=torch.device("cuda", 0),
+        pg_options=options,
+    )
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def units_of(model: Any) -> list[Any]:
     return [*model.layers, model]
 
@@ -49,12 +62,13 @@ def sharded(
     chunking: str | None = None,
     replicas: int = 1,
     read: bool = False,
+    inputs: str = "cuda",
     compiled: bool = False,
     capturable: bool = False,
     prepare: Callable[[nn.Module], None] = lambda model: None,
 ) -> Step:
     """A model of two layers; ``chunking``: of its head's loss, whose unit is the
-    head's; ``read``: the host reads the loss."""
+    head's; ``read``: the host reads the loss; ``inputs``: the device they are on."""
     with torch.device("meta"):
         model: Any = LlamaWithLoss(TINY)
     model.chunking = chunking
@@ -79,7 +93,7 @@ def sharded(
     model.to_empty(device="cuda")
     prepare(model)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=capturable)
-    tokens = torch.zeros(SHAPE, dtype=torch.long, device="cuda")
+    tokens = torch.zeros(SHAPE, dtype=torch.long, device=inputs)
 
     def step() -> None:
         for microbatch in range(microbatches):
@@ -173,4 +187,5 @@ KINDS: dict[str, Callable[..., Step]] = {
     "fused and compiled": partial(sharded, grads="fused", compiled=True),
     "sequence parallel": sequence_parallel,
     "read back": partial(sharded, read=True),
+    "inputs from the host": partial(sharded, inputs="cpu"),
 }

@@ -11,7 +11,8 @@
 //     for their stream or for the device;
 //   - cudaFree waits for the device; nothing else does;
 //   - every other call succeeds and does nothing.
-// cuda_stub_capture.cpp says what is refused while a stream is captured.
+// cuda_stub_capture.cpp says what is refused while a stream is captured,
+// cuda_stub_order.cpp what a stream comes after.
 // cuda_stub_waits() tells how often the host waited for the device.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -27,10 +28,12 @@
 #include <string>
 
 #include "cuda_stub_capture.h"
+#include "cuda_stub_order.h"
 
 namespace {
 
 using cuda_stub::Capture;
+using cuda_stub::Order;
 
 using Address = std::uintptr_t;
 
@@ -38,6 +41,7 @@ struct Event {
   cudaStream_t stream = nullptr;
   std::uint64_t ticket = 0;
   cuda_stub::Captured captured = {};
+  cuda_stub::Clock clock = {};
 };
 
 class Device {
@@ -109,6 +113,7 @@ class Device {
 Device& device() { return Device::instance(); }
 
 std::atomic<std::int64_t> waits = 0;
+constexpr int kPriorities = 8;  // an H100 has 6 of them
 
 // The driver's part, for expandable segments.
 
@@ -212,12 +217,20 @@ cudaError_t cudaMemGetInfo(std::size_t* free, std::size_t* total) {
 
 cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   *least = 0;
-  *greatest = -5;
+  *greatest = 1 - kPriorities;
   return cudaSuccess;
 }
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
+// A stream's address tells its priority.
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned,
+                                         int priority) {
   static Address last = 4096;
-  *stream = reinterpret_cast<cudaStream_t>(++last);
+  last += kPriorities;
+  *stream = reinterpret_cast<cudaStream_t>(last - priority);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
+  *priority =
+      -static_cast<int>(reinterpret_cast<Address>(stream) % kPriorities);
   return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
@@ -244,13 +257,15 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   auto& recorded = *reinterpret_cast<Event*>(event);
   Capture::instance().record(recorded.captured, stream);
+  recorded.clock = Order::instance().record(stream);
   device().record(recorded, stream);
   return cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event,
                                 unsigned) {
-  const auto& captured = reinterpret_cast<Event*>(event)->captured;
-  return Capture::instance().wait(stream, captured);
+  const auto& recorded = *reinterpret_cast<Event*>(event);
+  Order::instance().wait(stream, recorded.clock);
+  return Capture::instance().wait(stream, recorded.captured);
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   const auto& captured = reinterpret_cast<Event*>(event)->captured;

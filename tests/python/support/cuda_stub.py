@@ -17,6 +17,7 @@ SOURCES = (
     "cuda_stub_capture.cpp",
     "cuda_stub_kernels.cpp",
     "cuda_stub_nccl.cpp",
+    "cuda_stub_order.cpp",
 )
 
 

@@ -70,6 +70,7 @@ cudaError_t Capture::wait(cudaStream_t stream, const Captured& event) {
     return captures ? cudaErrorStreamCaptureIsolation : cudaSuccess;
   }
   if (event.capture != active_) return cudaErrorCapturedEvent;
+  if (stream == nullptr) return cudaErrorStreamCaptureImplicit;
   auto& clock = joined_[stream];
   for (const auto& [other, work] : event.clock) {
     clock[other] = std::max(clock[other], work);

@@ -171,10 +171,6 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t,
 }
 cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
-cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) {
-  *priority = 0;
-  return cudaSuccess;
-}
 
 // cuBLAS: what has results.  support/cuda_stub.py lets all else succeed.
 

@@ -2,7 +2,9 @@
 // of any size is one process, collectives are work on their stream.
 //
 // cuda_stub_nccl_calls() lists them, a line each: what, bytes a rank gives,
-// reduction, communicator, and the depth of groups they are in.
+// reduction, priority of its stream, communicator, and the depth of groups they
+// are in.  New communicators: "init" or "split", and the most CTAs they may
+// have.
 #include <cuda_runtime_api.h>
 #include <nccl.h>
 
@@ -14,6 +16,7 @@
 #include <string>
 
 #include "cuda_stub_capture.h"
+#include "cuda_stub_order.h"
 
 namespace {
 
@@ -84,12 +87,20 @@ const char* name_of(ncclRedOp_t op) {
   return op == ncclAvg ? "avg" : "other";
 }
 
+void note_new(const char* how, ncclComm_t comm, const ncclConfig_t* config) {
+  const int most = config ? config->maxCTAs : NCCL_CONFIG_UNDEF_INT;
+  nccl().note(std::string(how) + " " + std::to_string(most), comm);
+}
+
 ncclResult_t collective(const char* what, std::size_t bytes, const char* op,
                         ncclComm_t comm, cudaStream_t stream) {
+  int priority = 0;
+  cudaStreamGetPriority(stream, &priority);
   std::ostringstream line;
-  line << what << " " << bytes << " " << op;
+  line << what << " " << bytes << " " << op << " " << priority;
   nccl().note(line.str(), comm);
   cuda_stub::Capture::instance().enqueue(stream);
+  cuda_stub::Order::instance().enqueue_collective(stream);
   return ncclSuccess;
 }
 
@@ -111,8 +122,9 @@ const char* ncclGetErrorString(ncclResult_t) { return "stub"; }
 const char* ncclGetLastError(ncclComm_t) { return "stub"; }
 
 ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int size, ncclUniqueId,
-                                    int rank, ncclConfig_t*) {
+                                    int rank, ncclConfig_t* config) {
   *comm = nccl().add(rank, size);
+  note_new("init", *comm, config);
   return ncclSuccess;
 }
 ncclResult_t ncclCommInitRank(ncclComm_t* comm, int size, ncclUniqueId id,
@@ -120,9 +132,10 @@ ncclResult_t ncclCommInitRank(ncclComm_t* comm, int size, ncclUniqueId id,
   return ncclCommInitRankConfig(comm, size, id, rank, nullptr);
 }
 ncclResult_t ncclCommSplit(ncclComm_t comm, int, int, ncclComm_t* part,
-                           ncclConfig_t*) {
+                           ncclConfig_t* config) {
   const auto whole = nccl().of(comm);
   *part = nccl().add(whole.rank, whole.size);
+  note_new("split", *part, config);
   return ncclSuccess;
 }
 ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* error) {

@@ -1,13 +1,14 @@
 """What lowtide asks of NCCL in a training step, by torch's own process group.
 
-    python nccl_dry_run.py calls       prints {setting: calls}, a call as
-                                       [what, bytes, reduction, communicator, depth]
+    python nccl_dry_run.py calls       prints {setting: calls}, a call as in Call
+    python nccl_dry_run.py unseen      prints {setting: counts}: of collectives that the
+                                       current stream does not come after, as each
+                                       unit's parameters are shown
     python nccl_dry_run.py recorded    prints how many blocks became free late, because
                                        another stream was recorded on them; one is the
                                        program's own
 
-Over the stub. Depth: of ncclGroupStart. The second needs events that complete when the
-host waits.
+Over the stub. The last needs events that complete when the host waits.
 """
 
 from __future__ import annotations
@@ -17,31 +18,52 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 
 from lowtide.phantom.histories import trace_of_cuda
-from support.cuda_steps import WORLD, sharded, units_of
+from support.cuda_steps import sharded, start, units_of
+
+MOST_CTAS = 7  # of the default group's communicator
 
 
-def all_calls() -> list[list[str]]:
+class Call(NamedTuple):
+    what: str
+    size: str  # bytes a rank gives; of a new communicator: the most CTAs
+    reduction: str
+    priority: str  # of its stream
+    communicator: str
+    depth: str  # of ncclGroupStart
+
+
+def all_calls() -> list[Call]:
     """Since the process began."""
     function = ctypes.CDLL(None).cuda_stub_nccl_calls
     function.restype = ctypes.c_char_p
-    lines = function().decode().splitlines()
     calls = []
-    for line in lines:
+    for line in function().decode().splitlines():
         what, size, *rest = line.split()
-        reduction = rest[0] if what in REDUCING else "-"
-        calls.append([what, size, reduction, rest[-3], rest[-1]])
+        reduction, priority = rest[:2] if what in REDUCING else ("-", "-")
+        calls.append(Call(what, size, reduction, priority, rest[-3], rest[-1]))
     return calls
 
 
 REDUCING = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 
 
-def calls_of(step: Callable[[], None], *, from_start: bool = False) -> list[list[str]]:
+def unseen() -> int:
+    function = ctypes.CDLL(None).cuda_stub_unseen_collectives
+    function.restype = ctypes.c_int64
+    return function(ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
+
+
+def calls_of(step: Callable[[], None], *, from_start: bool = False) -> list[Call]:
     """Of the third step, or of all three."""
     before = len(all_calls())
     for _ in range(2):
@@ -52,17 +74,13 @@ def calls_of(step: Callable[[], None], *, from_start: bool = False) -> list[list
     return all_calls()[before:]
 
 
-def start() -> None:
-    dist.init_process_group(
-        "nccl",
-        store=dist.HashStore(),
-        rank=0,
-        world_size=WORLD,
-        device_id=torch.device("cuda", 0),
-    )
+def start_with_a_config() -> None:
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = MOST_CTAS
+    start(options)
 
 
-def registered() -> list[list[str]]:
+def registered() -> list[Call]:
     step = sharded(prepare=take_buffers_from_the_group)
     return calls_of(step, from_start=True)
 
@@ -70,6 +88,37 @@ def registered() -> list[list[str]]:
 def take_buffers_from_the_group(model: torch.nn.Module) -> None:
     for unit in units_of(model):
         unit.set_allocate_memory_from_process_group_for_comm(True)
+
+
+def bring_own_collectives(model: torch.nn.Module) -> None:
+    for unit in units_of(model):
+        unit.set_custom_all_gather(DefaultAllGather())
+        unit.set_custom_reduce_scatter(DefaultReduceScatter())
+
+
+def unseen_by_setting() -> dict[str, list[int]]:
+    settings = {
+        "separate": lambda model: None,
+        "registered": take_buffers_from_the_group,
+        "own": bring_own_collectives,
+    }
+    return {name: unseen_with(prepare) for name, prepare in settings.items()}
+
+
+def unseen_with(prepare: Callable[[torch.nn.Module], None]) -> list[int]:
+    models: list[Any] = []
+
+    def keep(model: torch.nn.Module) -> None:
+        prepare(model)
+        models.append(model)
+
+    sharded(prepare=keep)()
+    counts = []
+    for unit in units_of(*models):
+        unit.unshard()
+        counts.append(unseen())
+        unit.reshard()
+    return counts
 
 
 def recorded() -> int:
@@ -81,11 +130,12 @@ def recorded() -> int:
     return sum(operation.op == "record" for operation in trace.operations)
 
 
-def settings() -> dict[str, list[list[str]]]:
-    found = {"separate": calls_of(sharded()), "registered": registered()}
+def settings() -> dict[str, list[Call]]:
+    found = {"separate": calls_of(sharded()), "from the start": all_calls()}
+    found["registered"] = registered()
     dist.destroy_process_group()
     os.environ["LOWTIDE_COMMUNICATORS"] = "shared"
-    start()
+    start_with_a_config()
     found["shared"] = calls_of(sharded())
     dist.destroy_process_group()
     return found
@@ -95,9 +145,13 @@ def main() -> None:
     torch.cuda.init()
     torch.cuda.memory._record_memory_history(max_entries=10**6, context=None)
     torch.backends.cuda.enable_cudnn_sdp(False)
-    start()
+    start_with_a_config()
     if sys.argv[1] == "calls":
         print(json.dumps(settings()))
+        return
+    if sys.argv[1] == "unseen":
+        print(json.dumps(unseen_by_setting()))
+        dist.destroy_process_group()
         return
     calls_of(sharded())
     print(recorded(), flush=True)

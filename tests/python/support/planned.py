@@ -40,6 +40,17 @@ def plan_script(name: str, *arguments: str, **settings: Any) -> Plan:
     return plan_request(Request(Script(str(SCRIPTS / name), arguments), **settings))
 
 
+# Its operator's memory is not reviewed.
+TOPK = """
+import torch
+w = torch.nn.Linear(512, 512, device="cuda")
+opt = torch.optim.SGD(w.parameters(), lr=1)
+while True:
+    w(torch.ones(64, 512, device="cuda")).topk(2)[0].sum().backward()
+    opt.step()
+"""
+
+
 # -- programs for lowtide.plan ------------------------------------------------------
 
 
