@@ -1,6 +1,7 @@
 #include "shard/autograd_nodes.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -42,6 +43,18 @@ class GradientNode final : public Node {
   }
 
   std::string name() const override { return "lowtide::GradientNode"; }
+
+  void follow_current_stream() {
+    const auto device = parameter_.device();
+    if (device.is_cpu()) {
+      return;
+    }
+    const auto* guard = c10::impl::getDeviceGuardImpl(device.type());
+    if (input_metadata(0).stream() != guard->getStream(device)) {
+      clear_input_metadata();
+      add_input_metadata(parameter_);
+    }
+  }
 
   // Hooks registered on the parameter run here, as with AccumulateGrad.
   std::vector<std::unique_ptr<FunctionPreHook>>& tensor_pre_hooks() noexcept
@@ -123,6 +136,10 @@ NodePtr install_gradient_node(const at::Tensor& parameter,
       std::make_shared<GradientNode>(parameter, std::move(receiver), index);
   impl::set_grad_accumulator(parameter, std::weak_ptr<Node>(node));
   return node;
+}
+
+void follow_current_stream(Node& gradient_node) {
+  static_cast<GradientNode&>(gradient_node).follow_current_stream();
 }
 
 void watch_output(const at::Tensor& output,

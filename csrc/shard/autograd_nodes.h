@@ -66,6 +66,12 @@ NodePtr install_gradient_node(const at::Tensor& parameter,
                               std::weak_ptr<BackwardReceiver> receiver,
                               std::int32_t index);
 
+// [Note: The stream of a gradient]
+// The engine runs a node on the stream that was current when it was made, as
+// autograd makes AccumulateGrad anew in every forward.  A gradient node stays:
+// it moves to the stream of each forward.
+void follow_current_stream(torch::autograd::Node& gradient_node);
+
 // Calls on_output_gradient before the node that produced `output` runs.
 void watch_output(const at::Tensor& output,
                   std::weak_ptr<BackwardReceiver> receiver);

@@ -162,7 +162,10 @@ void GradientStream::produces(const UnitGradients& unit) {
 
 // Results that stay with the shards have no place in `.grad` yet.
 bool GradientStream::prepare(UnitGradients& unit) {
-  if (unit.sharded().prepared() || unit.reduction().keeps_partial()) {
+  if (unit.reduction().keeps_partial()) {
+    return unit.prepare_partial();
+  }
+  if (unit.sharded().prepared()) {
     return false;
   }
   unit.sharded().prepare(unit.trainable());

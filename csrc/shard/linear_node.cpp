@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>
+#include <c10/util/env.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -26,6 +27,15 @@ using torch::autograd::variable_list;
 at::Tensor matrix_of(const at::Tensor& tensor) {
   return tensor.dim() == 2 ? tensor
                            : tensor.reshape_symint({-1, tensor.sym_size(-1)});
+}
+
+// As torch's linear does: elsewhere the product is rounded before the bias is
+// added.
+bool adds_bias_in_product(const at::Tensor& input) {
+  static const bool flattens =
+      c10::utils::get_env("TORCH_LINEAR_FLATTEN_3D") == "1";
+  return input.dim() == 2 || input.is_contiguous_or_false() ||
+         (flattens && input.dim() == 3);
 }
 
 // With torch.autograd.grad, which returns the gradient that `node` would get,
@@ -163,14 +173,16 @@ at::Tensor linear_without_record(const at::Tensor& input,
                                  const at::Tensor& bias) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const auto matrix = matrix_of(input);
-  const auto product = bias.defined() ? at::addmm(bias, matrix, weight.t())
-                                      : at::mm(matrix, weight.t());
+  const bool adds = bias.defined() && adds_bias_in_product(input);
+  const auto product =
+      adds ? at::addmm(bias, matrix, weight.t()) : at::mm(matrix, weight.t());
   if (input.dim() == 2) {
     return product;
   }
   auto sizes = input.sym_sizes().vec();
   sizes.back() = weight.sym_size(0);
-  return product.view_symint(sizes);
+  auto output = product.view_symint(sizes);
+  return adds || !bias.defined() ? output : output.add_(bias);
 }
 
 at::Tensor fused_linear(std::weak_ptr<BackwardReceiver> receiver,

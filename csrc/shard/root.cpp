@@ -83,7 +83,10 @@ void Root::begin_forward(Unit& unit) {
   recorded_ = at::GradMode::is_enabled();
   schedule_.begin_forward();
   if (recorded_) {
-    plan_gradients();
+    for (auto* one : units_) {
+      if (one != nullptr) one->follow_current_stream();
+    }
+    plan_gradients();  // makes nodes on the current stream
   }
 }
 
@@ -122,17 +125,44 @@ void Root::end_forward() {
 
 // --- gradients' way out -----------------------------------------------------
 
+namespace {
+
+// A frozen parameter may have any dtype; it may have been unfrozen since.
+void require_reducible(const Unit& unit, const std::vector<bool>& trainable) {
+  for (std::size_t i = 0; i < trainable.size(); ++i) {
+    const auto dtype = unit.infos()[i].reduce_dtype;
+    const bool narrow = dtype != at::kBFloat16 && at::isFloatingType(dtype) &&
+                        c10::elementSize(dtype) < sizeof(float);
+    if (trainable[i] && narrow) {
+      throw InvalidArgument(base::error_text(
+          base::concat("unit '", unit.name(), "'"),
+          base::concat(unit.infos()[i].name,
+                       ", which has begun to require grad, to be reduced in "
+                       "torch.float32, torch.bfloat16 or torch.float64"),
+          base::concat(dtype),
+          "Freeze it again, or pass MixedPrecisionPolicy(reduce_dtype="
+          "torch.float32) to fully_shard."));
+    }
+  }
+}
+
+}  // namespace
+
 // The plan depends on which parameters are trainable and on the budget: both
-// change only between steps, on all ranks alike.
+// change only between forwards, on all ranks alike.
 void Root::plan_gradients() {
   std::vector<std::vector<bool>> trainable;
   trainable.reserve(units_.size());
-  for (const auto* unit : units_) {
+  for (auto* unit : units_) {
+    if (unit != nullptr) unit->adopt_unfrozen();
     trainable.push_back(unit != nullptr ? unit->trainable()
                                         : std::vector<bool>());
   }
   if (planned_ && trainable == planned_trainable_) {
     return;
+  }
+  for (std::size_t u = 0; u < units_.size(); ++u) {
+    if (units_[u] != nullptr) require_reducible(*units_[u], trainable[u]);
   }
   bool complete = true;
   const auto ring = ring_bytes();
@@ -143,10 +173,12 @@ void Root::plan_gradients() {
       continue;
     }
     if (unit->gradients().accumulating()) {
-      complete = false;  // again after its slab has been reduced
+      unit->extend_plan();
+      complete = false;  // anew after its slab has been reduced
       continue;
     }
     plan_gradients_of(*unit, ring);
+    complete = complete && unit->gradients().plans_only(trainable[u]);
   }
   planned_ = complete;
   planned_trainable_ = std::move(trainable);

@@ -94,20 +94,61 @@ void Unit::detach() {
   gradients_.sharded().set_parameters({});
 }
 
+void Unit::extend_plan() {
+  gradients_.extend_plan(trainable(), gradient_order_);
+  follow_shards();
+}
+
 void Unit::install_nodes() {
   nodes_.assign(full_.size(), nullptr);
+  seen_trainable_.assign(full_.size(), false);
   listed_.clear();
+  listed_.resize(full_.size());
   for (std::size_t i = 0; i < full_.size(); ++i) {
-    const bool trainable = shards_[i].requires_grad();
-    if (full_[i].requires_grad() != trainable) {
-      full_[i].set_requires_grad(trainable);
+    install_node(i);
+  }
+}
+
+void Unit::install_node(std::size_t i) {
+  const bool trainable = shards_[i].requires_grad();
+  seen_trainable_[i] = trainable;
+  if (full_[i].requires_grad() != trainable) {
+    full_[i].set_requires_grad(trainable);
+  }
+  if (!trainable || nodes_[i]) {
+    return;
+  }
+  const auto index = static_cast<std::int32_t>(i);
+  nodes_[i] = install_gradient_node(full_[i], weak_from_this(), index);
+  if (gradients_.parameter(index).fused) {
+    listed_[i] = ListedWeight(full_[i], weak_from_this(), index, nodes_[i]);
+  }
+}
+
+// `requires_grad` is changed at what the module shows between steps.
+void Unit::follow_shards() {
+  for (std::size_t i = 0; i < shards_.size(); ++i) {
+    if (full_[i].requires_grad() != shards_[i].requires_grad()) {
+      install_node(i);
     }
-    if (trainable) {
-      const auto index = static_cast<std::int32_t>(i);
-      nodes_[i] = install_gradient_node(full_[i], weak_from_this(), index);
-      if (gradients_.parameter(index).fused) {
-        listed_.emplace_back(full_[i], weak_from_this(), index, nodes_[i]);
-      }
+  }
+}
+
+void Unit::adopt_unfrozen() {
+  if (!shown_) {
+    return;
+  }
+  for (std::size_t i = 0; i < shards_.size(); ++i) {
+    if (full_[i].requires_grad() && !seen_trainable_[i]) {
+      shards_[i].set_requires_grad(true);
+    }
+  }
+}
+
+void Unit::follow_current_stream() {
+  for (const auto& node : nodes_) {
+    if (node) {
+      shard::follow_current_stream(*node);
     }
   }
 }
@@ -175,6 +216,7 @@ void Unit::wait_for_gather() {
 
 void Unit::show_full() {
   if (!shown_ && view_) {
+    follow_shards();
     view_->show_full();
   }
   shown_ = true;

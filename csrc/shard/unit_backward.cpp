@@ -95,11 +95,18 @@ void Unit::begin_backward() {
   }
 }
 
+// Not if it has been frozen since its forward: AccumulateGrad ignores it, too.
+bool Unit::wants_gradient(std::int32_t i) const {
+  const auto k = static_cast<std::size_t>(i);
+  return gradients_.parameter(i).lane >= 0 && full_[k].requires_grad() &&
+         shards_[k].requires_grad();
+}
+
 void Unit::on_parameter_gradient(std::int32_t i, at::Tensor gradient) {
   root_->open_backward();
   begin_backward();
-  if (gradients_.parameter(i).lane < 0) {
-    return;  // frozen since its forward; AccumulateGrad ignores it, too
+  if (!wants_gradient(i)) {
+    return;
   }
   gradient = what_main_gradient_lacks(i, std::move(gradient));
   if (gradient.defined()) {

@@ -30,15 +30,15 @@ void Unit::fuse_gradients(const std::vector<bool>& fused) {
 
 bool Unit::on_product(std::int32_t i, const at::Tensor& grad_output,
                       const at::Tensor& input, Obstacle obstacle) {
-  auto& parameter = gradients_.parameter(i);
-  if (parameter.lane < 0) {
-    return true;  // frozen since its forward: nobody wants it
+  if (!wants_gradient(i)) {
+    return true;
   }
   if (!gradients_.in_place(i)) {
     return false;
   }
   root_->open_backward();
   begin_backward();
+  auto& parameter = gradients_.parameter(i);
   parameter.offered = true;
   auto& uses = fused_uses_[static_cast<std::size_t>(i)];
   switch (obstacle) {
@@ -65,10 +65,10 @@ bool Unit::on_product(std::int32_t i, const at::Tensor& grad_output,
 
 void Unit::on_only_product(std::int32_t i, const at::Tensor& grad_output,
                            const at::Tensor& input) {
-  auto& parameter = gradients_.parameter(i);
-  if (parameter.lane < 0) {
+  if (!wants_gradient(i)) {
     return;
   }
+  auto& parameter = gradients_.parameter(i);
   if (!gradients_.in_place(i)) {
     throw Error(base::error_text(
         base::concat("parameter '", parameter.name, "'"),

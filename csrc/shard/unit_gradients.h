@@ -106,6 +106,12 @@ class UnitGradients {
   // with no slab allocated and the same arguments on every rank.
   void plan(const std::vector<bool>& trainable,
             const std::vector<std::int32_t>& order, std::int64_t budget_bytes);
+  // The same while gradients are accumulated: see [Note: Frozen or not in
+  // between].
+  void extend_plan(const std::vector<bool>& trainable,
+                   const std::vector<std::int32_t>& order);
+  // No other parameter is in the plan, kept for a gradient that it had.
+  bool plans_only(const std::vector<bool>& trainable) const;
 
   const std::string& unit() const { return *unit_; }
   void rename_parameters(const std::vector<std::string>& names);
@@ -132,6 +138,9 @@ class UnitGradients {
     group_ = std::move(group);
   }
 
+  // Before results are kept for a later all-reduce: leases what no earlier
+  // backward has, on the compute stream.  Whether there was any.
+  bool prepare_partial();
   // With replicas: keeps `pieces` of a reduced row for a later all-reduce, or
   // adds to the row what was kept.  On the current stream; so for the flags.
   void exchange_partial(const std::vector<Piece>& pieces,
@@ -197,9 +206,15 @@ class UnitGradients {
   void abort();
 
  private:
-  at::Tensor& partial_of(std::int32_t i);
+  void lease_partial(std::int32_t i);
+  void add(const at::Tensor& to, const at::Tensor& from);
+  void touch(const at::Tensor& tensor, device::Access access);
   void drop_partial();
   void choose_blocks(std::int64_t budget_bytes);
+  // Without a budget of chunks: of whole slabs.
+  void add_lanes(const std::vector<bool>& takes_part,
+                 const std::vector<std::int32_t>& order,
+                 std::optional<std::int64_t> chunk_budget);
 
   UnitName unit_;
   std::vector<ParameterInfo> infos_;

@@ -96,8 +96,8 @@ void Unit::begin_rows_backward() {
 }
 
 void Unit::on_row_gradient(std::int64_t block, at::Tensor rows) {
-  if (gradients_.parameter(0).lane < 0) {
-    return;  // frozen
+  if (!wants_gradient(0)) {
+    return;
   }
   if (gradients_.sync()) {
     if (!root_->stream().contains(gradients_)) {

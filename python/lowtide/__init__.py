@@ -32,7 +32,12 @@ if TYPE_CHECKING:
     from lowtide.memory import MemoryReport, memory_report
     from lowtide.optimizing import local_parameters, sharded_optimizer
     from lowtide.planning import plan
-    from lowtide.policies import ActivationPolicy, MixedPrecisionPolicy
+    from lowtide.policies import (
+        ActivationPolicy,
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+    )
     from lowtide.sequence_parallel import (
         ColumnParallelLinear,
         RowParallelLinear,
@@ -64,7 +69,9 @@ _PUBLIC = {
     "MemoryReport": "lowtide.memory",
     "memory_report": "lowtide.memory",
     "ActivationPolicy": "lowtide.policies",
+    "CPUOffloadPolicy": "lowtide.policies",
     "MixedPrecisionPolicy": "lowtide.policies",
+    "OffloadPolicy": "lowtide.policies",
     "plan": "lowtide.planning",
     "ColumnParallelLinear": "lowtide.sequence_parallel",
     "RowParallelLinear": "lowtide.sequence_parallel",
@@ -79,10 +86,12 @@ _PUBLIC_MODULES = ("losses", "spmd")
 
 __all__ = [
     "ActivationPolicy",
+    "CPUOffloadPolicy",
     "ColumnParallelLinear",
     "FSDPModule",
     "MemoryReport",
     "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "RowParallelLinear",
     "UnshardHandle",
     "abort_step",

@@ -1,7 +1,7 @@
 """``fully_shard`` and what it turns modules into: FSDP2's names, keywords, defaults."""
 
 from collections.abc import Callable
-from typing import Any, get_args, overload
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
+from lowtide._state import arguments
 from lowtide._state import modules as managed
 from lowtide._state.fsdp_module import (
     FSDPModule,
@@ -114,11 +115,10 @@ def fully_shard(
         NotImplementedError: For a setting lowtide does not support, naming it.
         ValueError: For a module or parameter that can not be sharded.
     """
-    roots = (module,) if isinstance(module, nn.Module) else tuple(module)
-    _check_modules(roots)
+    roots = arguments.modules_of(module, "fully_shard")
+    arguments.check_settings(mesh, mp_policy, offload_policy, grads, "fully_shard")
     mesh = mesh if mesh is not None else default_mesh()
-    _check_settings(mesh, offload_policy, grads)
-    reshard = _post_forward(reshard_after_forward, mesh)
+    reshard = arguments.post_forward(reshard_after_forward, mesh)
     device = _device_of(mesh)
     modules = managed.managed_modules(roots)
     parameters = managed.managed_parameters(modules, ignored_params or set())
@@ -149,73 +149,6 @@ def abort_step(model: nn.Module) -> None:
     }
     for root in roots:
         root.abort()
-
-
-# -- checks -----------------------------------------------------------------------
-
-
-def _check_modules(roots: tuple[nn.Module, ...]) -> None:
-    if not roots:
-        raise ValueError(
-            "lowtide: fully_shard: expected a module or a list of modules, got an "
-            "empty list. Pass at least one module."
-        )
-    for root in roots:
-        name = type(root).__name__
-        if isinstance(root, nn.ModuleList | nn.ModuleDict):
-            raise ValueError(
-                f"lowtide: fully_shard: expected a module with a forward, got {name}. "
-                "Call it on the modules inside."
-            )
-        if managed.is_unit(root):
-            raise ValueError(
-                f"lowtide: fully_shard: expected a module that is not sharded yet, got "
-                f"{name}, which is. Call fully_shard once for each module."
-            )
-
-
-def _check_settings(
-    mesh: DeviceMesh, offload_policy: OffloadPolicy, grads: str
-) -> None:
-    if grads not in get_args(GradientMode):
-        raise ValueError(
-            "lowtide: fully_shard: expected grads to be 'exact' or 'fused', got "
-            f"{grads!r}. Leave it out for FSDP2's gradients."
-        )
-    if mesh.ndim not in (1, 2):
-        raise ValueError(
-            "lowtide: fully_shard: expected a mesh of one dimension, or of replicas "
-            f"and shards, got {mesh.ndim} dimensions ({mesh}). Pass a slice of it: "
-            "mesh['name']."
-        )
-    if type(offload_policy) is not OffloadPolicy:
-        raise NotImplementedError(
-            "lowtide: fully_shard: expected offload_policy=OffloadPolicy(), got "
-            f"{offload_policy}. Parameter offload is not supported."
-        )
-
-
-def _post_forward(
-    reshard_after_forward: bool | int | None, mesh: DeviceMesh
-) -> bool | int | None:
-    """As given, but an int only if it is a smaller group than all shards."""
-    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return reshard_after_forward
-    size = mesh.size(-1)
-    if not isinstance(reshard_after_forward, int):
-        raise ValueError(
-            "lowtide: fully_shard: expected reshard_after_forward to be a bool or "
-            f"None, got {reshard_after_forward!r}. Pass True, False or None."
-        )
-    if reshard_after_forward < 1 or size % reshard_after_forward != 0:
-        raise ValueError(
-            "lowtide: fully_shard: expected reshard_after_forward to be a bool or a "
-            f"factor of the {size} shards, got {reshard_after_forward}. Pass the ranks "
-            "of a node, say, or True."
-        )
-    if reshard_after_forward in (1, size):
-        return reshard_after_forward == size
-    return reshard_after_forward
 
 
 def default_mesh() -> DeviceMesh:

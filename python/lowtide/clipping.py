@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lowtide._state import flat_norm
+from lowtide._state.local_parameter import sharded_of
 
 __all__ = ["clip_grad_norm_"]
 
@@ -22,7 +23,8 @@ def clip_grad_norm_(
     *,
     skip_nonfinite: bool = False,
 ) -> Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` with one more argument.
+    """``torch.nn.utils.clip_grad_norm_`` with one more argument. Takes
+    ``local_parameters(model)`` for ``model.parameters()``.
 
     The same bits as torch's, except for the L2 norm of gradients on CUDA that are
     sharded alike: that takes one kernel for a rank's shards and one scalar between the
@@ -38,7 +40,8 @@ def clip_grad_norm_(
         The total norm before clipping, a ``DTensor`` if the gradients are; not finite
         if the step is skipped.
     """
-    chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    given = [parameters] if isinstance(parameters, Tensor) else parameters
+    chosen = [sharded_of(parameter) for parameter in given]
     gradients = [p.grad for p in chosen if p.grad is not None]
     flat = (
         norm_type == 2.0

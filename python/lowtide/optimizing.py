@@ -8,30 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lowtide._state.local_parameter import LocalParameter, local_parameter_of
 from lowtide._state.unit import unit_state
 
 __all__ = ["local_parameters", "sharded_optimizer"]
-
-
-class LocalParameter(nn.Parameter):
-    """This rank's rows of a sharded parameter: the same bytes, and as ``.grad`` the
-    same rows of the sharded parameter's, so setting either to None does both."""
-
-    _sharded: nn.Parameter
-
-    @property
-    def grad(self) -> Tensor | None:
-        gradient = self._sharded.grad
-        return None if gradient is None else _local_of(gradient)
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        if value is not None:
-            raise ValueError(
-                "lowtide: local_parameters: expected .grad to be set to None, got a "
-                "tensor. Change the gradient in place, or set the sharded parameter's."
-            )
-        self._sharded.grad = None
 
 
 def local_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -39,10 +19,14 @@ def local_parameters(model: nn.Module) -> list[nn.Parameter]:
     for an optimizer: a ``DTensor`` costs it several times the host time. Parameters
     that are not sharded are returned as they are.
 
-    Everything else stays with the model: clip ``model.parameters()``, and save and
-    load the optimizer's state inside :func:`sharded_optimizer`. Call it after the
-    model has its storage, dtype and weights' places for good: ``to_empty``, ``to`` and
-    ``load_state_dict(assign=True)`` make other tensors.
+    Gradient clipping and ``torch.amp.GradScaler`` see all ranks' rows, as with
+    ``model.parameters()``. What else an optimizer computes from a whole parameter, as
+    LAMB its trust ratio and Adafactor its rows and columns, it computes from this
+    rank's rows: give it ``model.parameters()``. Save and load the optimizer's state
+    inside :func:`sharded_optimizer`; outside, ``get_state_dict`` ends in a
+    ``KeyError``. Call this after the model has its storage, dtype and weights' places
+    for good: ``to_empty``, ``to`` and ``load_state_dict(assign=True)`` make other
+    tensors.
 
     Raises ValueError for a model without a unit.
     """
@@ -51,18 +35,7 @@ def local_parameters(model: nn.Module) -> list[nn.Parameter]:
             "lowtide: local_parameters: expected a model sharded by lowtide, got "
             f"{type(model).__name__} without a unit. Call fully_shard or wrap first."
         )
-    return [_local_parameter(p) for p in model.parameters()]
-
-
-def _local_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    if not isinstance(parameter, DTensor):
-        return parameter
-    local = torch.Tensor._make_subclass(
-        LocalParameter, parameter._local_tensor.detach(), parameter.requires_grad
-    )
-    assert isinstance(local, LocalParameter)
-    local._sharded = parameter
-    return local
+    return [local_parameter_of(p) for p in model.parameters()]
 
 
 @contextlib.contextmanager
@@ -108,7 +81,3 @@ def _as_sharded(parameter: DTensor, value: Any) -> Any:
 
 def _as_local(parameter: LocalParameter, value: Any) -> Any:
     return value._local_tensor if isinstance(value, DTensor) else value
-
-
-def _local_of(gradient: Tensor) -> Tensor:
-    return gradient._local_tensor if isinstance(gradient, DTensor) else gradient

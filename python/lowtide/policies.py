@@ -5,13 +5,19 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 
 __all__ = [
     "INPUT",
     "ActivationPolicy",
+    "CPUOffloadPolicy",
     "GradientMode",
     "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "ParameterDtypes",
     "parameter_dtypes",
 ]
@@ -34,15 +40,20 @@ class ParameterDtypes:
 
 
 def parameter_dtypes(
-    storage: torch.dtype, policy: MixedPrecisionPolicy, *, who: str
+    storage: torch.dtype,
+    policy: MixedPrecisionPolicy,
+    *,
+    who: str,
+    trainable: bool = True,
 ) -> ParameterDtypes:
     """FSDP2's rule: parameters that are not floating-point are never cast, and
-    gradients travel in the compute dtype unless ``reduce_dtype`` says otherwise."""
+    gradients travel in the compute dtype unless ``reduce_dtype`` says otherwise. A
+    frozen parameter has no gradient to reduce: any dtype will do."""
     if not storage.is_floating_point:
         return ParameterDtypes(storage, storage, storage)
     compute = policy.param_dtype or storage
     reduce = policy.reduce_dtype or compute
-    if reduce not in (torch.float32, torch.bfloat16, torch.float64):
+    if trainable and reduce not in (torch.float32, torch.bfloat16, torch.float64):
         raise NotImplementedError(
             f"lowtide: {who}: expected reduce_dtype torch.float32, torch.bfloat16 or "
             f"torch.float64, got {reduce}. Pass MixedPrecisionPolicy(reduce_dtype="
@@ -57,7 +68,7 @@ class ActivationPolicy:
 
     A name is one given with :func:`lowtide.tag`, the reserved ``"input"`` (the
     module's tensor arguments that require grad), or a pattern of submodules' names
-    such as ``"layers.*.mlp"``, which stands for their outputs. What no list names is
+    such as ``"layers.*.attn"``, which stands for their outputs. What no list names is
     computed again in backward; the module's arguments are kept.
 
     Args:

@@ -6,9 +6,10 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import Shard
 
-from lowtide._state import blocks
+from lowtide._state import arguments, blocks
 from lowtide._state.blocks import Decision
 from lowtide.activations import checkpoint
 from lowtide.api import default_mesh, fully_shard
@@ -49,7 +50,8 @@ def wrap(
         model: Any module with a ``forward``.
         mesh: As in :func:`fully_shard`.
         units: Or the fully qualified names of the modules to make units.
-        activations: :func:`checkpoint` policy of every block.
+        activations: :func:`checkpoint` policy of every block. Models of Hugging Face
+            need ``model.config.use_cache = False``, which is said if it is not so.
         mp_policy, reshard_after_forward, shard_placement_fn, ignored_params, grads: As
             in :func:`fully_shard`, for every unit.
 
@@ -60,6 +62,8 @@ def wrap(
         ValueError: For a name that is no module of ``model``, or ``activations``
             without a block.
     """
+    arguments.require_shardable(model, "wrap")
+    arguments.check_settings(mesh, mp_policy, OffloadPolicy(), grads, "wrap")
     mesh = mesh if mesh is not None else default_mesh()
     ignored = ignored_params or set()
     if isinstance(units, str):
@@ -69,6 +73,7 @@ def wrap(
         decision = blocks.as_told(model, units)
     if activations is not None:
         _checkpoint_blocks(decision, activations)
+        decision.notes.extend(_notes_on(model))
     settings: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": mp_policy,
@@ -103,3 +108,13 @@ def _checkpoint_blocks(decision: Decision, policy: ActivationPolicy) -> None:
         )
     for block in repeated:
         checkpoint(block, policy)
+
+
+def _notes_on(model: nn.Module) -> list[str]:
+    """Settings of the model that do not go with computing blocks again."""
+    if getattr(getattr(model, "config", None), "use_cache", False) is not True:
+        return []
+    return [
+        "config.use_cache: true, and a block computed again would find its own keys in "
+        "the cache: set model.config.use_cache = False to train"
+    ]

@@ -94,7 +94,7 @@ class EmbeddingRows:
         """The rows ``indices`` of the table. Collective unless it is gathered."""
         if not self._unit.looks_up_rows:
             return F.embedding(indices, self._weight.detach())
-        flat, stream = indices.flatten(), self._stream
+        flat, stream = _rows_of(indices), self._stream
         chunks = strided_chunks(stream.num_rows, stream.world_size, stream.lookup_rows)
         # One block holds each row; what is none of the table fails as ever.
         none = flat.lt(0).logical_or_(flat.ge(stream.num_rows))
@@ -113,7 +113,7 @@ class EmbeddingRows:
         finally:
             stream.end()
         assert found is not None
-        return found.view(*indices.shape, -1)
+        return found.view(*indices.shape, found.shape[-1])
 
     def deliver(
         self, node: Any, indices: Tensor, gradient: Tensor, padding_idx: int | None
@@ -121,7 +121,8 @@ class EmbeddingRows:
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task, self._arrived = task, {}
-        self._arrived[node] = indices.flatten(), gradient.flatten(0, -2)
+        of_rows = gradient.reshape(indices.numel(), gradient.shape[-1])
+        self._arrived[node] = _rows_of(indices), of_rows
         calls = (call() for call in self._calls)
         waiting = (c for c in calls if c is not None and c not in self._arrived)
         if any(torch._C._will_engine_execute_node(call) for call in waiting):
@@ -149,6 +150,12 @@ class EmbeddingRows:
     def _chunks(self) -> tuple[RowChunk, ...]:
         stream = self._stream
         return strided_chunks(stream.num_rows, stream.world_size, stream.block_rows)
+
+
+def _rows_of(indices: Tensor) -> Tensor:
+    """[n], int64 of either dtype that nn.Embedding takes; others fail as ever."""
+    flat = indices.flatten()
+    return flat.long() if flat.dtype == torch.int32 else flat
 
 
 def _gradient_of(

@@ -17,13 +17,22 @@ from lowtide._state.buffers_of_group import (
 from lowtide._state.unit import UnitState, unit_state
 
 
+class _PlaceOfOriginal:
+    """Of the class that a module had before, among its bases. Other classes may have
+    been put in front of FSDP's: ``lowtide.checkpoint`` does."""
+
+    def __get__(self, module: object, owner: Any) -> int:
+        place: int = owner.__mro__.index(owner._original_class)
+        return place
+
+
 class FSDPModule(TorchFSDPModule):
     """A module whose parameters lowtide shards. ``isinstance`` of torch's
     ``FSDPModule`` too, with the same methods. Settings take effect with the next
     forward and must be the same on every rank."""
 
-    # [FSDP<Original>, lowtide's FSDPModule, torch's FSDPModule, Original, ...]
-    _orig_cls_mro_index = 3
+    # torch's __new__ builds the class at that place, as slicing an nn.Sequential asks.
+    _orig_cls_mro_index = _PlaceOfOriginal()
 
     def reshard(self) -> None:
         """Frees this unit's full parameters and registers the shards. Not
@@ -251,7 +260,10 @@ def become_fsdp_module(module: nn.Module) -> None:
     original = type(module)
     fsdp_class = _fsdp_classes.get(original)
     if fsdp_class is None:
-        members: dict[str, Any] = {"__deepcopy__": _refuse_deepcopy}
+        members: dict[str, Any] = {
+            "__deepcopy__": _refuse_deepcopy,
+            "_original_class": original,
+        }
         if original is nn.Embedding:
             members["forward"] = _embedding_forward
         fsdp_class = type(f"FSDP{original.__name__}", (FSDPModule, original), members)

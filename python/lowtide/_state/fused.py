@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
@@ -163,7 +164,7 @@ class FusedWeight:
             or not (torch.is_grad_enabled() and weight.requires_grad)
         ):
             return F.linear(input, weight, bias)
-        if (reason := _obstacle_of_call(input, weight)) is not None:
+        if (reason := _obstacle_of_call(input, weight, bias)) is not None:
             self.exact[reason] += 1
             return F.linear(input, weight, bias)
         return _C.fused_linear(
@@ -172,14 +173,17 @@ class FusedWeight:
 
 
 def _linear_forward(self: nn.Linear, input: Tensor) -> Tensor:
-    fused: FusedWeight = self.__dict__[_WEIGHT]
+    # None in a layer that was built from the class of this one.
+    fused: FusedWeight | None = self.__dict__.get(_WEIGHT)
+    weight = self.weight
+    if fused is None:
+        return F.linear(input, weight, self.bias)
     if torch.compiler.is_compiling():
-        weight = self.weight
         # Of the layer nothing but its tensors goes into the graph, which others share.
         if fused.fuses and _may_fuse_compiled(input, weight):
             return torch.ops.lowtide.fused_linear(input, weight, self.bias)
         return F.linear(input, weight, self.bias)
-    return fused.linear(input, self.weight, self.bias)
+    return fused.linear(input, weight, self.bias)
 
 
 def _may_fuse_compiled(input: Tensor, weight: Tensor) -> bool:
@@ -189,6 +193,7 @@ def _may_fuse_compiled(input: Tensor, weight: Tensor) -> bool:
         and weight.requires_grad
         and type(input) in (Tensor, nn.Parameter)
         and not torch.is_autocast_enabled(input.device.type)
+        and forward_ad._current_level < 0
         and input.dim() >= 2
         and input.dtype == weight.dtype
     )
@@ -242,13 +247,17 @@ def _obstacle_of_device(compute: torch.dtype, device: torch.device) -> str | Non
         return None
     if torch.version.hip is not None:
         return "ROCm: no aten::addmm.dtype_out"
+    if compute not in _HALF:
+        return None
     major, minor = torch.cuda.get_device_capability(device)
-    if compute in _HALF and major < 8:
+    if major < 8:
         return f"compute capability {major}.{minor} < 8.0"
+    if torch.cuda.tunable.is_enabled():
+        return "TunableOp has no GEMM of half factors into fp32"
     return None
 
 
-def _obstacle_of_call(input: Tensor, weight: Tensor) -> str | None:
+def _obstacle_of_call(input: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     if type(input) is not Tensor and type(input) is not nn.Parameter:
         return f"an input that is a {type(input).__name__}"
     if torch.is_autocast_enabled(input.device.type):
@@ -257,6 +266,12 @@ def _obstacle_of_call(input: Tensor, weight: Tensor) -> str | None:
         return "an input without rows, or of another dtype"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "torch.func"
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(each).tangent is not None
+        for each in (input, weight, bias)
+        if each is not None
+    ):
+        return "forward-mode derivatives"
     if torch._C._len_torch_function_stack() > 0 and any(
         not isinstance(mode, DeviceContext)
         for mode in _get_current_function_mode_stack()

@@ -4,17 +4,28 @@
 Gathers are ordered by the units' forwards and backwards, reduce-scatters by the
 gradient plan. Each order is the same on every rank, but how the two interleave is
 not: a rank that leaves a parameter unused completes its chunks later. One
-communicator for both would deadlock or mix them up; two can not, and on NCCL they
-also overlap. Sums over replicas follow the plan's order on a third.
+communicator for both would deadlock or mix them up. Two take each order by itself, and
+on NCCL they also overlap. Sums over replicas follow the plan's order on a third.
+
+NVIDIA asks for one order over all communicators of a device, because a kernel that
+waits for its peers keeps its place on it. Where ranks use the same parameters there is
+one. Where they do not, nothing waits in a circle as long as a kernel of each fits on
+the device beside the other: they are on streams of their own, neither's input comes
+from the other that is in flight, and a collective takes up to 32 of an H100's 132 SMs.
+It can deadlock where launches wait for each other: with CUDA_LAUNCH_BLOCKING=1 or
+NCCL_LAUNCH_ORDER_IMPLICIT=1, ranks must use the same parameters.
 
 LOWTIDE_COMMUNICATORS=shared uses the mesh's own for both, which saves NCCL's buffers of
 one. It is for models whose ranks use the same parameters in every step; their
 communication no longer overlaps.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import os
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,15 +88,53 @@ def _shared() -> bool:
 
 
 def _second_group(shards: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    made = dist.new_group(
-        dist.get_process_group_ranks(shards),
-        timeout=_timeout(shards, device),
-        backend=dist.get_backend(shards),
-        use_local_synchronization=True,
-        group_desc="lowtide_reduce",
-    )
+    timeout = _timeout(shards, device)
+    with _no_split() as bound_device:
+        made = dist.new_group(
+            dist.get_process_group_ranks(shards),
+            timeout=timeout,
+            backend=dist.get_backend(shards),
+            pg_options=_nccl_options(shards, device, timeout),
+            use_local_synchronization=True,
+            group_desc="lowtide_reduce",
+            device_id=bound_device,
+        )
     assert made is not None
     return made
+
+
+@contextlib.contextmanager
+def _no_split() -> Iterator[torch.device | None]:
+    """Groups made meanwhile are no splits of the default group.
+
+    Where that one is bound to a device, new_group makes NCCL's communicators by
+    ncclCommSplit, which waits for every rank of the job; only the mesh's come here."""
+    default = dist.group.WORLD
+    assert default is not None
+    device = default.bound_device_id
+    default.bound_device_id = None
+    try:
+        yield device
+    finally:
+        default.bound_device_id = device
+
+
+def _nccl_options(
+    group: dist.ProcessGroup, device: torch.device, timeout: datetime.timedelta | None
+) -> Any:
+    """For another communicator like the group's; None if it is not NCCL's."""
+    theirs = _options(group, device)
+    if not dist.is_nccl_available() or not isinstance(
+        theirs, dist.ProcessGroupNCCL.Options
+    ):
+        return None
+    # Not a copy, which would be a split of what the group is a split of.
+    options = dist.ProcessGroupNCCL.Options()
+    options.config = theirs.config
+    options.is_high_priority_stream = theirs.is_high_priority_stream
+    if timeout is not None:
+        options._timeout = timeout
+    return options
 
 
 def mesh_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
@@ -103,5 +152,10 @@ def smaller_group(mesh: DeviceMesh, size: int, device: torch.device) -> _C.Colle
 def _timeout(
     group: dist.ProcessGroup, device: torch.device
 ) -> datetime.timedelta | None:
-    options = getattr(group._get_backend(device), "options", None)
-    return getattr(options, "_timeout", None)
+    return getattr(_options(group, device), "_timeout", None)
+
+
+def _options(group: dist.ProcessGroup, device: torch.device) -> Any:
+    backend = group._get_backend(device)
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it.
+    return getattr(getattr(backend, "wrapped_pg", backend), "options", None)

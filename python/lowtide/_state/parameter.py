@@ -21,13 +21,18 @@ class UnitParameter:
     shard_dim: int
     sizes: torch.Size  # of the full parameter; of this rank's part if it is parallel
     parallel: DTensorSpec | None  # of a parameter that was a DTensor already
-    full: nn.Parameter | None = None  # registered while the unit is unsharded
+    # Registered while the unit is unsharded; printing it without bytes would crash.
+    full: nn.Parameter | None = dataclasses.field(default=None, repr=False)
 
     @property
     def registered(self) -> nn.Parameter:
         module, name = self.slots[0]
-        parameter = module._parameters[name]
-        assert parameter is not None
+        parameter = module._parameters.get(name)
+        if parameter is None:
+            raise ValueError(
+                f"lowtide: {self.name}: expected the parameter that fully_shard left "
+                "there, got none. Remove a parameter before fully_shard."
+            )
         return parameter
 
     def tie(self, slots: list[tuple[nn.Module, str]]) -> None:
@@ -63,6 +68,17 @@ class UnitParameter:
                 requires_grad=False,
             )
         self.full = nn.Parameter(data, requires_grad=self.shard.requires_grad)
+
+
+def require_sharded(registered: nn.Parameter, parameter: UnitParameter) -> None:
+    """Of what has taken the place of ``parameter``'s shard."""
+    if not isinstance(registered, DTensor):
+        raise ValueError(
+            f"lowtide: {parameter.name}: expected a DTensor in place of the one that "
+            f"fully_shard left there, got a {type(registered).__name__} of shape "
+            f"{tuple(registered.shape)}. Replace a parameter before fully_shard; to "
+            "change its values, load a state dict or write to the DTensor in place."
+        )
 
 
 def local_gradient(

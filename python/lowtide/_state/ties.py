@@ -48,6 +48,7 @@ def owner_of(parameter: nn.Parameter) -> "UnitParameter | None":
 def move_shared_parameters(root: nn.Module, states: "list[UnitState]") -> None:
     """Before the first forward of ``root``; ``states``: the units in it."""
     _join_slots(states)
+    _drop_removed(root, states)
     managed_by = {
         module: state for state in states for module in managed_modules(state.modules)
     }
@@ -70,6 +71,16 @@ def _join_slots(states: "list[UnitState]") -> None:
             if owner is not None and owner is not parameter:
                 state.give_up(parameter)
                 owner.slots.extend(parameter.slots)
+
+
+def _drop_removed(root: nn.Module, states: "list[UnitState]") -> None:
+    """Parameters of modules that have been taken out since, as a head is that another
+    replaces. A parameter that one of them shared stays with the others."""
+    inside = set(root.modules())
+    for state in states:
+        for parameter in list(state.parameters):
+            if not any(module in inside for module, _ in parameter.slots):
+                state.give_up(parameter)
 
 
 def _innermost_around(

@@ -1,6 +1,7 @@
 """One ``fully_shard`` call: its modules, its parameters, its C++ unit."""
 
 import functools
+import sys
 import types
 import weakref
 from collections.abc import Callable
@@ -21,7 +22,12 @@ from lowtide._state.fused import FusedWeights
 from lowtide._state.groups import groups_of, smaller_group
 from lowtide._state.memory import device_memory
 from lowtide._state.modules import ManagedParameter, check_shardable
-from lowtide._state.parameter import UnitParameter, local_gradient, make_shard
+from lowtide._state.parameter import (
+    UnitParameter,
+    local_gradient,
+    make_shard,
+    require_sharded,
+)
 from lowtide._state.ties import owner_of, remember_original, remember_shard
 from lowtide.policies import (
     GradientMode,
@@ -109,7 +115,9 @@ class UnitState:
             module, name = item.slots[0]
             original = item.parameter
             who = f"{type(module).__name__}.{name}"
-            parameter_dtypes(original.dtype, self.policy, who=who)  # raises
+            parameter_dtypes(  # raises
+                original.dtype, self.policy, who=who, trainable=original.requires_grad
+            )
             placement = place(original) if place is not None else None
             parameter = UnitParameter(
                 item.slots,
@@ -160,6 +168,7 @@ class UnitState:
             if owner is not None and owner is not parameter:
                 self._require_tied_in_time(parameter, owner)
             elif registered is not parameter.full:
+                require_sharded(registered, parameter)
                 parameter.shard = registered
                 remember_shard(parameter)
         if any(local_of(p.shard).is_meta for p in self.parameters):
@@ -229,7 +238,13 @@ class UnitState:
         self._apply_settings()
 
     def dtypes(self, parameter: UnitParameter) -> ParameterDtypes:
-        return parameter_dtypes(parameter.shard.dtype, self.policy, who=parameter.name)
+        shard = parameter.shard
+        return parameter_dtypes(
+            shard.dtype,
+            self.policy,
+            who=parameter.name,
+            trainable=shard.requires_grad,
+        )
 
     def attach(self) -> None:
         """Hands the Python objects to the C++ unit, which then swaps them in and
@@ -364,8 +379,7 @@ def local_of(parameter: nn.Parameter) -> torch.Tensor:
 
 def original_class(module: nn.Module) -> type:
     """Of a module that ``fully_shard`` has made an ``FSDPModule``."""
-    mro = type(module).__mro__
-    original: type = mro[type(module)._orig_cls_mro_index]
+    original: type = type(module)._original_class
     return original
 
 
@@ -380,7 +394,10 @@ def _lazy_init(state: "weakref.ref[UnitState]") -> None:
 
     alive = state()
     assert alive is not None
-    build_root(alive)
+    if "torch._dynamo" in sys.modules:  # the root's own forward may be compiled
+        torch.compiler.disable(build_root)(alive)
+    else:
+        build_root(alive)
 
 
 def _wrap_gradients(

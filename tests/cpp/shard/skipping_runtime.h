@@ -1,9 +1,11 @@
-// Forwards to a ScriptedRuntime, but can forget one wait: what a missing line
-// in the engine would do.
+// Forwards to a ScriptedRuntime, but can forget one wait, as a missing line in
+// the engine would, or fail to wait, as a broken device does.
 #pragma once
 
+#include <limits>
 #include <map>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -26,8 +28,14 @@ class SkippingRuntime final : public device::Runtime {
   // "reduce after compute", ..., in order, since construction or `skip`.
   const std::vector<std::string>& waits() const { return waits_; }
 
+  // The wait that comes after `k` others and all that follow throw.
+  void fail(std::size_t k) { failing_ = waits_.size() + k; }
+
   void wait(device::Stream stream, const device::Event& event) override {
     if (event.empty()) return;
+    if (waits_.size() >= failing_) {
+      throw std::runtime_error("unspecified launch failure");
+    }
     const bool skipped = static_cast<std::int64_t>(waits_.size()) == skipped_;
     waits_.push_back(base::concat(device::stream_name(stream), " after ",
                                   recorded_on_[event.get()]));
@@ -73,6 +81,7 @@ class SkippingRuntime final : public device::Runtime {
   std::map<const void*, std::string_view> recorded_on_;
   std::vector<std::string> waits_;
   std::int64_t skipped_ = -1;
+  std::size_t failing_ = std::numeric_limits<std::size_t>::max();
 };
 
 }  // namespace lowtide::shard

@@ -178,6 +178,33 @@ TEST(WaitsTest, AllMatterWhenAPrefetchWasInVain) {
                      }});
 }
 
+// One replica, so that sums over replicas change no bit.  The first
+// microbatch's results stay with the shards, the second's are added to them.
+Usage keeping_results(Scenario scenario) {
+  const auto keep = [](Rank& rank, bool keeps) {
+    for (std::size_t u = 0; u < rank.size(); ++u) {
+      auto& reduction = rank.unit(u).gradients().reduction();
+      reduction.all_reduce = !keeps;
+      reduction.replicas =
+          std::make_shared<comm::RecordingCollectives>(0, 1, rank.runtime);
+    }
+  };
+  scenario.program = [program = scenario.program, keep, sync = scenario.sync](
+                         Layers& layers, const auto& x) {
+    thread_local std::size_t forwards = 0;
+    const auto microbatch = forwards++ % sync.size();
+    if (auto* rank = dynamic_cast<Rank*>(&layers)) {
+      keep(*rank, microbatch + 1 < sync.size());
+    }
+    return program(layers, x);
+  };
+  return training(scenario);
+}
+
+TEST(WaitsTest, AllMatterWhenResultsStayWithTheShards) {
+  expect_all_matter(keeping_results(chain_of_layers({true, true})));
+}
+
 // Gradients are held until their unit is sealed, at the end.
 TEST(WaitsTest, AllMatterInReentrantCheckpoints) {
   Scenario scenario = chain_of_layers({true});

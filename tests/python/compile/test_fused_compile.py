@@ -5,6 +5,7 @@ by name."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_fw_bw_and_get_code
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
@@ -221,6 +223,54 @@ def test_autocast_is_exact():
     assert report.exact["1.up.weight"] == "not by its layer's forward (3 uses)"
 
 
+def tangent(grads: str) -> torch.Tensor | None:
+    model = sharded(grads, "eager")
+    x = batches()[0]
+    loss_of(model, x).backward()  # compiled without
+    with forward_ad.dual_level():
+        y = model(forward_ad.make_dual(x, torch.ones_like(x)))
+        y.pow(2).sum().backward()
+        return forward_ad.unpack_dual(y).tangent
+
+
+def test_tangents_pass_through():
+    exact, fused = tangent("exact"), tangent("fused")
+    assert exact is not None and fused is not None
+    assert torch.equal(fused, exact)
+
+
+class Transposed(Block):
+    """A bias that torch adds after the product."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x.transpose(0, 1)))).transpose(0, 1)
+
+
+def test_inputs_of_any_layout():
+    expected = trained("exact", "", in_turns, Transposed)
+    model = sharded("fused", "aot_eager", Transposed)
+    in_turns(model)
+    for gradient, other in zip(gradients(model), expected, strict=True):
+        assert torch.equal(gradient, other)
+
+
+def whole_model(grads: str) -> list[torch.Tensor]:
+    """Its first call builds the units, inside of compiled code."""
+    torch.manual_seed(0)
+    model: Any = Block()
+    model.compile(backend="aot_eager")
+    lowtide.fully_shard(model, grads=grads)
+    each_reduced(model)
+    return gradients(model)
+
+
+def test_the_root_is_compiled_before_its_first_call():
+    expected = whole_model("exact")
+    fresh_counters()
+    for gradient, other in zip(whole_model("fused"), expected, strict=True):
+        assert torch.equal(gradient, other)
+
+
 def test_a_gradient_that_compiled_code_has_not_is_refused():
     model = sharded("fused", "aot_eager")
     loss = loss_of(model, batches()[0])
@@ -247,8 +297,9 @@ def test_other_weights_in_compiled_code_are_refused():
 def test_opcheck():
     passed = {"test_schema", "test_autograd_registration", "test_faketensor"}
     operator = torch.ops.lowtide.fused_linear.default
-    for bias in (torch.randn(5), None):
-        arguments = (torch.randn(2, 3, 4), torch.randn(5, 4), bias)
+    layouts = (torch.randn(2, 3, 4), torch.randn(3, 2, 4).transpose(0, 1))
+    for bias, x in itertools.product((torch.randn(5), None), layouts):
+        arguments = (x, torch.randn(5, 4), bias)
         found = torch.library.opcheck(operator, arguments)
         assert found == dict.fromkeys([*passed, "test_aot_dispatch_dynamic"], "SUCCESS")
     # The other checks run it on copies of the weight, which no unit has.

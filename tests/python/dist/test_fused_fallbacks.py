@@ -3,8 +3,11 @@ says why."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -12,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import lowtide
+from lowtide._state import fused
 from support.bits import same_bits
 from support.fused import DIM, HIDDEN, STEPS, Model, data, model_of, plain, uses
 from support.recorder import Record, Recorder, assert_same_records
@@ -84,6 +88,30 @@ def test_hooks_on_the_weight_see_its_gradient(pool_of):
             }
 
 
+# -- classes ---------------------------------------------------------------------------
+
+
+def built_from_classes() -> list[bool]:
+    """Layers of the classes of a sharded model's layers."""
+    model = model_of("fused")
+    model(data(0)).sum().backward()
+    layer = model.blocks[0].up
+    other = type(layer)(DIM, 3)
+    x = data(0, grad=True)
+    y = other(x)
+    y.sum().backward()
+    copied = copy.deepcopy(other)
+    return [
+        torch.equal(y, F.linear(x, other.weight, other.bias)),
+        other.weight.grad is not None and x.grad is not None,
+        torch.equal(copied(x), y),
+    ]
+
+
+def test_the_class_of_a_fused_layer_builds_layers(pool_of):
+    assert pool_of(1).run(built_from_classes) == [[True] * 3]
+
+
 # -- eligibility -----------------------------------------------------------------------
 
 
@@ -145,6 +173,49 @@ def test_bf16_sums_stay_exact(pool_of):
     assert exact == {
         "Linear.weight": "torch.bfloat16 products, summed in torch.bfloat16"
     }
+
+
+@pytest.fixture
+def tunable(monkeypatch) -> Callable[[bool], None]:
+    def enabled(value: bool) -> None:
+        monkeypatch.setattr(torch.cuda.tunable, "is_enabled", lambda: value)
+
+    enabled(False)
+    return enabled
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "expected"),
+    [
+        ((7, 5), torch.bfloat16, "compute capability 7.5 < 8.0"),
+        ((7, 5), torch.float16, "compute capability 7.5 < 8.0"),
+        ((7, 5), torch.float32, None),
+        ((8, 0), torch.bfloat16, None),
+        ((9, 0), torch.bfloat16, None),
+    ],
+)
+def test_products_of_an_old_gpu_stay_exact(
+    monkeypatch, tunable, capability, dtype, expected
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert fused._obstacle_of_device(dtype, torch.device("cuda", 0)) == expected
+
+
+def test_half_products_stay_exact_with_tunable_op(monkeypatch, tunable):
+    """torch refuses such GEMMs then."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    tunable(True)
+    device = torch.device("cuda", 0)
+    for dtype in (torch.bfloat16, torch.float16):
+        why = fused._obstacle_of_device(dtype, device)
+        assert why == "TunableOp has no GEMM of half factors into fp32"
+    assert fused._obstacle_of_device(torch.float32, device) is None
+
+
+def test_products_stay_exact_on_rocm(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    why = fused._obstacle_of_device(torch.float32, torch.device("cuda", 0))
+    assert why == "ROCm: no aten::addmm.dtype_out"
 
 
 def used_twice() -> tuple[Record, Record, dict[str, str]]:

@@ -143,5 +143,6 @@ def test_they_are_the_shards_bytes(pool_of):
             "lowtide: local_parameters: expected a model sharded by lowtide, got "
             "Linear without a unit. Call fully_shard or wrap first.",
             "lowtide: local_parameters: expected .grad to be set to None, got a "
-            "tensor. Change the gradient in place, or set the sharded parameter's.",
+            "tensor. Change the gradient in place, or set the sharded parameter's; "
+            "a state dict is taken inside `with lowtide.sharded_optimizer(...)`.",
         ]

@@ -182,6 +182,32 @@ def inherited() -> list[Any]:
     ]
 
 
+def built(system: str, checkpointed: bool) -> list[Any]:
+    """By the classes of sharded modules: what slicing does, and a constructor."""
+    import lowtide
+
+    fully_shard = get_system(system).fully_shard
+    model: Any = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    for module in (model[0], model):
+        fully_shard(module)
+        if checkpointed:
+            lowtide.checkpoint(module)
+    layer, rest, first = type(model[0])(3, 2), model[1:], model[:1]
+    return [
+        *(type(layer), type(rest), type(first), type(type(model)(layer))),
+        first[0] is model[0],
+        rest[0](torch.ones(3)).shape,
+        layer(torch.ones(3)).shape,
+    ]
+
+
+def test_classes_of_sharded_modules_build_original_modules(pool_of):
+    theirs = pool_of(1).run(built, "fsdp2", False)
+    assert theirs[0][:4] == [nn.Linear, nn.Sequential, nn.Sequential, nn.Sequential]
+    for checkpointed in (False, True):
+        assert pool_of(1).run(built, "lowtide", checkpointed) == theirs
+
+
 class TwoInputs(nn.Module):
     """Float inputs by position and by keyword; says which dtypes it saw."""
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecision, _fully_shard
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 import lowtide
-from lowtide import MixedPrecisionPolicy, fully_shard
+from lowtide import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 WORLD_SIZE = 2
 
@@ -25,6 +26,54 @@ def linear() -> Any:
 
 def sharded() -> Any:
     return fully_shard(linear())
+
+
+def nothing() -> None:
+    fully_shard(None)  # type: ignore[call-overload]
+
+
+def list_with_a_tensor() -> None:
+    fully_shard([linear(), linear().weight])
+
+
+def dtype_as_precision() -> None:
+    fully_shard(linear(), mp_policy=torch.float16)  # type: ignore[call-overload]
+
+
+def name_as_precision() -> None:
+    fully_shard(linear(), mp_policy="bf16")  # type: ignore[call-overload]
+
+
+def precision_of_fsdp1() -> None:
+    policy: Any = MixedPrecision(param_dtype=torch.bfloat16)
+    fully_shard(linear(), mp_policy=policy)
+
+
+def group_as_mesh() -> None:
+    group: Any = torch.distributed.group.WORLD
+    fully_shard(linear(), mesh=group)
+
+
+def flag_as_offload_policy() -> None:
+    fully_shard(linear(), offload_policy=True)  # type: ignore[call-overload]
+
+
+def sharded_by_torch() -> None:
+    model = nn.Sequential(linear(), linear())
+    torch_fully_shard(model[1])
+    lowtide.wrap(model)
+
+
+def replaced_parameter() -> None:
+    module = sharded()
+    module.weight = nn.Parameter(torch.zeros(4, 4))
+    module(torch.zeros(1, 4))
+
+
+def removed_parameter() -> None:
+    module = sharded()
+    module.weight = None
+    module(torch.zeros(1, 4))
 
 
 def empty_list() -> None:
@@ -150,6 +199,50 @@ def report_of_plain_model() -> None:
 
 # Who it is about and what came, with the exception's type.
 REFUSALS: dict[Callable[[], None], tuple[str, str]] = {
+    nothing: (
+        "ValueError",
+        "fully_shard: expected a module, got None. ",
+    ),
+    list_with_a_tensor: (
+        "ValueError",
+        "fully_shard: expected a module, got Parameter. ",
+    ),
+    dtype_as_precision: (
+        "ValueError",
+        "fully_shard: expected mp_policy to be a MixedPrecisionPolicy, got "
+        "torch.float16. Write lowtide.MixedPrecisionPolicy(param_dtype=torch.float16, ",
+    ),
+    name_as_precision: (
+        "ValueError",
+        "fully_shard: expected mp_policy to be a MixedPrecisionPolicy, got 'bf16'. ",
+    ),
+    precision_of_fsdp1: (
+        "ValueError",
+        "fully_shard: expected mp_policy to be a MixedPrecisionPolicy, got "
+        "MixedPrecision. ",
+    ),
+    group_as_mesh: (
+        "ValueError",
+        "fully_shard: expected mesh to be a DeviceMesh, got ProcessGroup. ",
+    ),
+    flag_as_offload_policy: (
+        "ValueError",
+        "fully_shard: expected offload_policy=OffloadPolicy(), got bool. ",
+    ),
+    sharded_by_torch: (
+        "ValueError",
+        "wrap: expected a module that torch's fully_shard has not sharded, got "
+        "FSDPLinear at '1', ",
+    ),
+    replaced_parameter: (
+        "ValueError",
+        "weight: expected a DTensor in place of the one that fully_shard left there, "
+        "got a Parameter of shape (4, 4). ",
+    ),
+    removed_parameter: (
+        "ValueError",
+        "Linear.weight: expected the parameter that fully_shard left there, got none. ",
+    ),
     empty_list: (
         "ValueError",
         "fully_shard: expected a module or a list of modules, got an empty list. ",
@@ -288,6 +381,10 @@ def test_refusal_says_what_was_expected_and_what_came(refusals, call):
     message = refusals[call.__name__][1]
     assert message.startswith("lowtide: " + start), message
     assert message.endswith(".") and len(message) > len("lowtide: " + start) + 10
+
+
+def test_every_name_of_fsdp2_can_be_imported():
+    assert set(_fully_shard.__all__) <= set(lowtide.__all__)
 
 
 def test_every_method_of_fsdp2_is_lowtides_own():

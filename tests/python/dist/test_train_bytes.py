@@ -15,19 +15,11 @@ import torch
 import torch.distributed as dist
 
 from instruments import Traffic
-from support.commands import run_together
+from support.commands import one_agent, run_together, torchrun
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 STEPS, COMPARED_STEPS = 10, 4
 TRAINING = ["--config=tiny", f"--steps={STEPS}", "--precision=bf16", "--threads=1"]
-
-
-def torchrun(*options: str) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", *options]
-
-
-def one_agent(num_processes: int) -> list[str]:
-    return torchrun("--standalone", f"--nproc-per-node={num_processes}")
 
 
 def train_bytes(result: Path, *options: str) -> list[str]:

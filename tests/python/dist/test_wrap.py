@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import types
 from typing import Any
 
 import pytest
@@ -173,6 +174,25 @@ def test_activation_policy_goes_to_every_block(pool_of):
         assert len(units) == 7
 
 
+def notes_on_the_cache(use_cache: bool, activations: bool) -> int:
+    import lowtide
+
+    model: Any = Net()
+    model.config = types.SimpleNamespace(use_cache=use_cache)
+    policy = lowtide.ActivationPolicy() if activations else None
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        lowtide.wrap(model, activations=policy)
+    return printed.getvalue().count("set model.config.use_cache = False to train")
+
+
+def test_a_cache_that_blocks_would_fill_twice_is_mentioned(pool_of):
+    pool = pool_of(2)
+    assert pool.run(notes_on_the_cache, True, True) == [1, 0]
+    assert pool.run(notes_on_the_cache, True, False) == [0, 0]
+    assert pool.run(notes_on_the_cache, False, True) == [0, 0]
+
+
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "another word": (
         {"units": "blocks"},
@@ -181,8 +201,25 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "unknown name": (
         {"units": ["layers.0"]},
-        "lowtide: wrap: expected the names of modules of Net, got 'layers.0'. It has, "
-        "for example, embed, blocks, blocks.0.",
+        "lowtide: wrap: expected the names of modules of Net, got 'layers.0', which is "
+        "none. It has, for example embed, blocks.0, blocks.0.0.",
+    ),
+    "pattern": (
+        {"units": ["blocks.?"]},
+        "lowtide: wrap: expected the names of modules of Net, got 'blocks.?', which is "
+        "none. Write out each name, for example blocks.0, blocks.1, blocks.2.",
+    ),
+    "list of blocks": (
+        {"units": ["blocks"]},
+        "lowtide: wrap: expected the names of modules of Net, got 'blocks', a "
+        "ModuleList, which has no forward. Name the modules inside, for example "
+        "blocks.0, blocks.1, blocks.2.",
+    ),
+    "dtype as precision": (
+        {"mp_policy": torch.float16},
+        "lowtide: wrap: expected mp_policy to be a MixedPrecisionPolicy, got "
+        "torch.float16. Write lowtide.MixedPrecisionPolicy(param_dtype=torch.float16, "
+        "reduce_dtype=torch.float32), say.",
     ),
     "policy without blocks": (
         {"units": ["blocks.0"], "activations": True},

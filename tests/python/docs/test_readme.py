@@ -1,9 +1,11 @@
 """The README's code runs as printed."""
 
+import json
 import re
-import subprocess
 import sys
 from pathlib import Path
+
+from support.commands import one_agent, run_together
 
 README = Path(__file__).parents[3] / "README.md"
 
@@ -18,19 +20,25 @@ def test_quickstart_runs_verbatim(tmp_path: Path) -> None:
     assert len(code.strip().splitlines()) <= 21  # a comment and 20 lines
     script = tmp_path / "quickstart.py"
     script.write_text(code)
-    run = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run"),
-            *("--standalone", "--nproc-per-node=2", str(script)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=tmp_path,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert "sharded_gradients" in run.stdout
-    assert "planned" in run.stdout
+    command = [*one_agent(2), str(script)]
+    (printed,) = run_together([command], timeout=240, folder=tmp_path)
+    assert "sharded_gradients" in printed
+    assert "planned" in printed
+
+
+def test_quickstart_can_be_planned(tmp_path: Path) -> None:
+    (tmp_path / "quickstart.py").write_text(quickstart())
+    command = [
+        *(sys.executable, "-m", "lowtide", "plan", "--world", "2"),
+        *("--json", "plan.json", "--", "quickstart.py"),
+    ]
+    run_together([command], timeout=240, folder=tmp_path)
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["notes"] == []
+    # Half of four weights and biases; AdamW keeps two more of each.
+    shard = 4 * (64 * 64 + 64) * 4 // 2
+    assert plan["by_category"]["parameters"] >= shard
+    assert plan["by_category"]["optimizer_state"] >= 2 * shard
 
 
 def test_every_kind_of_figure_is_explained() -> None:

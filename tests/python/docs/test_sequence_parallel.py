@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from support.commands import one_agent, run_together
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "sequence_parallel.md"
@@ -17,19 +17,10 @@ def test_the_program_runs_on_two_ranks(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     program = tmp_path / "mlp.py"
     program.write_text(code)
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run"),
-            *("--standalone", "--nproc-per-node=2", str(program)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    command = [*one_agent(2), str(program)]
+    (printed,) = run_together([command], timeout=240, folder=tmp_path)
     for rank in range(2):
-        assert f"rank {rank}: gradient (128, 2, 64)" in done.stdout
+        assert f"rank {rank}: gradient (128, 2, 64)" in printed
 
 
 def test_the_table_is_of_the_stored_figures() -> None:

@@ -1,0 +1,127 @@
+"""What ``fully_shard`` and ``wrap`` accept, checked before anything is changed."""
+
+from collections.abc import Iterable
+from typing import Any, get_args
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import OffloadPolicy
+
+from lowtide._state import modules as managed
+from lowtide._state.fsdp_module import FSDPModule
+from lowtide.policies import GradientMode, MixedPrecisionPolicy
+
+
+def modules_of(module: Any, who: str) -> tuple[nn.Module, ...]:
+    """Of a module or a list of modules, none of them sharded yet."""
+    several = isinstance(module, Iterable) and not isinstance(module, str | nn.Module)
+    roots = tuple(module) if several else (module,)
+    if not roots:
+        raise ValueError(
+            f"lowtide: {who}: expected a module or a list of modules, got an "
+            "empty list. Pass at least one module."
+        )
+    for root in roots:
+        require_shardable(root, who)
+    return roots
+
+
+def require_shardable(root: Any, who: str) -> None:
+    name = _kind(root)
+    if not isinstance(root, nn.Module):
+        raise ValueError(
+            f"lowtide: {who}: expected a module, got {name}. Pass the model, or a "
+            "block of it."
+        )
+    if isinstance(root, nn.ModuleList | nn.ModuleDict):
+        raise ValueError(
+            f"lowtide: {who}: expected a module with a forward, got {name}. "
+            "Call it on the modules inside."
+        )
+    if managed.is_unit(root):
+        raise ValueError(
+            f"lowtide: {who}: expected a module that is not sharded yet, got "
+            f"{name}, which is. Call {who} once for each module."
+        )
+    for path, module in root.named_modules():
+        if isinstance(module, TorchFSDPModule) and not isinstance(module, FSDPModule):
+            where = f" at {path!r}" if path else ""
+            raise ValueError(
+                f"lowtide: {who}: expected a module that torch's fully_shard has not "
+                f"sharded, got {_kind(module)}{where}, which it has. Import every "
+                "fully_shard of the script from lowtide."
+            )
+
+
+def check_settings(
+    mesh: DeviceMesh | None,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    grads: str,
+    who: str,
+) -> None:
+    if grads not in get_args(GradientMode):
+        raise ValueError(
+            f"lowtide: {who}: expected grads to be 'exact' or 'fused', got "
+            f"{grads!r}. Leave it out for FSDP2's gradients."
+        )
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        dtype = mp_policy if isinstance(mp_policy, torch.dtype) else torch.bfloat16
+        raise ValueError(
+            f"lowtide: {who}: expected mp_policy to be a MixedPrecisionPolicy, got "
+            f"{_kind(mp_policy)}. Write lowtide.MixedPrecisionPolicy(param_dtype="
+            f"{dtype}, reduce_dtype=torch.float32), say."
+        )
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise ValueError(
+            f"lowtide: {who}: expected mesh to be a DeviceMesh, got {_kind(mesh)}. Of "
+            "a process group, torch.distributed.device_mesh.DeviceMesh.from_group("
+            "group, 'cuda') makes one; leave it out for all ranks."
+        )
+    if mesh is not None and mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"lowtide: {who}: expected a mesh of one dimension, or of replicas "
+            f"and shards, got {mesh.ndim} dimensions ({mesh}). Pass a slice of it: "
+            "mesh['name']."
+        )
+    if not isinstance(offload_policy, OffloadPolicy):
+        raise ValueError(
+            f"lowtide: {who}: expected offload_policy=OffloadPolicy(), got "
+            f"{_kind(offload_policy)}. Leave it out."
+        )
+    if type(offload_policy) is not OffloadPolicy:
+        raise NotImplementedError(
+            f"lowtide: {who}: expected offload_policy=OffloadPolicy(), got "
+            f"{offload_policy}. Parameter offload is not supported."
+        )
+
+
+def post_forward(
+    reshard_after_forward: bool | int | None, mesh: DeviceMesh
+) -> bool | int | None:
+    """As given, but an int only if it is a smaller group than all shards."""
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return reshard_after_forward
+    size = mesh.size(-1)
+    if not isinstance(reshard_after_forward, int):
+        raise ValueError(
+            "lowtide: fully_shard: expected reshard_after_forward to be a bool or "
+            f"None, got {reshard_after_forward!r}. Pass True, False or None."
+        )
+    if reshard_after_forward < 1 or size % reshard_after_forward != 0:
+        raise ValueError(
+            "lowtide: fully_shard: expected reshard_after_forward to be a bool or a "
+            f"factor of the {size} shards, got {reshard_after_forward}. Pass the ranks "
+            "of a node, say, or True."
+        )
+    if reshard_after_forward in (1, size):
+        return reshard_after_forward == size
+    return reshard_after_forward
+
+
+def _kind(value: Any) -> str:
+    if value is None or isinstance(value, str | torch.dtype):
+        return repr(value)
+    return type(value).__name__

@@ -1,0 +1,104 @@
+"""A large embedding takes the indices that ``nn.Embedding`` takes, whatever their shape
+and dtype and however they differ between ranks: the bits of FSDP2."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lowtide
+from lowtide._state import embedding
+from lowtide._state.unit import unit_state
+from support.recorder import Record, Recorder, assert_same_records
+from support.systems import get_system
+
+ROWS, DIM = 37, 4
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(ROWS, DIM, padding_idx=3)
+        self.out = nn.Linear(DIM, 3)
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        return self.out(self.embed(indices))
+
+
+def indices(kind: str, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    some = torch.randint(ROWS, (3, 5), generator=generator)
+    return {
+        "int64": some,
+        "int32": some.int(),
+        "three dimensions": some[:, None],
+        "transposed": some.t(),
+        "scalar": some[0, 0],
+        "int32 scalar": some[0, 0].int(),
+        "empty": some[:, :0],
+        "int32 empty": some[:0].int(),
+        "empty on one rank": some[dist.get_rank() :][:1, : 3 * dist.get_rank()],
+    }[kind]
+
+
+KINDS = (
+    *("int64", "int32", "three dimensions", "transposed", "scalar"),
+    *("int32 scalar", "empty", "int32 empty", "empty on one rank"),
+)
+
+
+def trained(how: str, kind: str) -> tuple[Record, bool]:
+    system = get_system("fsdp2" if how == "fsdp2" else "lowtide")
+    settings = {} if how == "fsdp2" else {"grads": how}
+    large = mock.patch.object(embedding, "LARGE_TABLE", 0)
+    # Read some five rows of every rank at a time.
+    with large, mock.patch.object(embedding, "LOOKUP_BYTES", 10 * 4 * DIM):
+        torch.manual_seed(0)
+        net: Any = Net()
+        system.fully_shard(net.embed, **settings)
+        system.fully_shard(net)
+        record = Recorder()
+        for step in range(3):
+            net.set_requires_gradient_sync(step != 1)
+            output = net(indices(kind, step))
+            output.square().sum().backward()
+            record.add("output", output)
+            record.add_model(net)
+    state = unit_state(net.embed)
+    return record.values, state is not None and state.embedding_rows is not None
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("grads", ["exact", "fused"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_indices_of_a_large_embedding(pool_of, kind, grads, ranks):
+    theirs = pool_of(ranks).run(trained, "fsdp2", kind)
+    ours = pool_of(ranks).run(trained, grads, kind)
+    for (mine, in_rows), (other, _) in zip(ours, theirs, strict=True):
+        assert in_rows
+        assert_same_records(mine, other)
+
+
+def refused() -> list[torch.dtype]:
+    dtypes = []
+    with mock.patch.object(embedding, "LARGE_TABLE", 0):
+        net: Any = Net()
+        for unit in (net.embed, net):
+            lowtide.fully_shard(unit)
+        for dtype in (torch.float32, torch.int16, torch.uint8, torch.bool):
+            try:
+                net(torch.ones((2, 3), dtype=dtype))
+            except (RuntimeError, IndexError):
+                dtypes.append(dtype)
+        assert net.embed._get_fsdp_state().embedding_rows is not None
+    return dtypes
+
+
+def test_indices_of_other_dtypes_raise_as_ever(pool_of):
+    for dtypes in pool_of(2).run(refused):
+        assert dtypes == [torch.float32, torch.int16, torch.uint8, torch.bool]

@@ -1,0 +1,88 @@
+"""Frozen parameters of dtypes that no gradient may have: FSDP2's bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.bits import assert_same_tensors
+from support.systems import get_system
+from support.training import local
+
+DTYPES = [torch.float16, torch.float8_e4m3fn]
+
+
+class Adapted(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        base = torch.randn(8, 8).to(dtype)
+        self.base = nn.Parameter(base, requires_grad=False)
+        self.adapter = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.base.to(x.dtype) + self.adapter(x)
+
+
+def sharded(system_name: str, dtype: torch.dtype, compute: torch.dtype | None) -> Any:
+    torch.manual_seed(0)
+    system = get_system(system_name)
+    policy = system.MixedPrecisionPolicy(param_dtype=compute)
+    model: Any = nn.Sequential(Adapted(dtype), Adapted(dtype))
+    for block in model:
+        system.fully_shard(block, mp_policy=policy)
+    system.fully_shard(model, mp_policy=policy)
+    system.prepare(model)
+    return model
+
+
+def step(*args: Any) -> dict[str, Tensor]:
+    model = sharded(*args)
+    loss = (model(torch.arange(16.0).view(2, 8)) ** 2).sum()
+    loss.backward()
+    assert all(block.base.grad is None for block in model)
+    result = {"loss": loss.detach().view(1)}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            result[name] = local(parameter.grad).clone()
+    return result
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("compute", [None, torch.bfloat16])
+def test_it_is_gathered_and_never_reduced(pool_of, dtype, compute):
+    pool = pool_of(2)
+    expected = pool.run(step, "fsdp2", dtype, compute)
+    for rank, actual in enumerate(pool.run(step, "lowtide", dtype, compute)):
+        assert_same_tensors(actual, expected[rank], f"rank {rank}")
+
+
+def unfrozen(dtype: torch.dtype) -> tuple[str, bool]:
+    """The error, and whether a step works after freezing it again."""
+    model = sharded("lowtide", dtype, None)
+    x = torch.ones(2, 8)
+    model(x).sum().backward()
+    model[1].base.requires_grad_()
+    try:
+        model(x)
+    except ValueError as error:
+        message = str(error)
+    else:
+        return "no error", False
+    model[1].base.requires_grad_(False)
+    model.zero_grad()
+    model(x).sum().backward()
+    return message, model[1].adapter.weight.grad is not None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_that_begins_to_require_grad_is_refused(pool_of, dtype):
+    for message, goes_on in pool_of(2).run(unfrozen, dtype):
+        assert message.startswith(
+            "lowtide: unit '1': expected Adapted.base, which has begun to "
+            "require grad, to be reduced in torch.float32, torch.bfloat16 or "
+            "torch.float64, got "
+        ), message
+        assert goes_on
