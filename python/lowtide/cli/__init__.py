@@ -21,7 +21,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in COMMANDS:
         command.add_parser(subparsers)
     given = list(sys.argv[1:] if arguments is None else arguments)
-    options = parser.parse_args(given)
+    options, unknown = parser.parse_known_args(given)
+    if unknown:
+        hint = getattr(options, "hint_at_unknown", "")
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     options.is_script = "--" in given
     status: int = options.run(options)
     return status

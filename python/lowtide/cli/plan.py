@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lowtide.planning.report import Plan
-    from lowtide.planning.request import Request
+    from lowtide.planning.request import Module, Request, Script
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -20,6 +21,10 @@ allocation is counted, and says what it takes on one GPU.
   python -m lowtide plan [options] MODEL.py        a file with plan_model (docs/plan.md)
   python -m lowtide plan [options] -- TRAIN.py ... a training script, as it stands
 """
+
+_OF_MODEL_FILES = (
+    *("config", "system", "sequence", "batch", "checkpoint", "loss", "microbatches"),
+)
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -36,6 +41,13 @@ def add_parser(subparsers: Subparsers) -> None:
     add("--rank", type=int, default=0, metavar="R", help="whose memory; default 0")
     add("--steps", type=int, default=3, metavar="N", help="optimizer steps; default 3")
     add("--device-memory", metavar="SIZE", help="of the GPU, such as 80GiB")
+    add(
+        "--allow",
+        metavar="OP",
+        action="append",
+        default=[],
+        help="an operator, aten::foo, whose outputs alone are counted; may be repeated",
+    )
     add("--allocator", metavar="CONF", help="expandable, or as PYTORCH_ALLOC_CONF")
     add("--events", choices=("immediate", "at_sync"), default="immediate")
     outputs = parser.add_argument_group("output")
@@ -49,14 +61,18 @@ def add_parser(subparsers: Subparsers) -> None:
     model = parser.add_argument_group("model files")
     add = model.add_argument
     add("--config", metavar="NAME", help="passed to plan_model")
-    add("--system", choices=("lowtide", "fsdp2", "ddp"), default="lowtide")
-    add("--sequence", type=int, default=8192, metavar="N", help="tokens; default 8192")
-    add("--batch", type=int, default=1, metavar="N", help="sequences; default 1")
-    add("--checkpoint", choices=("none", "selective", "full"), default="full")
-    add("--loss", choices=("plain", "chunked", "vocabulary"), default="plain")
+    add("--system", choices=("lowtide", "fsdp2", "ddp"), help="default lowtide")
+    add("--sequence", type=int, metavar="N", help="tokens; default 8192")
+    add("--batch", type=int, metavar="N", help="sequences; default 1")
+    add("--checkpoint", choices=("none", "selective", "full"), help="default full")
+    add("--loss", choices=("plain", "chunked", "vocabulary"), help="default plain")
     add("--verify", action="store_true", help="plan again with what would save most")
-    add("--microbatches", type=int, default=1, metavar="N", help="without sync")
-    parser.set_defaults(run=run)
+    add("--microbatches", type=int, metavar="N", help="without sync; default 1")
+    parser.set_defaults(
+        run=run,
+        hint_at_unknown=". A training script and its arguments follow `--`:"
+        " plan [options] -- TRAIN.py ...",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -80,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
 def request_of(options: argparse.Namespace) -> Request:
     """Raises ValueError for what cannot be asked."""
     from lowtide.planning.report import parse_bytes
-    from lowtide.planning.request import ModelFile, Request, Script
+    from lowtide.planning.request import ModelFile, Request
 
     if not 0 <= options.rank < options.world:
         raise ValueError(
@@ -92,9 +108,16 @@ def request_of(options: argparse.Namespace) -> Request:
             f"lowtide: plan --steps: expected at least 1, got {options.steps}. The "
             "default of 3 reaches a steady state."
         )
-    program: ModelFile | Script
+    _require_folders(options)
+    settings = {
+        name: value
+        for name in _OF_MODEL_FILES
+        if (value := getattr(options, name)) is not None
+    }
+    program: ModelFile | Script | Module
     if options.is_script:
-        program = Script(options.file, tuple(options.arguments))
+        given = [*settings, *(["verify"] if options.verify else [])]
+        program = _program_of(options, given)
     elif options.arguments:
         raise ValueError(
             "lowtide: plan: expected one model file, got "
@@ -102,9 +125,7 @@ def request_of(options: argparse.Namespace) -> Request:
             f"arguments follow `--`."
         )
     else:
-        names = ("config", "system", "sequence", "batch", "checkpoint", "loss")
-        settings = {name: getattr(options, name) for name in names}
-        program = ModelFile(options.file, microbatches=options.microbatches, **settings)
+        program = ModelFile(options.file, **settings)
     memory = options.device_memory
     return Request(
         program,
@@ -113,11 +134,53 @@ def request_of(options: argparse.Namespace) -> Request:
         steps=options.steps,
         device_memory=None if memory is None else parse_bytes(memory),
         allocator=_allocator(options),
+        allow=_allowed(options),
         snapshot=options.snapshot,
         output=options.output,
         time=_accelerator(options),
         trace=options.trace,
     )
+
+
+def _program_of(options: argparse.Namespace, given: list[str]) -> Script | Module:
+    """What follows `--`. ``given`` are options that only model files have."""
+    from lowtide.planning.request import Module, Script
+
+    if given:
+        names = ", ".join(f"--{name}" for name in given)
+        raise ValueError(
+            f"lowtide: plan {names}: expected a model file, got a script, which says "
+            "itself how it trains. Leave the option out, or give it to the script."
+        )
+    first, rest = options.file, tuple(options.arguments)
+    if first == "-m" and rest:
+        return Module(rest[0], rest[1:])
+    if first.startswith("-"):
+        raise ValueError(
+            "lowtide: plan: expected a script or -m MODULE after `--`, got "
+            f"{' '.join([first, *rest])}. Leave other options of python out."
+        )
+    return Script(first, rest)
+
+
+def _require_folders(options: argparse.Namespace) -> None:
+    for name in ("json", "timeline", "snapshot", "output", "trace"):
+        path = getattr(options, name)
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise ValueError(
+                f"lowtide: plan --{name}: expected a file in a folder that exists, got "
+                f"{path!r}. Create the folder first."
+            )
+
+
+def _allowed(options: argparse.Namespace) -> tuple[str, ...]:
+    for name in options.allow:
+        if "::" not in name:
+            raise ValueError(
+                "lowtide: plan --allow: expected an operator with its library, such as "
+                f"aten::{name}, got {name!r}. Write it as the message that named it."
+            )
+    return tuple(options.allow)
 
 
 def _accelerator(options: argparse.Namespace) -> str | None:

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.overrides import TorchFunctionMode
 
 from lowtide.phantom import device_module, init_world
+from lowtide.planning import finiteness
 
 _RANKS_PER_NODE = 8
 _Device = torch.device
@@ -79,7 +80,8 @@ class _DeviceType(type):
 
 
 class _CudaIsPhantom(TorchFunctionMode):
-    """Maps devices among the arguments of torch's functions and tensor methods."""
+    """Maps devices among the arguments of torch's functions and tensor methods, and
+    follows what is known of the values."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -89,9 +91,8 @@ class _CudaIsPhantom(TorchFunctionMode):
         if func is torch.Tensor.is_cuda.__get__:
             return args[0].device.type == "phantom"
         args = tuple(phantom_of(a) for a in args)
-        if kwargs:
-            kwargs = {name: phantom_of(v) for name, v in kwargs.items()}
-        return func(*args, **(kwargs or {}))
+        kwargs = {name: phantom_of(v) for name, v in (kwargs or {}).items()}
+        return finiteness.follow(func, args, kwargs, func(*args, **kwargs))
 
 
 def _only(kwargs: dict[str, Any] | None, *names: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
 from lowtide import api, losses, policies
 from lowtide.planning.recording import Recorder
 from lowtide.planning.request import ModelFile
+from lowtide.planning.script import require_file
 
 _LOSS_CHUNKS = 8
 
@@ -30,7 +31,7 @@ def train_model_file(program: ModelFile, recorder: Recorder) -> None:
     dist.init_process_group("nccl")
     file = load(program.path)
     with torch.device("meta"):
-        model = file.plan_model(program.config, program.sequence)
+        model = _model_of(file, program)
         head = getattr(file, "PLAN_HEAD", None)
         if not hasattr(file, "plan_step"):
             model = LanguageModel(model, _head(model, head, program), program.loss)
@@ -55,13 +56,6 @@ def train_model_file(program: ModelFile, recorder: Recorder) -> None:
         optimizer.zero_grad()
 
 
-def require_file(path: str) -> None:
-    if not Path(path).is_file():
-        raise FileNotFoundError(
-            f"lowtide: plan: expected a Python file, got {path!r}. Check the path."
-        )
-
-
 def load(path: str) -> ModuleType:
     require_file(path)
     sys.path.insert(0, str(Path(path).resolve().parent))
@@ -77,6 +71,19 @@ def load(path: str) -> ModuleType:
             f"`python -m lowtide plan -- {path}`."
         )
     return module
+
+
+def _model_of(file: ModuleType, program: ModelFile) -> Any:
+    try:
+        return file.plan_model(program.config, program.sequence)
+    except KeyError as error:
+        if error.args != (program.config,):
+            raise
+        got = "none" if program.config is None else repr(program.config)
+        raise ValueError(
+            "lowtide: plan --config: expected a name that plan_model knows, got "
+            f"{got}. Pass one of those in {program.path}."
+        ) from error
 
 
 def _check_loss(program: ModelFile) -> None:

@@ -71,9 +71,11 @@ class Recorder:
     step_frees: list[int] = field(default_factory=list)  # at the same ends
     step_times: list[float] = field(default_factory=list)  # at the same ends
     sharded: bool = False
+    idle_steps: list[str] = field(default_factory=list)  # optimizers without gradients
     workspace_frees: range = range(0)  # which frees are those of cuBLAS's workspaces
     forward_sequences: dict[int, int] = field(default_factory=dict)  # -> allocation
     _in_optimizer: bool = False
+    _has_gradients: bool = False
     _steps: dict[int, int] = field(default_factory=dict)  # of each optimizer
     _leases: "_LeaseWatch" = field(default_factory=lambda: _LeaseWatch())
     _hooks: list[Any] = field(default_factory=list)
@@ -135,6 +137,7 @@ class Recorder:
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._in_optimizer = True
+        self._has_gradients = _has_gradients(optimizer)
         names = {id(p): name for name, p in self.modules.named_parameters()}
         for place, parameter in enumerate(_parameters(optimizer)):
             name = names.get(id(parameter), f"parameter {place}")
@@ -155,6 +158,8 @@ class Recorder:
                     name = names.get(id(parameter), "parameter")
                     self._label("optimizer_state", f"{name} {key}", value)
         self._in_optimizer = False
+        if not (self._has_gradients or _has_gradients(optimizer)):
+            self.idle_steps.append(type(optimizer).__name__)
         done = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
         if done <= len(self.step_ends):  # another optimizer's part of the step
             self.step_ends.pop()
@@ -183,6 +188,10 @@ def _num_frees() -> int:
 def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(p.grad is not None for p in _parameters(optimizer))
 
 
 def _addresses(tensor: torch.Tensor) -> Iterator[int]:

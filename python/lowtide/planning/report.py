@@ -132,7 +132,8 @@ def gib(num_bytes: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """``80GiB``, ``80GB``, ``512MiB`` or plain bytes. Raises ValueError."""
+    """``80GiB``, ``80GB``, ``512MiB`` or plain bytes from 1 MiB on: less is a number
+    whose unit was left out. Raises ValueError."""
     units = {"B": 1, "": 1}
     for power, letter in enumerate("KMGT", start=1):
         units[f"{letter}IB"] = 1024**power
@@ -145,7 +146,7 @@ def parse_bytes(text: str) -> int:
         value = int(float(number) * units[unit])
     except (KeyError, ValueError):
         value = 0
-    if value <= 0:
+    if value <= 0 or (not unit and value < 1 << 20):
         raise ValueError(
             "lowtide: plan: expected a size such as 80GiB or 512MiB, got "
             f"{text!r}. Write a number and a unit."

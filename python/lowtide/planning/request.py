@@ -28,6 +28,14 @@ class Script:
 
 
 @dataclass(frozen=True)
+class Module:
+    """A training program, run as ``python -m NAME ARGUMENTS``."""
+
+    name: str
+    arguments: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
 class Functions:
     """``step(factory())``, then ``step`` again with the same value."""
 
@@ -35,14 +43,18 @@ class Functions:
     step: Callable[[Any], Any]
 
 
+Program = ModelFile | Script | Module | Functions
+
+
 @dataclass(frozen=True)
 class Request:
-    program: ModelFile | Script | Functions
+    program: Program
     world: int = 1
     rank: int = 0
     steps: int = 3
     device_memory: int | None = None
     allocator: dict[str, Any] = field(default_factory=dict)  # of phantom.install
+    allow: Sequence[str] = ()  # operators that are not reviewed, "aten::foo"
     snapshot: str | None = None  # file for PyTorch's memory visualiser
     output: str | None = None  # file for what the program prints; None: nowhere
     time: str | None = None  # accelerator whose time is kept; None: no time

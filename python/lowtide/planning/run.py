@@ -3,7 +3,7 @@
 import dataclasses
 import multiprocessing
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lowtide.planning import worker
@@ -28,6 +28,7 @@ def plan(
     rank: int = 0,
     steps: int = 3,
     device_memory: int | None = None,
+    allow: Sequence[str] = (),
     **allocator: Any,
 ) -> Plan:
     """The memory that ``steps`` training steps take on ``rank`` of ``world`` GPUs.
@@ -39,6 +40,8 @@ def plan(
 
     Args:
         device_memory: Bytes of the GPU, to know whether the program fits.
+        allow: Operators, ``"aten::foo"``, whose memory on CUDA was not reviewed; their
+            outputs are counted, but not what they take while they run.
         allocator: ``expandable=True`` and the other settings of
             :func:`lowtide.phantom.install`.
 
@@ -55,6 +58,7 @@ def plan(
             rank=rank,
             steps=steps,
             device_memory=device_memory,
+            allow=tuple(allow),
             allocator=allocator,
         )
     )
@@ -67,7 +71,7 @@ def plan_request(
     recording is evaluated. Raises :class:`PlanError`."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=worker.main, args=(theirs, request), daemon=True)
+    process = context.Process(target=worker.main, args=(theirs, request))
     process.start()
     theirs.close()
     try:

@@ -1,15 +1,16 @@
 """The process that runs a program on the phantom device, and records it."""
 
+import collections
 import contextlib
 import gc
+import multiprocessing
 import os
-import runpy
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 
@@ -18,10 +19,11 @@ from lowtide.phantom.allocator import AllocatorModel
 from lowtide.planning import cuda, snapshot, step_times
 from lowtide.planning.analysis import Analysis
 from lowtide.planning.build import build_plan
-from lowtide.planning.model_file import require_file, train_model_file
+from lowtide.planning.model_file import train_model_file
 from lowtide.planning.recording import Finished, Recorder
 from lowtide.planning.report import Plan
-from lowtide.planning.request import Functions, ModelFile, Request, Script
+from lowtide.planning.request import ModelFile, Module, Program, Request, Script
+from lowtide.planning.script import run_module, run_script
 
 _MAX_EVENTS = 50_000_000
 
@@ -30,6 +32,8 @@ def main(connection: Connection, request: Request) -> None:
     """Sends ``("step", number)`` for each step, then ``("plan", dict)`` or
     ``("error", message, traceback)``."""
     _redirect_output(request.output)
+    multiprocessing.set_start_method(None, force=True)  # the platform's, not our own
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         plan = run(request, lambda number: connection.send(("step", number)))
         connection.send(("plan", plan.to_dict()))
@@ -38,13 +42,33 @@ def main(connection: Connection, request: Request) -> None:
     connection.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # threads and groups that a program left behind do not matter
+    _end(0)
+
+
+def _end_with_parent() -> None:
+    """This process is no daemon: those may not have DataLoader workers."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    _end(1)
+
+
+def _end(status: int) -> None:
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(status)  # threads and groups that a program left behind do not matter
 
 
 def run(request: Request, progress: Callable[[int], None]) -> Plan:
     begin = time.perf_counter()
     notes: list[str] = []
-    lowtide.phantom.install(mode="meta", **request.allocator)
+    if request.allow:
+        notes.append(
+            "of operators that were allowed only the outputs are counted, not what "
+            f"they take while they run: {', '.join(request.allow)}"
+        )
+    settings = {"allow": list(request.allow), **request.allocator}
+    lowtide.phantom.install(mode="meta", **settings)
     allocator = AllocatorModel.of_device()
     allocator.record_history(_MAX_EVENTS)
     cuda.set_up(
@@ -84,27 +108,24 @@ def run(request: Request, progress: Callable[[int], None]) -> Plan:
     )
 
 
-def name_of(program: ModelFile | Script | Functions) -> str:
+def name_of(program: Program) -> str:
     if isinstance(program, ModelFile):
         parts = [program.path, program.config, program.system]
         return " ".join(part for part in parts if part)
     if isinstance(program, Script):
         return " ".join([program.path, *program.arguments])
+    if isinstance(program, Module):
+        return " ".join(["-m", program.name, *program.arguments])
     return program.step.__qualname__
 
 
-def _run_program(program: ModelFile | Script | Functions, recorder: Recorder) -> None:
+def _run_program(program: Program, recorder: Recorder) -> None:
     if isinstance(program, ModelFile):
         train_model_file(program, recorder)
     elif isinstance(program, Script):
-        require_file(program.path)
-        sys.argv = [program.path, *program.arguments]
-        sys.path.insert(0, str(Path(program.path).resolve().parent))
-        try:
-            runpy.run_path(program.path, run_name="__main__")
-        except SystemExit as exit:
-            if exit.code not in (None, 0):
-                raise
+        run_script(program)
+    elif isinstance(program, Module):
+        run_module(program)
     else:
         _start_group()
         state = program.factory()
@@ -128,6 +149,11 @@ def _check_steps(request: Request, recorder: Recorder, notes: list[str]) -> None
         )
     if done < request.steps:
         notes.append(f"the program ended after {done} of {request.steps} steps")
+    for name, count in collections.Counter(recorder.idle_steps).items():
+        notes.append(
+            f"{name} stepped without gradients, {count} times in {done} steps: what "
+            "the program decides by values read back, 1 or False, may have dropped them"
+        )
 
 
 def message_of(error: BaseException) -> str:

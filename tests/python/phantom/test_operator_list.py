@@ -168,8 +168,8 @@ def refusals() -> list[str]:
 def test_meta_mode_refuses_what_it_does_not_know(phantom: PhantomOf):
     unlisted = (
         "expected one whose memory on CUDA is known, got one that is not on the list. "
-        "Pass install(allow=['aten::{}']) to count its outputs alone, or use "
-        "mode='exact'."
+        "Pass allow=['aten::{0}'], or --allow aten::{0} to `lowtide plan`, to count "
+        "its outputs alone."
     )
     by_value = (
         "lowtide: phantom: operator aten::nonzero: expected a result that follows from "

@@ -13,6 +13,7 @@ from torch.cuda import _memory_viz
 
 from lowtide.planning import Plan
 from support import planned
+from support.planned import TOPK
 
 GIB = 1 << 30
 
@@ -120,3 +121,35 @@ def test_too_small_a_device(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "does not fit into 40.0 MiB" in done.stdout
+
+
+def test_allowed_operators_are_said(tmp_path):
+    (tmp_path / "train.py").write_text(TOPK)
+    done = run(
+        *("--allow", "aten::topk", "--json", "p.json", "--", "train.py"),
+        directory=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "p.json").read_text())["notes"] == [
+        "of operators that were allowed only the outputs are counted, not what they "
+        "take while they run: aten::topk"
+    ]
+
+
+def test_a_module(tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/__init__.py").touch()
+    (tmp_path / "package/sizes.py").write_text("WIDTH = 64\n")
+    (tmp_path / "package/train.py").write_text(
+        "import sys, torch\n"
+        "from .sizes import WIDTH\n"
+        "assert sys.argv[1:] == ['--lr', '3'], sys.argv\n"
+        "w = torch.nn.Linear(WIDTH, 8).cuda()\n"
+        "opt = torch.optim.SGD(w.parameters(), lr=1)\n"
+        "while __name__ == '__main__':\n"
+        "    w(torch.ones(1, WIDTH).cuda()).sum().backward()\n"
+        "    opt.step()\n"
+    )
+    done = run("--", "-m", "package.train", "--lr", "3", directory=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "-m package.train --lr 3" in done.stdout

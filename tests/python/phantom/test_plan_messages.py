@@ -12,6 +12,7 @@ from lowtide.cli import main
 from lowtide.planning.request import Request, Script
 from lowtide.planning.run import PlanError, plan_request
 from support import planned
+from support.planned import TOPK
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -171,3 +172,83 @@ def test_fewer_steps_than_asked_for(tmp_path):
     plan = plan_request(Request(Script(script(tmp_path, text))))
     assert plan.notes == ["the program ended after 2 of 3 steps"]
     assert plan.steps == 2
+
+
+def test_memory_without_a_unit(capsys):
+    assert complaint(capsys, planned.LLAMA, "--device-memory", "80") == (
+        "lowtide: plan: expected a size such as 80GiB or 512MiB, got '80'. Write a "
+        "number and a unit."
+    )
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--system", "ddp"],
+        ["--config", "8b"],
+        ["--checkpoint", "none"],
+        ["--loss", "plain"],
+        ["--batch", "1"],
+        ["--sequence", "8192"],
+        ["--microbatches", "1"],
+        ["--verify"],
+    ],
+)
+def test_options_of_model_files_for_a_script(capsys, given):
+    assert complaint(capsys, *given, "--", "train.py") == (
+        f"lowtide: plan {given[0]}: expected a model file, got a script, which says "
+        "itself how it trains. Leave the option out, or give it to the script."
+    )
+
+
+@pytest.mark.parametrize("name", ["json", "timeline", "snapshot", "output", "trace"])
+def test_files_in_missing_folders(capsys, name):
+    assert complaint(capsys, planned.LLAMA, f"--{name}", "none/x.svg") == (
+        f"lowtide: plan --{name}: expected a file in a folder that exists, got "
+        "'none/x.svg'. Create the folder first."
+    )
+
+
+def test_options_of_a_script_before_the_dashes(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "train.py", "--lr", "3e-4"])
+    message = (
+        "unrecognized arguments: --lr 3e-4. A training script and its arguments follow "
+        "`--`: plan [options] -- TRAIN.py ..."
+    )
+    assert capsys.readouterr().err.strip().endswith(message)
+
+
+def test_options_of_python(capsys):
+    assert complaint(capsys, "--", "-u", "train.py") == (
+        "lowtide: plan: expected a script or -m MODULE after `--`, got -u train.py. "
+        "Leave other options of python out."
+    )
+
+
+def test_missing_module(capsys):
+    assert complaint(capsys, "--", "-m", "nowhere.train") == (
+        "lowtide: plan: expected a module that can be imported, got 'nowhere.train'. "
+        "Run the command where `python -m` finds it."
+    )
+
+
+@pytest.mark.parametrize(("given", "got"), [([], "none"), (["--config", "x"], "'x'")])
+def test_unknown_configuration(capsys, given, got):
+    assert complaint(capsys, planned.LLAMA, *given) == (
+        f"lowtide: plan --config: expected a name that plan_model knows, got {got}. "
+        f"Pass one of those in {planned.LLAMA}."
+    )
+
+
+def test_operator_without_its_library(capsys):
+    assert complaint(capsys, planned.LLAMA, "--allow", "topk") == (
+        "lowtide: plan --allow: expected an operator with its library, such as "
+        "aten::topk, got 'topk'. Write it as the message that named it."
+    )
+
+
+def test_the_message_names_what_allows_an_operator(tmp_path):
+    path = script(tmp_path, TOPK)
+    with pytest.raises(PlanError, match="--allow aten::topk to `lowtide plan`"):
+        plan_request(Request(Script(path)))

@@ -1,0 +1,104 @@
+"""Scripts that skip a step whose numbers are not finite are planned with the step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lowtide.planning import Plan, plan_request
+from lowtide.planning.request import Request, Script
+
+BUILD = """
+import json, math, torch, lowtide
+model = torch.nn.Linear(512, 512, device="cuda")
+optimizer = torch.optim.AdamW(model.parameters())
+parameters = list(model.parameters())
+clip = torch.nn.utils.clip_grad_norm_
+"""
+STEPS = """
+for _ in range(3):
+    model(torch.randn(8, 512, device="cuda")).sum().backward()
+    {decide}
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def planned(tmp_path: Path, text: str) -> Plan:
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    return plan_request(Request(Script(str(script))))
+
+
+@pytest.mark.parametrize(
+    "decide",
+    [
+        "lowtide.clip_grad_norm_(parameters, 1.0, skip_nonfinite=True)",
+        "torch.isfinite(clip(parameters, 1.0)) or optimizer.zero_grad()",
+        "if not all(torch.isfinite(p.grad).all() for p in parameters): continue",
+    ],
+)
+def test_a_step_is_kept(tmp_path, decide):
+    plan = planned(tmp_path, BUILD + STEPS.format(decide=decide))
+    weight = (512 * 512 + 512) * 4
+    assert plan.by_category["gradients"] >= weight
+    assert plan.by_category["optimizer_state"] >= 2 * weight
+    assert plan.notes == []
+
+
+def test_steps_without_gradients_are_said(tmp_path):
+    decide = "if not clip(parameters, 1.0) < 5: optimizer.zero_grad()"
+    plan = planned(tmp_path, BUILD + STEPS.format(decide=decide))
+    assert plan.notes == [
+        "AdamW stepped without gradients, 3 times in 3 steps: what the program decides "
+        "by values read back, 1 or False, may have dropped them"
+    ]
+
+
+EXPRESSIONS = {
+    "torch.isfinite(x).all()": True,
+    "x.isfinite().all().item()": True,
+    "torch.isfinite(input=x[0])": True,
+    "torch.isnan(x).any()": False,
+    "x.isinf().any().item()": False,
+    "(~torch.isnan(x)).all()": True,
+    "torch.isnan(x).logical_not().all()": True,
+    "(x.isnan() | x.isinf()).any()": False,
+    "(x.isfinite() & ~x.isnan()).all()": True,
+    "torch.stack([v.isfinite() for v in x]).all()": True,
+    "torch.isnan(x).sum() == 0": True,
+    "torch.isnan(x).any().float().item() > 0": False,
+    "torch.isfinite(x).cpu()[3]": True,
+    "x.isfinite().to('cpu', non_blocking=True).all()": True,
+    "x.isfinite().tolist()[1]": True,
+    "torch.zeros(4, dtype=torch.bool).copy_(x.isfinite()).all()": True,
+    "torch.zeros(4, dtype=torch.bool, device='cuda').copy_(x.isfinite()).all()": True,
+    "math.isfinite(x[0].item())": True,
+    "overwritten(x.isfinite())": False,
+    "x.isfinite().logical_not_().any()": False,
+    "(x.isfinite() & (x > 0)).any()": False,
+    "x.isfinite().sum() == 3": False,
+    "(x > 0).any()": False,
+    "torch.isfinite(torch.tensor(math.nan))": False,
+    "torch.isnan(torch.tensor(math.nan))": True,
+    "(torch.tensor(5) | 1) == 5": True,
+    "torch.isnan(torch.tensor(math.nan) * 0)": True,
+}
+
+
+def test_what_is_derived_from_finiteness(tmp_path):
+    text = f"""{BUILD}
+x = torch.randn(4, device="cuda")
+
+def overwritten(flags):
+    flags[0] = False
+    return flags.all()
+
+found = {{e: bool(eval(e)) for e in {list(EXPRESSIONS)!r}}}
+with open({str(tmp_path / "found.json")!r}, "w") as file:
+    json.dump(found, file)
+{STEPS.format(decide="pass")}"""
+    planned(tmp_path, text)
+    assert json.loads((tmp_path / "found.json").read_text()) == EXPRESSIONS
