@@ -15,4 +15,4 @@ if ! command -v "$python" >/dev/null; then
     "the interpreter that has torch 2.11." >&2
   exit 2
 fi
-exec "$python" benchmarks/gpu/check.py "$@"
+exec "$python" -u benchmarks/gpu/check.py "$@"

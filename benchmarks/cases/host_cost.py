@@ -75,8 +75,8 @@ CASE = Case(
 unsharded model, FSDP2 and lowtide take turns in one process; a figure is the median of
 40 steps of the thread's CPU time, less the unsharded model's, over 33 units; of five
 processes the one with the middle share. The fake
-group's own time is in it: it copies every parameter of a coalesced all-gather once per
-rank, where FSDP2's single buffer costs it one copy per rank.""",
+group's own time is in it: of each unit's buffer that is gathered it makes a copy per
+rank, for both systems alike.""",
     run=measure,
     headlines=("host time per unit",),
 )

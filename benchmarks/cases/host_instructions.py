@@ -27,8 +27,8 @@ CALLGRIND = (
 )
 NO_VALGRIND = "valgrind was not found: `apt install valgrind`, then run the case again"
 IN_GROUP = (
-    "the fake group copies each parameter of a coalesced all-gather once per rank "
-    "(8 x 9 copies a unit, 8 for FSDP2's one buffer); a real group does not run this"
+    "the fake group copies a unit's gathered buffer once per rank, for both systems "
+    "alike; a real group does not run this"
 )
 
 # Instructions per unit by phase: all, and those inside the process group.

@@ -116,7 +116,8 @@ CASE = Case(
 `programs/llama_time.py`: the third step on the simulated device with a timeline
 (docs/time.md), rank 0, batch 1, sequence 8192, full checkpointing, bf16 compute, fp32
 reduction, fused AdamW, gradients clipped; both systems with their default settings,
-blocks, embedding and head units of their own. Nothing was measured on a GPU.
+blocks, embedding and head units of their own; a head that FSDP2 applies to chunks is
+held from the first to the last. Nothing was measured on a GPU.
 
 *exposed*: a collective runs while the compute stream waits for another stream.
 *loss* is the head and the loss. Assumed: 70 % of the peak in products, 35 % in
@@ -129,7 +130,8 @@ block's gather is hidden by the copies that FSDP2 makes of what it gathered befo
 lowtide does not: 0.8 to 1.1 ms. At 256 ranks the embedding's gradient leaves in five
 collectives, whose latency is 0.5 ms each, instead of one: longer chunks would take the
 difference away (two of 1 GiB were tried, 13.5 ms), but their bytes would be the step's
-peak of reserved memory.""",
+peak of reserved memory. With the loss by chunks of tokens, backward at 64 ranks exposes
+2.4 ms more than FSDP2's; why is not traced.""",
     run=measure,
     headlines=tuple(
         f"{what}, {setting}"

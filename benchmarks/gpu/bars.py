@@ -31,11 +31,16 @@ NO_WORSE = Bar(1)
 
 
 def with_bar(
-    quantity: str, value: float, bar: Bar, unit: str = "", note: str = ""
+    quantity: str,
+    value: float,
+    bar: Bar,
+    unit: str = "",
+    note: str = "",
+    system: str = "lowtide",
 ) -> Iterator[Row]:
     """The figure, its bar, and whether it is met, as columns of one line. What is
     compared is the figure, not what a table rounds it to."""
-    yield row("lowtide", quantity, value, unit, "measured", note)
+    yield row(system, quantity, value, unit, "measured", note)
     yield row("bar", quantity, bar.limit, unit, "arithmetic")
     yield row("met", quantity, bar.met(value), "", "measured")
 

@@ -4,12 +4,14 @@ rank, with torch's deterministic algorithms.
     bits.py --num-layers 2 --sequence 1024 --loss chunked:4 [--cpu]
 
 Options are those of llama_memory.py. Of each variant: in how many steps the loss
-differs, and how many elements of the parameters do at the end. Then the error of a
+differs, and how many elements of the parameters do at the end. FSDP2 itself is among
+them, trained once more: what differs there is not deterministic. Then the error of a
 weight's gradient in both modes, beside a product in fp64.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from argparse import Namespace
@@ -22,7 +24,7 @@ import torch
 import torch.distributed as dist
 from llama_memory import parser
 from llama_speed import build
-from stage import without_cudnn_attention
+from stage import start_one_rank
 from torch import Tensor, nn
 
 NUM_STEPS, WARM_UP = 6, 3
@@ -36,7 +38,9 @@ class Variant:
     capture: bool = False  # the steps behind the warm-up are one CUDA graph
 
 
+AGAIN = "FSDP2 again"
 VARIANTS = {
+    AGAIN: Variant("fsdp2"),
     "lowtide": Variant(),
     "lowtide, two microbatches": Variant(microbatches=2),
     "lowtide, offloaded": Variant(offload=True),
@@ -93,6 +97,15 @@ def train(args: Namespace, variant: Variant) -> Trained:
     return Trained(losses, [p.to_local().detach().clone() for p in model.parameters()])
 
 
+def trained(args: Namespace, variant: Variant) -> Trained:
+    """Then nothing of its model is left, and no memory of a graph's pool."""
+    result = train(args, variant)
+    gc.collect()
+    if args.device == "cuda":
+        torch.cuda.empty_cache()
+    return result
+
+
 @contextmanager
 def off_the_default_stream(wanted: bool) -> Iterator[None]:
     """For the steps before a capture."""
@@ -129,13 +142,13 @@ def differences(ours: Trained, theirs: Trained) -> dict[str, int]:
 def beside_fsdp2(args: Namespace) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
     for microbatches in (1, 2):
-        theirs = train(args, Variant("fsdp2", microbatches))
+        theirs = trained(args, Variant("fsdp2", microbatches))
         for name, variant in VARIANTS.items():
             if variant.microbatches != microbatches:
                 continue
             if variant.capture and args.device == "cpu":
                 continue
-            found[name] = differences(train(args, variant), theirs)
+            found[name] = differences(trained(args, variant), theirs)
     return found
 
 
@@ -170,17 +183,10 @@ def main() -> None:
     base.add_argument("--cpu", dest="device", action="store_const", const="cpu")
     args = base.parse_args()
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # With warn_only, flash attention's backward would stay as it is.
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
-    store = dist.HashStore()
-    if args.device == "cpu":
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    else:
-        device = torch.device("cuda", 0)
-        dist.init_process_group(
-            "nccl", store=store, rank=0, world_size=1, device_id=device
-        )
-        without_cudnn_attention()
+    start_one_rank(args.device)
     figures = {
         "beside FSDP2": beside_fsdp2(args),
         "gradient errors": gradient_errors(args.device),

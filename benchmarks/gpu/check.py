@@ -1,8 +1,9 @@
 """Builds, tests and measures lowtide on one NVIDIA GPU; see docs/gpu_check.md.
 
 Steps that are done are kept: the same command goes on after an interruption. Exit: 0
-all done and every bar met, 1 a step failed or a bar was missed, 2 something is missing
-here, 3 out of budget, run it again.
+all done and every bar met; 1 the build failed, or with no step left one failed, a bar
+was missed, or GoogleTest or compute-sanitizer was not there; 2 something that is needed
+is missing here; 3 steps are left, run it again; 128 + n ended by signal n.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import argparse
 import hashlib
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+BEGAN = time.monotonic()
 GPU = Path(__file__).resolve().parent
 BENCHMARKS = GPU.parent
 REPOSITORY = BENCHMARKS.parent
@@ -23,18 +26,29 @@ for directory in (GPU, BENCHMARKS, BENCHMARKS / "programs"):
 
 import bars  # noqa: E402
 import prerequisites  # noqa: E402
+import processes  # noqa: E402
 import results  # noqa: E402
 import tables  # noqa: E402
 from case import Row  # noqa: E402
 from progress import OtherMachine, Outcome, Progress  # noqa: E402
 from scale import FULL, TINY  # noqa: E402
-from steps import Step, steps  # noqa: E402
+from step import Step  # noqa: E402
+from steps import steps  # noqa: E402
 
 FINISHED, BAD, UNUSABLE, UNFINISHED = range(4)
 HOW = """\
 One GPU. Memory: rank 0 of 8 on torch's `fake` group, the highest of the third step.
 Speed: one rank on NCCL, the systems step by step in turns in one process, events on the
 GPU's stream. Columns of a line were taken in one run of this command."""
+
+
+# The build itself puts headers into the package.
+SOURCES = {
+    "csrc": (".h", ".cpp", ".cu", ".cuh"),
+    "python/lowtide": (".py",),
+    "benchmarks": (".py",),
+    "examples": (".py",),
+}
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -50,9 +64,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--budget",
         type=float,
-        default=float("inf"),
+        default=570,
         metavar="SECONDS",
-        help="begin no step that would end later",
+        help="begin no step that would end later, 570 by default",
     )
     parser.add_argument(
         "--out", type=Path, default=REPOSITORY / "out/gpu_check", metavar="DIR"
@@ -66,21 +80,29 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def sources() -> str:
     """Changes with anything that is built or measured."""
     digest = hashlib.sha256()
-    for folder in ("csrc", "python/lowtide", "benchmarks", "examples"):
+    for folder, suffixes in SOURCES.items():
         for path in sorted((REPOSITORY / folder).rglob("*")):
-            if path.suffix in (".h", ".cpp", ".cu", ".cuh", ".py"):
-                if path.name != "_built_for.py":
-                    digest.update(path.read_bytes())
+            if path.suffix in suffixes and path.name != "_built_for.py":
+                digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
 def rows_of_step(step: Step, progress: Progress, outcome: Outcome) -> list[Row]:
     figures = progress.figures(step.name)
-    if figures is not None:
+    if figures is not None and "missing" not in figures:
         return list(step.rows(figures))
+    if figures is not None:
+        reason = figures["missing"]
+        return [bars.row("lowtide", step.what, None, "", "missing", reason)]
     failed = outcome.failed.get(step.name)
-    reason = f"failed: {failed.splitlines()[-1]}" if failed else "not run"
+    reason = f"failed: {ends(failed)}" if failed else "not run"
     return [bars.row("lowtide", step.what, None, "", "missing", reason)]
+
+
+def ends(error: str) -> str:
+    """What was done, and what became of it."""
+    lines = [line.strip() for line in error.splitlines() if line.strip()]
+    return " ... ".join(dict.fromkeys((lines[0], lines[-1])))
 
 
 def report(rows: dict[str, list[Row]], facts: Any, folder: Path) -> str:
@@ -104,9 +126,11 @@ def report(rows: dict[str, list[Row]], facts: Any, folder: Path) -> str:
 
 
 def status(outcome: Outcome, missed: Sequence[str]) -> int:
-    if outcome.failed or missed:
+    if "build" in outcome.failed:
         return BAD
-    return UNFINISHED if outcome.left else FINISHED
+    if outcome.left:
+        return UNFINISHED
+    return FINISHED if outcome.finished and not missed else BAD
 
 
 def check(options: argparse.Namespace) -> int:
@@ -139,16 +163,27 @@ def check(options: argparse.Namespace) -> int:
     for name in options.again or ():
         progress.forget(name)
     wanted = [step for step in all_steps if not options.only or step.name in asked]
-    outcome = progress.run(wanted, budget=options.budget)
-    rows = {step.what: rows_of_step(step, progress, outcome) for step in all_steps}
-    print(report(rows, facts, options.out))
+    rows: dict[str, list[Row]] = {}
+
+    def report_so_far(outcome: Outcome) -> str:
+        for step in all_steps:
+            rows[step.what] = rows_of_step(step, progress, outcome)
+        return report(rows, facts, options.out)
+
+    outcome = progress.run(
+        wanted, budget=options.budget, began=BEGAN, after=report_so_far
+    )
+    print(report_so_far(outcome))
     missed = bars.missed(row for of_step in rows.values() for row in of_step)
     for quantity in missed:
         print(f"bar missed: {quantity}")
+    for name in outcome.missing:
+        print(f"not there: what {name} needs")
     if outcome.left:
         print(f"left for the next run: {', '.join(outcome.left)}")
     return status(outcome, missed)
 
 
 if __name__ == "__main__":
+    processes.end_all_on_signals()
     sys.exit(check(parse(None)))

@@ -1,5 +1,5 @@
 """Time of a step of flat_gradients.py's variants on a GPU, in turns, as JSON: four
-microbatches up to where the input of the reduce-scatter is there.
+microbatches up to where the input of the reduce-scatter is there; one rank on NCCL.
 
     flat_gradients_speed.py [--widths tiny]
 """
@@ -12,17 +12,17 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from flat_gradients import MICROBATCHES, VARIANTS
 from flat_gradients_reserved import (
     LOWTIDE,
     WIDTHS,
-    WORLD,
     accumulate,
     lowtide_model,
     model_of,
     variant_step,
 )
-from stage import start
+from stage import start_one_rank
 from timing import in_turns
 
 import lowtide
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     args = parser.parse_args()
     config = WIDTHS[args.widths]
-    start("cuda", WORLD)
+    start_one_rank()
     torch.set_default_device("cuda")
     models: dict[str, Any] = {
         name: lowtide_model(config, "cuda", **settings)
@@ -61,6 +61,7 @@ def main() -> None:
 
     times = in_turns(steps, rounds=args.rounds, warm_up=2, after=drop_gradients)
     print(json.dumps({"ms": times, "flops": flops(config)}))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

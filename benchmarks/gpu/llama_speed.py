@@ -1,5 +1,6 @@
 """Step time of a slice of a Llama on one GPU, lowtide and FSDP2 step by step in turns,
-as JSON: world 1, so every collective is a copy of the group's.
+as JSON. World 1 on NCCL: lowtide's collectives are the group's copies on the device;
+FSDP2 issues none there, and copies its shards itself.
 
     llama_speed.py --num-layers 8 --loss chunked:16
 
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from llama_memory import build as build_model
 from llama_memory import parser, shard_by_unit
-from stage import without_cudnn_attention
+from stage import start_one_rank
 from timing import in_turns, ratio
 from torch import nn
 
@@ -76,14 +77,7 @@ def flops(model: nn.Module, sequence: int) -> int:
 
 def main() -> None:
     args = options()
-    dist.init_process_group(
-        "nccl",
-        store=dist.HashStore(),
-        rank=0,
-        world_size=1,
-        device_id=torch.device("cuda", 0),
-    )
-    without_cudnn_attention()
+    start_one_rank()
     models = {system: build(args, system) for system in SYSTEMS}
     vocabulary = models["lowtide"].tok_embeddings.weight.shape[0]
     shape = (1, args.sequence + 1)

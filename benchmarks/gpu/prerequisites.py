@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
 LEAST_MEMORY = 75 * GIB  # an H100 of 80 GB gives 79
 TOOLKIT = "CUDA toolkit 13 (nvcc)"
@@ -43,6 +44,7 @@ def check(*, any_gpu: bool = False) -> dict[str, str | int]:
     for name in ("cmake", "ninja", "c++"):
         tool(name)
     facts: dict[str, str | int] = {
+        "lowtide": lowtide_version(),
         "GPU": properties.name,
         "GPU memory GiB": round(properties.total_memory / GIB),
         "torch": torch.__version__,
@@ -51,7 +53,27 @@ def check(*, any_gpu: bool = False) -> dict[str, str | int]:
         "python": platform.python_version(),
         "cores": os.cpu_count() or 0,
     }
+    if found := driver_version():
+        facts["driver"] = found
     return facts
+
+
+def lowtide_version() -> str:
+    """Of this checkout; Python has a parser of TOML from 3.11 on only."""
+    text = (REPOSITORY / "pyproject.toml").read_text()
+    found = re.search(r'^version = "(.+)"', text, re.MULTILINE)
+    return found[1] if found else "unknown"
+
+
+def driver_version() -> str:
+    """Empty where nvidia-smi does not say."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    query = ("--query-gpu=driver_version", "--format=csv,noheader")
+    done = subprocess.run([program, *query], capture_output=True, text=True)
+    lines = done.stdout.split()
+    return lines[0] if done.returncode == 0 and lines else ""
 
 
 def importable(name: str) -> Any:

@@ -2,62 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
-from typing import Any, Protocol
 
-import measurements as m
-from building import Build, CppTests, Sanitizer
-from case import Row
+import measure_cases as cases
+import measure_llama as llama
+import measure_parts as parts
+from building import Build, CppTests
+from measure_replay import replay, replay_rows
+from measuring import Measurement
+from sanitizer import Sanitizer
 from scale import Scale
-
-
-class Step(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def what(self) -> str: ...
-    @property
-    def seconds(self) -> int: ...
-    def run(self) -> dict[str, Any]: ...
-    def rows(self, figures: dict[str, Any]) -> Iterator[Row]: ...
+from step import Step
 
 
 def steps(scale: Scale) -> list[Step]:
     """Seconds are estimates for an H100 and 16 cores; no run has shown them."""
-    return [Build(), CppTests(), Sanitizer(), *measurements(scale)]
+    return [Build(), CppTests(), *measurements(scale), Sanitizer()]
 
 
-def measurements(scale: Scale) -> list[m.Measurement]:
+def measurements(scale: Scale) -> list[Measurement]:
     found = [
-        m.Measurement(
+        Measurement(
             f"memory-{checkpoint}",
             f"peaks of the slice at world 8, checkpoint {checkpoint}",
-            35,
+            25,
             scale,
-            partial(m.llama_memory, checkpoint),
-            partial(m.llama_memory_rows, checkpoint),
+            partial(llama.llama_memory, checkpoint),
+            partial(llama.llama_memory_rows, checkpoint),
         )
-        for checkpoint in m.CHECKPOINTS
+        for checkpoint in llama.CHECKPOINTS
     ]
     rest = (
-        ("bits", "losses and parameters beside FSDP2's", 25, m.bits, m.bits_rows),
         (
-            "speed",
-            "step time of the slice, NCCL",
-            35,
-            m.llama_speed,
-            m.llama_speed_rows,
+            *("bits", "losses and parameters beside FSDP2's", 30),
+            *(llama.bits, llama.bits_rows),
         ),
-        ("case1", "flat gradients", 45, m.flat_gradients, m.flat_gradients_rows),
-        ("case2", "offload of the residual", 85, m.residual, m.residual_rows),
-        ("links", "bandwidth to and from the host", 10, m.links, m.links_rows),
-        ("kernels", "bandwidth of the operators", 10, m.kernels, m.kernels_rows),
-        ("host", "host time per unit", 20, m.host_units, m.host_units_rows),
-        ("replay", "allocator model and ledger", 35, m.replay, m.replay_rows),
+        (
+            *("speed", "step time of the slice, NCCL", 55),
+            *(llama.llama_speed, llama.llama_speed_rows),
+        ),
+        (
+            *("case1", "flat gradients", 40),
+            *(cases.flat_gradients, cases.flat_gradients_rows),
+        ),
+        (
+            *("case2", "offload of the residual", 90),
+            *(cases.residual, cases.residual_rows),
+        ),
+        (
+            *("links", "bandwidth to and from the host", 10),
+            *(parts.links, parts.links_rows),
+        ),
+        (
+            *("kernels", "bandwidth of the operators", 10),
+            *(parts.kernels, parts.kernels_rows),
+        ),
+        (
+            *("host", "host time per unit", 20),
+            *(parts.host_units, parts.host_units_rows),
+        ),
+        ("replay", "allocator model and ledger", 20, replay, replay_rows),
     )
-    found += [
-        m.Measurement(name, what, seconds, scale, measure, rows)
+    return found + [
+        Measurement(name, what, seconds, scale, measure, rows)
         for name, what, seconds, measure, rows in rest
     ]
-    return found

@@ -8,6 +8,7 @@ from statistics import median, quantiles
 import torch
 
 Milliseconds = dict[str, list[float]]
+ROUNDS_FOR_QUARTILES = 4  # of fewer they lie outside what was seen
 
 
 def in_turns(
@@ -36,8 +37,11 @@ def in_turns(
     }
 
 
-def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
-    """The middle of the rounds' ratios, and between what half of them lie."""
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float | str]:
+    """The middle of the rounds' ratios, and between what half of them lie, or all where
+    they are few: ``share``."""
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-    low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else 3 * ratios
-    return {"median": median(ratios), "low": low, "high": high}
+    low, high, share = min(ratios), max(ratios), "all"
+    if len(ratios) >= ROUNDS_FOR_QUARTILES:
+        (low, _, high), share = quantiles(ratios, n=4), "half"
+    return {"median": median(ratios), "low": low, "high": high, "share": share}

@@ -34,14 +34,22 @@ def model_of(config: ModelConfig) -> Llama:
         return Llama(config)
 
 
+def fill(model: torch.nn.Module) -> None:
+    """As after a usual start: a product of zeros takes another time."""
+    with torch.no_grad():
+        for p in model.parameters():
+            getattr(p, "_local_tensor", p).normal_(std=0.02)
+
+
 def accumulate(model: Any, config: ModelConfig) -> None:
     for _ in range(MICROBATCHES):
-        ids = torch.zeros((config.batch, config.seq), dtype=torch.long)
+        ids = torch.randint(config.vocab, (config.batch, config.seq))
         (loss_fn(model(ids), ids) / MICROBATCHES).backward()
 
 
 def variant_step(name: str, config: ModelConfig, device: str) -> Callable[[], None]:
     model = model_of(config).bfloat16().to_empty(device=device)
+    fill(model)
     # What a sharded run keeps of the parameters beside the full ones.
     numel = sum(p.numel() for p in model.parameters())
     shards = torch.empty(numel // WORLD, dtype=torch.bfloat16)
@@ -67,6 +75,7 @@ def lowtide_model(config: ModelConfig, device: str, **settings: Any) -> Any:
             module, mp_policy=policy, reshard_after_forward=False, **settings
         )
     model.to_empty(device=device)
+    fill(model)
     # The full parameters stay, as they do in the other variants.
     model.set_reshard_after_backward(False)
     model.set_requires_gradient_sync(False)

@@ -1,7 +1,8 @@
-"""The models of the host cost cases: tiny, on a process group that does nothing.
+"""The models of the host cost cases: tiny, on a process group of one process.
 
-torch's ``fake`` group and tensors of a few elements leave the system's own work:
-hooks, autograd nodes, bookkeeping.
+Tensors of a few elements leave the system's own work (hooks, autograd nodes,
+bookkeeping) and that of torch's ``fake`` group, whose gathers copy their input once a
+rank.
 """
 
 from __future__ import annotations

@@ -20,24 +20,27 @@ ENVIRONMENT = {
 }
 
 
+def command(program: str | Path, *arguments: object) -> list[str]:
+    """``program``: of this folder, or a whole path."""
+    return [sys.executable, str(PROGRAMS / program), *map(str, arguments)]
+
+
 def run(
     program: str,
     *arguments: str,
     under: Sequence[str] = (),
     directory: Path | None = None,
-    gpu: bool = False,
     timeout: float,
 ) -> str:
     """What it printed; RuntimeError with the end of its errors when it fails. It sees
-    no GPU unless ``gpu``."""
-    command = [*under, sys.executable, str(PROGRAMS / program), *arguments]
+    no GPU."""
     done = subprocess.run(
-        command,
+        [*under, *command(program, *arguments)],
         capture_output=True,
         text=True,
         timeout=timeout,
         cwd=directory,
-        env=os.environ | ENVIRONMENT | ({} if gpu else NO_GPU),
+        env=os.environ | ENVIRONMENT | NO_GPU,
     )
     if done.returncode != 0:
         raise RuntimeError(f"{program}: exit {done.returncode}\n{done.stderr[-3000:]}")

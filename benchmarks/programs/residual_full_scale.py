@@ -5,7 +5,7 @@ SYSTEM:NUM_LAYERS:ROWS:PREFETCH.
     residual_full_scale.py DEVICE WORLD WIDTH "offload residual:32:65536:1" [...]
 
 On the simulated device (meta mode) operators run without bytes, and the allocator
-model answers as CUDA's would. Collectives move nothing on either.
+model answers as CUDA's would. One rank runs; nothing travels.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Trained(nn.Module):
 
 
 def build(
-    device: str, system: str, num_layers: int, width: int, prefetch: int, world: int
+    device: str, system: str, num_layers: int, width: int, prefetch: int, sharded: bool
 ) -> Trained:
     with torch.device("meta"):
         model = Trained(system, num_layers, width, prefetch)
-    if world > 1:
+    if sharded:
         for block in model.stack.blocks:
             fully_shard(block)
         fully_shard(model)
@@ -64,7 +64,7 @@ def measure(
     prefetch: int,
 ) -> dict[str, Any]:
     accelerator = torch.accelerator
-    model = build(device, system, num_layers, width, prefetch, world)
+    model = build(device, system, num_layers, width, prefetch, world > 1)
     tokens = torch.zeros(rows, dtype=torch.long, device=device)
     figures: dict[str, Any] = {}
     for _ in range(STEPS):

@@ -1,5 +1,5 @@
-"""Where a program of this folder runs: the simulated device, or a GPU beside a process
-group that does nothing."""
+"""Where a program of this folder runs: the simulated device, a GPU beside ranks that
+are not there, or one rank alone."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ DEVICES = ("phantom", "cuda")
 
 
 def start(device: str, world: int, *, expandable: bool = False) -> None:
-    """Rank 0 of ``world`` ranks whose collectives move nothing. Call it before the
-    first allocation."""
+    """Rank 0 of ``world`` ranks, of which it is the only one that runs. Call it before
+    the first allocation."""
     if device == "phantom":
         import lowtide.phantom
 
@@ -26,12 +26,23 @@ def start(device: str, world: int, *, expandable: bool = False) -> None:
     init_fake_group(world)
 
 
+def start_one_rank(device: str = "cuda") -> None:
+    """World 1 on NCCL, or on gloo for the CPU."""
+    of: dict[str, Any] = {"backend": "gloo"}
+    if device == "cuda":
+        of = {"backend": "nccl", "device_id": torch.device("cuda", 0)}
+        without_cudnn_attention()
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **of)
+
+
 def without_cudnn_attention() -> None:
     """It has a workspace that the simulated device does not know."""
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def init_fake_group(world: int) -> None:
+    """Nothing travels: a gather copies its input to every rank's place, and a
+    reduce-scatter leaves its output as it was."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)

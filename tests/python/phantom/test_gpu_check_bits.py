@@ -16,7 +16,12 @@ import torch
 from support.cuda_stub import build_cuda_stub
 from support.gpu_check import GpuCheck
 
-ON_CPU = {"lowtide", "lowtide, two microbatches", "lowtide, offloaded"}
+ON_CPU = {
+    bits.AGAIN,
+    "lowtide",
+    "lowtide, two microbatches",
+    "lowtide, offloaded",
+}
 
 
 def test_no_bit_differs_on_the_cpu() -> None:
@@ -51,4 +56,6 @@ def test_it_runs_on_cuda(tmp_path: Path) -> None:
     captured = {"lowtide, captured", "lowtide, offloaded and captured"}
     assert set(seen.figures["bits"]["beside FSDP2"]) == ON_CPU | captured
     with_bars = {row["quantity"] for row in seen.rows if row["system"] == "met"}
-    assert len(with_bars) == 2 * 5 + 1
+    assert len(with_bars) == 2 * 6 + 1
+    control = {row["system"] for row in seen.rows if bits.AGAIN in row["quantity"]}
+    assert control == {"fsdp2", "bar", "met"}

@@ -32,4 +32,11 @@ def test_offload_of_the_residual(seen: GpuCheck) -> None:
     assert peaks["offload both"]["host"] == 2 * LAYERS * RESIDUAL
     held = peaks["nothing named"]["held"] - peaks["offload residual"]["held"]
     assert held == (LAYERS - 2) * RESIDUAL  # one on its way, one for the loss
-    assert set(seen.figures["case2"]["speed"]["ms"]) == set(peaks)
+    speed = seen.figures["case2"]["speed"]
+    assert set(speed["ms"]) == {*peaks, "save hidden"}
+    assert {len(times) for times in speed["ms"].values()} == {3}
+    bases = {system: ratio["base"] for system, ratio in speed["ratio"].items()}
+    assert bases == {
+        "offload residual": "nothing named",
+        "offload both": "save hidden",
+    }

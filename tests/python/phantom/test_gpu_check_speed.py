@@ -4,6 +4,7 @@ CUDA runtime, where everything between two events takes a millisecond."""
 from __future__ import annotations
 
 import pytest
+from scale import TINY
 
 from support.cuda_stub import build_cuda_stub
 from support.gpu_check import GpuCheck
@@ -17,10 +18,12 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> GpuCheck:
 
 
 def test_steps_of_both_systems_take_turns(seen: GpuCheck) -> None:
-    speed = seen.figures["speed"]
-    assert speed["ms"] == {"fsdp2": [1.0, 1.0], "lowtide": [1.0, 1.0]}
-    assert speed["ratio"] == {"median": 1.0, "low": 1.0, "high": 1.0}
-    assert speed["flops"] > 0
+    assert set(seen.figures["speed"]) == {"plain", "chunked:2"}
+    for speed in seen.figures["speed"].values():
+        assert speed["ms"] == {"fsdp2": [1.0, 1.0], "lowtide": [1.0, 1.0]}
+        one = {"median": 1.0, "low": 1.0, "high": 1.0, "share": "all"}
+        assert speed["ratio"] == one
+        assert speed["flops"] > 0
 
 
 def test_links_move_the_bytes_asked_for(seen: GpuCheck) -> None:
@@ -43,6 +46,18 @@ def test_kernels_count_what_they_read_and_write(seen: GpuCheck) -> None:
 def test_host_time_has_every_system_and_phase(seen: GpuCheck) -> None:
     host = seen.figures["host"]
     assert set(host) == {"plain", "fsdp2", "lowtide"}
-    for phases in host.values():
-        assert set(phases) == {"forward", "backward"}
-        assert min(phases.values()) > 0
+    for system in host.values():
+        assert set(system["phases"]) == {"forward", "backward"}
+        assert min(system["phases"].values()) > 0
+
+
+def test_host_time_of_the_group_is_told_apart(seen: GpuCheck) -> None:
+    host = seen.figures["host"]
+    assert host["plain"]["calls"] == {}
+    units = TINY.host_layers + 1
+    gathers = (2 * units - 1) / units  # the root's parameters stay
+    theirs = {"allgather_base": gathers, "reduce_scatter_base": 1.0}
+    assert host["fsdp2"]["calls"] == theirs
+    assert sum(host["lowtide"]["calls"].values()) == gathers + 1
+    for system in ("fsdp2", "lowtide"):
+        assert host[system]["group"] > 0

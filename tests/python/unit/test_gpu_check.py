@@ -1,21 +1,28 @@
-"""benchmarks/gpu_check.sh without a GPU: what it says, how it goes on, what it finds in
-figures made up here."""
+"""benchmarks/gpu_check.sh without a GPU: what it says, what its figures belong to, how
+it ends."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import bars
 import check
 import prerequisites
 import pytest
-from progress import OtherMachine, Outcome, Progress
+from case import Row
+from progress import OF_BUDGET, Outcome
 from scale import FULL
 from steps import steps
+
+import lowtide
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "benchmarks" / "gpu_check.sh"
@@ -57,7 +64,7 @@ def test_without_python_it_says_so() -> None:
 def test_an_unknown_step_is_refused() -> None:
     done = run_script("--only", "speeds")
     assert done.returncode == 2
-    assert "expected steps of build, tests, sanitizer, " in done.stderr
+    assert "expected steps of build, tests, memory-full, " in done.stderr
     assert done.stderr.endswith("got speeds. See --list.\n")
 
 
@@ -142,109 +149,124 @@ def test_a_tool_that_is_missing_is_named(
 
 def test_a_run_is_planned_below_ten_minutes() -> None:
     planned = steps(FULL)
-    assert sum(step.seconds for step in planned) <= 600
+    budget = check.parse([]).budget
+    assert sum(step.seconds for step in planned) <= budget
+    assert OF_BUDGET * budget < 600
     assert max(step.seconds for step in planned) <= 300  # half a run, in two
+    assert planned[0].name == "build" and planned[-1].name == "sanitizer"
     listed = run_script("--list").stdout.splitlines()
     assert [line.split()[0] for line in listed] == [step.name for step in planned]
 
 
-# -- resuming -----------------------------------------------------------------------
+# -- what the stored steps belong to ------------------------------------------------
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("csrc/a.h", "python/lowtide/api.py", "benchmarks/b.py"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True)
+        path.write_text("as it was")
+    monkeypatch.setattr(check, "REPOSITORY", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("csrc/a.h", True),
+        ("csrc/kernel.cu", True),
+        ("python/lowtide/api.py", True),
+        ("benchmarks/b.py", True),
+        ("python/lowtide/include/spmd/rule.h", False),
+        ("python/lowtide/_built_for.py", False),
+        ("python/lowtide/_C.so", False),
+    ],
+)
+def test_what_a_build_installs_is_no_source(
+    name: str, changes: bool, checkout: Path
+) -> None:
+    before = check.sources()
+    path = checkout / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("written since")
+    assert (check.sources() != before) == changes
+
+
+def test_facts_name_lowtide_and_the_driver(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert prerequisites.lowtide_version() == lowtide.__version__
+    program = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert prerequisites.driver_version() == ""
+    program.write_text("#!/bin/sh\necho 580.65.06\n")
+    program.chmod(0o755)
+    assert prerequisites.driver_version() == "580.65.06"
+    program.write_text("#!/bin/sh\necho no driver\nexit 9\n")
+    assert prerequisites.driver_version() == ""
+
+
+# -- what it leaves -----------------------------------------------------------------
 
 
 @dataclass
 class FakeStep:
     name: str
-    seconds: int = 10
-    error: str = ""
-    runs: list[str] = field(default_factory=list)
+    error: BaseException | None = None
+    seconds: int = 1
 
-    def run(self) -> dict[str, Any]:
-        self.runs.append(self.name)
+    @property
+    def what(self) -> str:
+        return f"what {self.name} measures"
+
+    def run(self, processes: Any) -> dict[str, float]:
         if self.error:
-            raise RuntimeError(self.error)
-        return {"of": self.name}
+            raise self.error
+        return {"bytes": 17.5}
+
+    def rows(self, figures: dict[str, float]) -> Iterator[Row]:
+        yield bars.row("lowtide", "bytes", figures["bytes"], "B", "measured")
 
 
-class Clock:
-    """Goes on by what each step was expected to take."""
-
-    def __init__(self, *readings: float) -> None:
-        self._readings = iter(readings)
-
-    def __call__(self) -> float:
-        return next(self._readings)
-
-
-def quiet(text: str) -> None:
-    pass
-
-
-HERE = {"GPU": "one", "sources": "a"}
-
-
-def test_a_step_that_is_done_is_not_done_again(tmp_path: Path) -> None:
-    path = tmp_path / "steps.json"
-    first, second = FakeStep("first"), FakeStep("second", error="broke")
-    outcome = Progress(path, HERE).run([first, second], budget=float("inf"), say=quiet)
-    assert outcome.failed == {"second": "broke"} and not outcome.finished
-    second.error = ""
-    progress = Progress(path, HERE)
-    outcome = progress.run([first, second], budget=float("inf"), say=quiet)
-    assert outcome.finished
-    assert (first.runs, second.runs) == (["first"], ["second", "second"])
-    assert progress.figures("second") == {"of": "second"}
-    progress.forget("first")
-    progress.run([first, second], budget=float("inf"), say=quiet)
-    assert (len(first.runs), len(second.runs)) == (2, 2)
+def test_the_report_is_there_after_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = {"GPU": "one", "torch": "2.11"}
+    monkeypatch.setattr(prerequisites, "check", lambda any_gpu: facts)
+    planned = [
+        FakeStep("first"),
+        FakeStep("second", RuntimeError("second.py: exit 1")),
+        FakeStep("third", SystemExit(143)),
+    ]
+    monkeypatch.setattr(check, "steps", lambda scale: planned)
+    monkeypatch.setattr(check, "BEGAN", time.monotonic())  # not with these tests
+    with pytest.raises(SystemExit):
+        check.check(check.parse(["--out", str(tmp_path)]))
+    rows = json.loads((tmp_path / "gpu_check.json").read_text())["rows"]
+    assert [(row["value"], row["note"]) for row in rows] == [
+        (17.5, ""),
+        (None, "failed: second.py: exit 1"),
+        (None, "not run"),
+    ]
+    assert "| bytes | 17.5 | B |" in (tmp_path / "gpu_check.md").read_text()
 
 
-def test_no_step_is_begun_that_ends_after_the_budget(tmp_path: Path) -> None:
-    path = tmp_path / "steps.json"
-    three = [FakeStep("a", 100), FakeStep("b", 100), FakeStep("c", 10)]
-    # begin; then before each step, at its begin and its end
-    clock = Clock(0, 0, 0, 90, 90)
-    outcome = Progress(path, HERE).run(three, budget=150, say=quiet, clock=clock)
-    assert outcome.left == ["b", "c"]  # in order: c is not put before b
-    assert [step.runs for step in three] == [["a"], [], []]
-    clock = Clock(0, 0, 0, 95, 95, 95, 99)
-    outcome = Progress(path, HERE).run(three, budget=150, say=quiet, clock=clock)
-    assert outcome.finished
-    assert [step.runs for step in three] == [["a"], ["b"], ["c"]]
+# -- how it ends --------------------------------------------------------------------
 
 
-def test_an_interrupted_step_leaves_those_before_it(tmp_path: Path) -> None:
-    class Interrupted(FakeStep):
-        def run(self) -> dict[str, Any]:
-            raise KeyboardInterrupt
-
-    path = tmp_path / "steps.json"
-    with pytest.raises(KeyboardInterrupt):
-        Progress(path, HERE).run(
-            [FakeStep("a"), Interrupted("b")], budget=1e9, say=quiet
-        )
-    assert Progress(path, HERE).figures("a") == {"of": "a"}
-
-
-def test_after_a_failed_build_nothing_is_measured(tmp_path: Path) -> None:
-    rest = FakeStep("speed")
-    steps = [FakeStep("build", error="no nvcc"), rest]
-    outcome = Progress(tmp_path / "s.json", HERE).run(steps, budget=1e9, say=quiet)
-    assert outcome.failed == {"build": "no nvcc"} and rest.runs == []
-
-
-def test_steps_of_another_machine_or_source_are_not_mixed(tmp_path: Path) -> None:
-    path = tmp_path / "steps.json"
-    Progress(path, HERE).run([FakeStep("a")], budget=1e9, say=quiet)
-    with pytest.raises(OtherMachine) as caught:
-        Progress(path, HERE | {"sources": "b"})
-    assert str(caught.value) == (
-        "lowtide: gpu_check: expected steps of {'GPU': 'one', 'sources': 'b'} in "
-        f"{path}, got those of {HERE}. Pass another --out, or --fresh to begin anew."
-    )
-
-
-def test_exit_status() -> None:
-    assert check.status(Outcome(), []) == 0
-    assert check.status(Outcome(), ["a bar"]) == 1
-    assert check.status(Outcome(failed={"a": "b"}, left=["c"]), []) == 1
-    assert check.status(Outcome(left=["c"]), []) == 3
+@pytest.mark.parametrize(
+    ("outcome", "missed", "status"),
+    [
+        (Outcome(), [], 0),
+        (Outcome(), ["a bar"], 1),
+        (Outcome(failed={"speed": "broke"}), [], 1),
+        (Outcome(missing=["tests"]), [], 1),
+        (Outcome(left=["host"]), [], 3),
+        (Outcome(left=["host"]), ["a bar"], 3),
+        (Outcome(failed={"speed": "broke"}, left=["host"]), [], 3),
+        (Outcome(failed={"build": "no nvcc"}, left=["host"]), [], 1),
+    ],
+)
+def test_exit_status(outcome: Outcome, missed: list[str], status: int) -> None:
+    assert check.status(outcome, missed) == status

@@ -1,4 +1,4 @@
-"""What gpu_check finds in figures made up here: bars, tests, sanitizer, report."""
+"""What gpu_check finds in figures made up here: bars, and the report."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import bars
-import building
 import check
-import measurements
+import measure_cases
+import measure_llama
+import measure_parts
+import measure_replay
 import pytest
-from case import Row
+from measuring import spread
 from progress import Outcome, Progress
 from scale import FULL
 from steps import steps
+from timing import ratio as ratio_of
 
 GIB = 1 << 30
 
@@ -46,23 +49,24 @@ def case1(lowtide: float) -> dict[str, Any]:
 
 
 def case2(device: float, ratio: float) -> dict[str, Any]:
-    names = measurements.RESIDUAL_SYSTEMS
-    spread = {"median": ratio, "low": 0.9, "high": 1.1}
+    bases = {"offload residual": "nothing named", "offload both": "save hidden"}
+    spread = {"median": ratio, "low": 0.9, "high": 1.1, "share": "all"}
     return {
-        "peaks": {name: peaks(device, device) | {"host": 0} for name in names},
+        "peaks": {name: peaks(device, device) | {"host": 0} for name in bases},
         "speed": {
-            "ms": {name: [1.0] for name in names},
-            "ratio": {name: spread for name in names[1:]},
+            "ms": {name: [1.0] for pair in bases.items() for name in pair},
+            "ratio": {name: spread | {"base": base} for name, base in bases.items()},
         },
     }
 
 
 def speed(ratio: float) -> dict[str, Any]:
-    spread = {"median": ratio, "low": 0.9, "high": 1.1}
-    return {"ms": {"lowtide": [1.0], "fsdp2": [1.0]}, "ratio": spread, "flops": 1}
+    spread = {"median": ratio, "low": 0.9, "high": 1.1, "share": "half"}
+    seen = {"ms": {"lowtide": [1.0], "fsdp2": [1.0]}, "ratio": spread, "flops": 1}
+    return {"plain": seen, "chunked:16": seen}
 
 
-SLICE: Callable[[Any], Any] = lambda f: measurements.llama_memory_rows("full", f)  # noqa: E731
+SLICE: Callable[[Any], Any] = lambda f: measure_llama.llama_memory_rows("full", f)  # noqa: E731
 
 
 @pytest.mark.parametrize(
@@ -81,25 +85,25 @@ SLICE: Callable[[Any], Any] = lambda f: measurements.llama_memory_rows("full", f
             ["reserved / allocated"],
         ),
         (
-            measurements.flat_gradients_rows,
+            measure_cases.flat_gradients_rows,
             case1(88.0),
             case1(88.1),
             ["of what cat reserves"],
         ),
         (
-            measurements.llama_speed_rows,
+            measure_llama.llama_speed_rows,
             speed(1.02),
             speed(1.021),
-            ["step time beside FSDP2's"],
+            ["step time beside FSDP2's", "step time beside FSDP2's"],
         ),
         (
-            measurements.residual_rows,
+            measure_cases.residual_rows,
             case2(5.6, 1.02),
             case2(5.61, 1.03),
             [
                 "case 2: device",
-                "case 2: step time beside no offload",
-                "case 2: step time beside no offload",
+                "case 2: step time",
+                "case 2: step time",
             ],
         ),
     ],
@@ -112,7 +116,7 @@ def test_a_figure_above_its_bar_is_shown_as_missed(
 
 
 def test_each_bar_stands_beside_its_figure() -> None:
-    rows = list(measurements.flat_gradients_rows(case1(15.1)))
+    rows = list(measure_cases.flat_gradients_rows(case1(15.1)))
     quantity = "of what cat reserves, case 1, default segments"
     values = {r.system: r.value for r in rows if r.quantity == quantity}
     assert values["lowtide"] == pytest.approx(0.151)
@@ -124,7 +128,9 @@ def test_each_bar_stands_beside_its_figure() -> None:
 def test_fused_gradients_have_a_column() -> None:
     figures = case1(15.1)
     figures["speed"]["ms"]["fused"] = [1.0]
-    rows = [r for r in measurements.flat_gradients_rows(figures) if r.system == "fused"]
+    rows = [
+        r for r in measure_cases.flat_gradients_rows(figures) if r.system == "fused"
+    ]
     assert "missing" not in {r.kind for r in rows}
     values = {r.quantity: r.value for r in rows}
     assert values["rate beside cat's, case 1"] == 2.0
@@ -142,7 +148,7 @@ def test_a_difference_of_the_allocator_model_is_missed() -> None:
         "ledger": {"ledger's peak": GIB},
     }
     figures = {"default": {"cuda": seen, "simulated": peaks(1, 1)}}
-    rows = list(measurements.replay_rows(figures))
+    rows = list(measure_replay.replay_rows(figures))
     assert bars.missed(rows) == ["replay, default segments: differences in reserved"]
     kinds = {r.system: r.kind for r in rows if "peak reserved" in r.quantity}
     assert kinds == {
@@ -153,76 +159,58 @@ def test_a_difference_of_the_allocator_model_is_missed() -> None:
 
 
 def test_host_time_is_what_sharding_adds() -> None:
-    phases = {"forward": 1.0, "backward": 2.0}
-    figures = {
-        "plain": phases,
-        "lowtide": {"forward": 1.5, "backward": 3.0},
+    calls = {"allgather_base": 1.97, "reduce_scatter_base": 1.0}
+    phases = {
+        "plain": {"forward": 1.0, "backward": 2.0},
+        "lowtide": {"forward": 2.5, "backward": 3.0},
         "fsdp2": {"forward": 11.0, "backward": 12.0},
     }
-    rows = list(measurements.host_units_rows(figures))
-    added = {r.system: r.value for r in rows if r.quantity == "host time per unit"}
-    assert added == {"lowtide": 1.5, "fsdp2": 20.0}
+    group = {"plain": 0.0, "lowtide": 1.0, "fsdp2": 4.0}
+    figures = {
+        name: {"phases": phases[name], "group": group[name], "calls": calls}
+        for name in phases
+    }
+    rows = list(measure_parts.host_units_rows(figures))
+    values = {(r.quantity, r.system): r.value for r in rows}
+    added = "host time per unit"
+    assert values[added, "lowtide"] == 2.5 and values[added, "fsdp2"] == 20
+    outside = "host time per unit outside the process group"
+    assert values[outside, "lowtide"] == 1.5 and values[outside, "fsdp2"] == 16
+    (note,) = {r.note for r in rows if r.note}
+    assert note.endswith("per unit 1.97 allgather_base, 1.00 reduce_scatter_base")
+
+
+@pytest.mark.parametrize(
+    ("rounds", "low", "high", "said"),
+    [
+        (2, 1.0, 1.1, "all of the rounds between 1.000 and 1.100"),
+        (3, 1.0, 1.2, "all of the rounds between 1.000 and 1.200"),
+        (7, 1.1, 1.5, "half of the rounds between 1.100 and 1.500"),
+    ],
+)
+def test_a_spread_lies_within_what_was_seen(
+    rounds: int, low: float, high: float, said: str
+) -> None:
+    found = ratio_of([1.0 + place / 10 for place in range(rounds)], [1.0] * rounds)
+    assert (found["low"], found["high"]) == pytest.approx((low, high))
+    assert spread(found) == said
+
+
+def test_case_2_is_said_to_be_in_fp32() -> None:
+    rows = measure_cases.residual_rows(case2(1, 1))
+    steps = [r for r in rows if "step" in r.quantity and r.unit == "ms"]
+    assert len(steps) == 4
+    assert {r.note for r in steps} == {"fp32 without TF32"}
 
 
 def test_a_peak_that_the_allocator_lowered_is_no_figure() -> None:
     seen = {"steady": peaks(1, 1), "retries": 0}
-    assert measurements.steady(seen) == peaks(1, 1)
+    assert measure_llama.steady(seen) == peaks(1, 1)
     with pytest.raises(RuntimeError, match="got 2 allocations that had to be tried"):
-        measurements.steady(seen | {"retries": 2})
+        measure_llama.steady(seen | {"retries": 2})
 
 
-# -- tests and sanitizer ------------------------------------------------------------
-
-CTEST = """\
-2: [ RUN      ] Devices/ForeachTest.Copies/cpu
-2: [       OK ] Devices/ForeachTest.Copies/cpu (1 ms)
-2: [ RUN      ] Devices/ForeachTest.Copies/cuda
-2: [       OK ] Devices/ForeachTest.Copies/cuda (1 ms)
-2: [ RUN      ] Devices/ForeachTest.Adds/cuda
-2: [  FAILED  ] Devices/ForeachTest.Adds/cuda, where GetParam() = 1 (1 ms)
-2: [  PASSED  ] 2 tests.
-2: [  FAILED  ] 1 test, listed below:
-2: [  FAILED  ] Devices/ForeachTest.Adds/cuda, where GetParam() = 1
-"""
-
-
-def test_tests_are_counted_by_what_googletest_says() -> None:
-    figures = building.counts(CTEST, 8)
-    assert figures == {
-        "passed": 2,
-        "passed on CUDA": 1,
-        "failed": 1,
-        "names of failed": ["Devices/ForeachTest.Adds/cuda"],
-    }
-    (bar,) = bars.missed(building.CppTests().rows(figures))
-    assert bar == "C++ tests: failed"
-    with pytest.raises(RuntimeError, match="exit 8"):
-        building.counts("Segmentation fault", 8)
-
-
-def test_what_the_sanitizer_found_is_missed() -> None:
-    assert building.summary("========= ERROR SUMMARY: 0 errors", 0) == 0
-    assert building.summary("========= ERROR SUMMARY: 2 errors", 1) == 2
-    racecheck = "========= RACECHECK SUMMARY: 3 hazards displayed (3 errors)"
-    assert building.summary(racecheck, 0) == 3
-    for text, code in (("ERROR SUMMARY: 0 errors", 1), ("nothing", 0)):
-        with pytest.raises(RuntimeError):
-            building.summary(text, code)
-    found = building.Sanitizer().rows({"errors": {"memcheck, kernels": 2}})
-    assert bars.missed(found) == ["compute-sanitizer: errors, memcheck, kernels"]
-
-
-@pytest.mark.parametrize(
-    ("step", "reason"),
-    [
-        (building.CppTests(), building.NO_GTEST),
-        (building.Sanitizer(), building.NO_SANITIZER),
-    ],
-)
-def test_what_was_not_installed_is_stated(step: Any, reason: str) -> None:
-    (row,) = step.rows({"missing": reason})
-    assert isinstance(row, Row)
-    assert (row.kind, row.value, row.note) == ("missing", None, reason)
+# -- the report ---------------------------------------------------------------------
 
 
 def test_the_report_has_every_row_and_every_step_that_was_not_run(
@@ -233,12 +221,13 @@ def test_the_report_has_every_row_and_every_step_that_was_not_run(
     path = tmp_path / "steps.json"
     path.write_text(json.dumps({"of": {}, "steps": done}))
     progress = Progress(path, {})
-    outcome = Outcome(failed={"speed": "Traceback\nOutOfMemoryError: 80 GiB"})
+    error = "llama_speed.py: exit 1\nTraceback\nOutOfMemoryError: 80 GiB\n"
+    outcome = Outcome(failed={"speed": error})
     planned = steps(FULL)
     rows = {step.what: check.rows_of_step(step, progress, outcome) for step in planned}
     text = check.report(rows, {"GPU": "one"}, tmp_path)
     assert "| link, both at once | 90 | GB/s | measured |" in text
-    assert "1. failed: OutOfMemoryError: 80 GiB" in text
+    assert "1. failed: llama_speed.py: exit 1 ... OutOfMemoryError: 80 GiB" in text
     assert text.count("1. not run") == len(planned) - 2
     assert (tmp_path / "gpu_check.md").read_text() == text + "\n"
     stored = json.loads((tmp_path / "gpu_check.json").read_text())

@@ -1,0 +1,113 @@
+"""The slice of a Llama beside FSDP2: peak memory, bits, step time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+
+import bars
+from bars import row, with_bar
+from case import Row
+from measuring import FLAGS, GIB, Programs, spread
+from scale import Scale
+from step import Figures
+
+CHECKPOINTS = ("full", "selective", "none")
+# like for like, and with the loss that lowtide would take
+LLAMA_SYSTEMS = ("fsdp2", "lowtide", "lowtide, vocabulary loss")
+
+
+def llama_memory(checkpoint: str, scale: Scale, programs: Programs) -> Figures:
+    keys, calls = [], []
+    for segments in scale.segments:
+        for system in LLAMA_SYSTEMS:
+            loss = "vocabulary" if "vocabulary" in system else scale.llama_loss
+            keys.append((segments, system))
+            calls.append(
+                (
+                    *("llama_memory.py", "--device", "cuda", *scale.llama),
+                    *("--system", system.split(",")[0], "--loss", loss),
+                    *("--checkpoint", checkpoint, *FLAGS[segments]),
+                )
+            )
+    figures: Figures = {segments: {} for segments in scale.segments}
+    for (segments, system), seen in zip(keys, programs.together(calls), strict=True):
+        figures[segments][system] = steady(seen)
+    return figures
+
+
+def steady(seen: Figures) -> Figures:
+    """Raises if the allocator had to give memory back, which lowers its peak."""
+    if seen["retries"]:
+        raise RuntimeError(
+            f"llama_memory.py: expected a device that holds all, got {seen['retries']} "
+            "allocations that had to be tried again. Is another program on this GPU?"
+        )
+    return seen["steady"]
+
+
+def llama_memory_rows(checkpoint: str, figures: Figures) -> Iterator[Row]:
+    for segments, seen in figures.items():
+        setting = f"slice of 8B, 8 ranks, checkpoint {checkpoint}, {segments} segments"
+        for kind in ("reserved", "allocated"):
+            for system in LLAMA_SYSTEMS:
+                value = seen[system][kind] / GIB
+                yield row(system, f"{kind}, {setting}", value, "GiB", "measured")
+        ours, theirs = seen["lowtide"], seen["fsdp2"]
+        share = ours["reserved"] / theirs["reserved"]
+        yield from with_bar(
+            f"of FSDP2's reserved, {setting}", share, bars.OF_FSDP2_RESERVED
+        )
+        slack = ours["reserved"] / ours["allocated"]
+        yield from with_bar(
+            f"reserved / allocated, {setting}", slack, bars.RESERVED_OF_ALLOCATED
+        )
+
+
+# -- bits -----------------------------------------------------------------------------
+
+
+def bits(scale: Scale, programs: Programs) -> Figures:
+    return programs("bits.py", *scale.compared, "--loss", scale.llama_loss)
+
+
+def bits_rows(figures: Figures) -> Iterator[Row]:
+    for variant, seen in figures["beside FSDP2"].items():
+        for what, count in seen.items():
+            quantity = f"{what} whose bits differ from FSDP2's, {variant}"
+            system = "fsdp2" if variant.startswith("FSDP2") else "lowtide"
+            yield from with_bar(quantity, count, bars.NONE, system=system)
+    errors = figures["gradient errors"]
+    for mode, error in errors.items():
+        yield row(mode, "error of a weight's gradient in bf16", error, "", "measured")
+    beside = errors["fused"] / errors["exact"] if errors["exact"] else float("inf")
+    quantity = "error of a fused gradient beside the exact mode's"
+    yield from with_bar(quantity, beside, bars.NO_WORSE)
+
+
+# -- step time ------------------------------------------------------------------------
+
+
+def llama_speed(scale: Scale, programs: Programs) -> Figures:
+    """One program for each loss: the whole logits, and chunks of tokens."""
+    options = (*scale.llama, "--rounds", scale.rounds)
+    return {
+        loss: programs("llama_speed.py", *options, "--loss", loss)
+        for loss in ("plain", scale.llama_loss)
+    }
+
+
+def llama_speed_rows(figures: Figures) -> Iterator[Row]:
+    for loss, seen in figures.items():
+        setting = f"slice of 8B, loss {loss}, one rank, NCCL"
+        for system, ms in seen["ms"].items():
+            yield row(system, f"step, {setting}", median(ms), "ms", "measured")
+            rate = seen["flops"] / median(ms) / 1e9
+            yield row(system, f"rate, {setting}", rate, "TFLOP/s", "measured")
+        ratio = seen["ratio"]
+        yield from with_bar(
+            f"step time beside FSDP2's, {setting}",
+            ratio["median"],
+            bars.STEP_TIME,
+            note=spread(ratio),
+        )

@@ -1,0 +1,59 @@
+"""Links, kernels and the host's time: what a step is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from bars import row
+from case import Row
+from measuring import Programs
+from scale import Scale
+from step import Figures
+
+DIRECTIONS = {"h2d": "to the device", "d2h": "to the host", "both": "both at once"}
+
+
+def links(scale: Scale, programs: Programs) -> Figures:
+    return programs("links.py", scale.link_bytes, scale.rounds)
+
+
+def links_rows(figures: Figures) -> Iterator[Row]:
+    for key, direction in DIRECTIONS.items():
+        yield row("link", f"link, {direction}", figures[key], "GB/s", "measured")
+
+
+def kernels(scale: Scale, programs: Programs) -> Figures:
+    return programs("kernels.py", scale.kernel_elements, scale.rounds)
+
+
+def kernels_rows(figures: Figures) -> Iterator[Row]:
+    for name, rate in figures.items():
+        system = "copy" if name == "copy" else "lowtide"
+        yield row(system, f"kernel: {name}", rate, "GB/s", "measured")
+        if name != "copy":
+            share = rate / figures["copy"]
+            yield row("lowtide", f"kernel beside copy: {name}", share, "", "measured")
+
+
+def host_units(scale: Scale, programs: Programs) -> Figures:
+    return programs("host_units.py", scale.host_layers, scale.host_steps)
+
+
+def host_units_rows(figures: Figures) -> Iterator[Row]:
+    """Of what sharding adds, a part is the fake group's, which no real group spends."""
+    plain = sum(figures["plain"]["phases"].values())
+    for system in ("lowtide", "fsdp2"):
+        seen = figures[system]
+        added = sum(seen["phases"].values()) - plain
+        yield row(system, "host time per unit", added, "us", "measured")
+        for phase, value in seen["phases"].items():
+            more = value - figures["plain"]["phases"][phase]
+            yield row(system, f"host time per unit, {phase}", more, "us", "measured")
+        group = seen["group"]
+        what = "of it in the process group"
+        calls = ", ".join(f"{n:.2f} {call}" for call, n in seen["calls"].items())
+        note = f"the same calls alone; per unit {calls}"
+        yield row(system, what, group, "us", "measured", note)
+        outside = "host time per unit outside the process group"
+        yield row(system, outside, added - group, "us", "measured")
+    yield row("plain", "host time of an unsharded block", plain, "us", "measured")
