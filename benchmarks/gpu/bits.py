@@ -1,12 +1,13 @@
 """Losses and parameters of training steps, bit by bit beside FSDP2's, as JSON; on one
 rank, with torch's deterministic algorithms.
 
-    bits.py --num-layers 2 --sequence 1024 --loss chunked:4 [--cpu]
+    bits.py --num-layers 2 --sequence 1024 --loss chunked:4 [--cpu | --captured]
 
 Options are those of llama_memory.py. Of each variant: in how many steps the loss
 differs, and how many elements of the parameters do at the end. FSDP2 itself is among
 them, trained once more: what differs there is not deterministic. Then the error of a
-weight's gradient in both modes, beside a product in fp64.
+weight's gradient in both modes, beside a product in fp64. ``--captured``: the variants
+in CUDA graphs instead.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import gc
 import json
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -39,11 +40,13 @@ class Variant:
 
 
 AGAIN = "FSDP2 again"
-VARIANTS = {
+EAGER = {
     AGAIN: Variant("fsdp2"),
     "lowtide": Variant(),
     "lowtide, two microbatches": Variant(microbatches=2),
     "lowtide, offloaded": Variant(offload=True),
+}
+CAPTURED = {
     "lowtide, captured": Variant(capture=True),
     "lowtide, offloaded and captured": Variant(offload=True, capture=True),
 }
@@ -139,16 +142,15 @@ def differences(ours: Trained, theirs: Trained) -> dict[str, int]:
     }
 
 
-def beside_fsdp2(args: Namespace) -> dict[str, dict[str, int]]:
+def beside_fsdp2(
+    args: Namespace, variants: Mapping[str, Variant]
+) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
-    for microbatches in (1, 2):
+    for microbatches in sorted({v.microbatches for v in variants.values()}):
         theirs = trained(args, Variant("fsdp2", microbatches))
-        for name, variant in VARIANTS.items():
-            if variant.microbatches != microbatches:
-                continue
-            if variant.capture and args.device == "cpu":
-                continue
-            found[name] = differences(trained(args, variant), theirs)
+        for name, variant in variants.items():
+            if variant.microbatches == microbatches:
+                found[name] = differences(trained(args, variant), theirs)
     return found
 
 
@@ -181,16 +183,18 @@ def main() -> None:
     base = parser()
     base.set_defaults(device="cuda", checkpoint="none")
     base.add_argument("--cpu", dest="device", action="store_const", const="cpu")
+    base.add_argument("--captured", action="store_true")
     args = base.parse_args()
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     # With warn_only, flash attention's backward would stay as it is.
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     start_one_rank(args.device)
-    figures = {
-        "beside FSDP2": beside_fsdp2(args),
-        "gradient errors": gradient_errors(args.device),
+    figures: dict[str, Any] = {
+        "beside FSDP2": beside_fsdp2(args, CAPTURED if args.captured else EAGER)
     }
+    if not args.captured:
+        figures["gradient errors"] = gradient_errors(args.device)
     print(json.dumps(figures))
     dist.destroy_process_group()
 

@@ -28,7 +28,8 @@ def block(num_elements: int, dtype: torch.dtype) -> list[torch.Tensor]:
     matrices = [num_elements * share // 16 // WIDTH for share in SHARES]
     shapes: list[tuple[int, ...]] = [(max(rows, 1), WIDTH) for rows in matrices]
     shapes += [(WIDTH,), (WIDTH,)]
-    return [torch.zeros(shape, dtype=dtype, device="cuda") for shape in shapes]
+    # Not zeros, on which a GPU may be faster.
+    return [torch.randn(shape, dtype=dtype, device="cuda") for shape in shapes]
 
 
 def size(*lists: list[torch.Tensor]) -> int:
@@ -40,10 +41,10 @@ def cases(num_elements: int) -> dict[str, tuple[Callable[[], object], int]]:
     single, other = (block(num_elements, torch.float32) for _ in range(2))
     half = block(num_elements, torch.bfloat16)
     flat = torch.empty(sum(t.numel() for t in single), device="cuda")
-    source = torch.zeros_like(flat)
+    source = torch.randn_like(flat)
     factor = torch.full((), 0.5, device="cuda")
     rows = half[-3]
-    table = torch.zeros(rows.shape[0] * 4, WIDTH, device="cuda")
+    table = torch.randn(rows.shape[0] * 4, WIDTH, device="cuda")
     index = torch.randperm(table.shape[0], device="cuda")[: rows.shape[0]]
     num_bytes = {"bf16": size(half), "fp32": size(single)}
     both = num_bytes["bf16"] + num_bytes["fp32"]

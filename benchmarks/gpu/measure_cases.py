@@ -28,7 +28,8 @@ def flat_gradients(scale: Scale, programs: Programs) -> Figures:
                 *FLAGS[segments],
             )
             for segments, name in keys
-        ]
+        ],
+        at_once=len(FLAT_SYSTEMS),
     )
     peaks: Figures = {segments: {} for segments in scale.segments}
     for (segments, name), figures in zip(keys, seen, strict=True):

@@ -71,12 +71,22 @@ def bits(scale: Scale, programs: Programs) -> Figures:
     return programs("bits.py", *scale.compared, "--loss", scale.llama_loss)
 
 
-def bits_rows(figures: Figures) -> Iterator[Row]:
+def graphs(scale: Scale, programs: Programs) -> Figures:
+    """A program of its own: a capture that fails takes its device's work along."""
+    options = (*scale.compared, "--loss", scale.llama_loss, "--captured")
+    return programs("bits.py", *options)
+
+
+def variants_rows(figures: Figures) -> Iterator[Row]:
     for variant, seen in figures["beside FSDP2"].items():
         for what, count in seen.items():
             quantity = f"{what} whose bits differ from FSDP2's, {variant}"
             system = "fsdp2" if variant.startswith("FSDP2") else "lowtide"
             yield from with_bar(quantity, count, bars.NONE, system=system)
+
+
+def bits_rows(figures: Figures) -> Iterator[Row]:
+    yield from variants_rows(figures)
     errors = figures["gradient errors"]
     for mode, error in errors.items():
         yield row(mode, "error of a weight's gradient in bf16", error, "", "measured")

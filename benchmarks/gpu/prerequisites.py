@@ -41,8 +41,9 @@ def check(*, any_gpu: bool = False) -> dict[str, str | int]:
     torch = torch_for_cuda()
     properties = the_gpu(torch, any_gpu)
     importable("numpy")
-    for name in ("cmake", "ninja", "c++"):
+    for name in ("cmake", "ninja"):
         tool(name)
+    compiler()
     facts: dict[str, str | int] = {
         "lowtide": lowtide_version(),
         "GPU": properties.name,
@@ -124,9 +125,17 @@ def tool(name: str) -> str:
         raise Missing(
             f"{name} on PATH or beside {sys.executable}",
             "none",
-            "Install g++." if name == "c++" else f"Run `pip install {name}`.",
+            f"Run `pip install {name}`.",
         )
     return found
+
+
+def compiler() -> str:
+    """Of C++: one that CMake will find."""
+    for name in (os.environ.get("CXX"), "c++", "g++"):
+        if name and (found := shutil.which(name)):
+            return found
+    raise Missing("a C++ compiler (c++ or g++) on PATH", "none", "Install g++.")
 
 
 def of_toolkit(name: str) -> str | None:

@@ -17,6 +17,15 @@ from typing import IO
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TAIL = 4000  # characters of output that an error carries
+# What a shell or an image may set, and figures would follow.
+NOT_PASSED_ON = (
+    "CUDA_LAUNCH_BLOCKING",
+    "NVIDIA_TF32_OVERRIDE",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
 
 _running: set[int] = set()  # process groups
 _lock = threading.RLock()  # a signal's handler may come while its thread holds it
@@ -100,7 +109,7 @@ def _start(
         process = subprocess.Popen(
             list(command),
             cwd=REPOSITORY,
-            env=os.environ | dict(environment or {}),
+            env=_inherited() | dict(environment or {}),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
@@ -108,6 +117,10 @@ def _start(
         )
         _running.add(process.pid)
         return process
+
+
+def _inherited() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k not in NOT_PASSED_ON}
 
 
 def _end(group: int) -> None:

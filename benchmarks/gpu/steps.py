@@ -10,14 +10,14 @@ import measure_parts as parts
 from building import Build, CppTests
 from measure_replay import replay, replay_rows
 from measuring import Measurement
-from sanitizer import Sanitizer
+from sanitizer import sanitizers
 from scale import Scale
 from step import Step
 
 
 def steps(scale: Scale) -> list[Step]:
     """Seconds are estimates for an H100 and 16 cores; no run has shown them."""
-    return [Build(), CppTests(), *measurements(scale), Sanitizer()]
+    return [Build(), CppTests(), *measurements(scale), *sanitizers()]
 
 
 def measurements(scale: Scale) -> list[Measurement]:
@@ -25,7 +25,7 @@ def measurements(scale: Scale) -> list[Measurement]:
         Measurement(
             f"memory-{checkpoint}",
             f"peaks of the slice at world 8, checkpoint {checkpoint}",
-            25,
+            22,
             scale,
             partial(llama.llama_memory, checkpoint),
             partial(llama.llama_memory_rows, checkpoint),
@@ -34,31 +34,35 @@ def measurements(scale: Scale) -> list[Measurement]:
     ]
     rest = (
         (
-            *("bits", "losses and parameters beside FSDP2's", 30),
+            *("bits", "losses and parameters beside FSDP2's", 20),
             *(llama.bits, llama.bits_rows),
         ),
         (
-            *("speed", "step time of the slice, NCCL", 55),
+            *("graphs", "the same of steps in CUDA graphs", 15),
+            *(llama.graphs, llama.variants_rows),
+        ),
+        (
+            *("speed", "step time of the slice, NCCL", 45),
             *(llama.llama_speed, llama.llama_speed_rows),
         ),
         (
-            *("case1", "flat gradients", 40),
+            *("case1", "flat gradients", 30),
             *(cases.flat_gradients, cases.flat_gradients_rows),
         ),
         (
-            *("case2", "offload of the residual", 90),
+            *("case2", "offload of the residual", 95),
             *(cases.residual, cases.residual_rows),
         ),
         (
-            *("links", "bandwidth to and from the host", 10),
+            *("links", "bandwidth to and from the host", 8),
             *(parts.links, parts.links_rows),
         ),
         (
-            *("kernels", "bandwidth of the operators", 10),
+            *("kernels", "bandwidth of the operators", 8),
             *(parts.kernels, parts.kernels_rows),
         ),
         (
-            *("host", "host time per unit", 20),
+            *("host", "host time per unit", 15),
             *(parts.host_units, parts.host_units_rows),
         ),
         ("replay", "allocator model and ledger", 20, replay, replay_rows),

@@ -52,9 +52,10 @@ def test_differences_are_counted() -> None:
 
 
 def test_it_runs_on_cuda(tmp_path: Path) -> None:
-    seen = GpuCheck.run(build_cuda_stub(tmp_path), tmp_path / "out", "bits")
+    seen = GpuCheck.run(build_cuda_stub(tmp_path), tmp_path / "out", "bits", "graphs")
     captured = {"lowtide, captured", "lowtide, offloaded and captured"}
-    assert set(seen.figures["bits"]["beside FSDP2"]) == ON_CPU | captured
+    assert set(seen.figures["bits"]["beside FSDP2"]) == ON_CPU
+    assert set(seen.figures["graphs"]["beside FSDP2"]) == captured
     with_bars = {row["quantity"] for row in seen.rows if row["system"] == "met"}
     assert len(with_bars) == 2 * 6 + 1
     control = {row["system"] for row in seen.rows if bits.AGAIN in row["quantity"]}

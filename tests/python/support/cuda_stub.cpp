@@ -201,10 +201,12 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
 cudaError_t cudaMalloc(void** address, std::size_t bytes) {
   if (const auto refused = Capture::instance().unsafe()) return refused;
   if (!device().take(bytes)) return cudaErrorMemoryAllocation;
-  *address = reinterpret_cast<void*>(device().place(bytes));
+  *address =
+      bytes == 0 ? nullptr : reinterpret_cast<void*>(device().place(bytes));
   return cudaSuccess;
 }
 cudaError_t cudaFree(void* address) {
+  if (address == nullptr) return cudaSuccess;
   device().give(device().forget(reinterpret_cast<Address>(address)));
   device().wait_for_device();
   return cudaSuccess;

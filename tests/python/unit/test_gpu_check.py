@@ -18,7 +18,7 @@ import check
 import prerequisites
 import pytest
 from case import Row
-from progress import OF_BUDGET, Outcome
+from progress import OF_BUDGET, Outcome, Progress
 from scale import FULL
 from steps import steps
 
@@ -131,8 +131,17 @@ def test_a_tool_that_is_missing_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(prerequisites.Missing, match=r"expected c\+\+ on PATH or"):
-        prerequisites.tool("c++")
+    monkeypatch.setattr(prerequisites.sysconfig, "get_path", lambda name: "/nowhere")
+    with pytest.raises(prerequisites.Missing, match="expected cmake on PATH or"):
+        prerequisites.tool("cmake")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(prerequisites.Missing, match=r"expected a C\+\+ compiler"):
+        prerequisites.compiler()
+    for name in ("g++", "c++", "other"):
+        program = tmp_path / name
+        program.touch(mode=0o755)
+        assert prerequisites.compiler() == str(program)
+        monkeypatch.setenv("CXX", "other")
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.parent.mkdir()
     nvcc.write_text("#!/bin/sh\necho Cuda compilation tools, release 12.8, V12.8\n")
@@ -153,9 +162,43 @@ def test_a_run_is_planned_below_ten_minutes() -> None:
     assert sum(step.seconds for step in planned) <= budget
     assert OF_BUDGET * budget < 600
     assert max(step.seconds for step in planned) <= 300  # half a run, in two
-    assert planned[0].name == "build" and planned[-1].name == "sanitizer"
+    assert planned[0].name == "build" and planned[-1].name == "sanitizer-step"
+    assert len({step.what for step in planned}) == len(planned)  # each has a table
     listed = run_script("--list").stdout.splitlines()
     assert [line.split()[0] for line in listed] == [step.name for step in planned]
+
+
+@pytest.mark.parametrize(("budget", "runs"), [(None, 1), (300, 2)])
+def test_if_each_step_takes_its_estimate_nothing_is_left(
+    budget: float | None, runs: int, tmp_path: Path
+) -> None:
+    now = 0.0
+    until_begun = 10  # importing torch, asking for versions
+
+    def clock() -> float:
+        return now
+
+    class Done(FakeStep):
+        def run(self, processes: Any) -> dict[str, float]:
+            nonlocal now
+            now += self.seconds
+            return {}
+
+        def stands(self, figures: Any) -> bool:
+            return True
+
+    planned = [Done(step.name, seconds=step.seconds) for step in steps(FULL)]
+    for _ in range(runs):
+        began, now = now, now + until_begun
+        progress = Progress(tmp_path / "steps.json", {})
+        outcome = progress.run(
+            planned,
+            budget=budget or check.parse([]).budget,
+            began=began,
+            say=lambda text: None,
+            clock=clock,
+        )
+    assert outcome.left == []
 
 
 # -- what the stored steps belong to ------------------------------------------------
@@ -250,6 +293,7 @@ def test_the_report_is_there_after_every_step(
         (None, "not run"),
     ]
     assert "| bytes | 17.5 | B |" in (tmp_path / "gpu_check.md").read_text()
+    assert (tmp_path / "errors.txt").read_text() == "second: second.py: exit 1\n"
 
 
 # -- how it ends --------------------------------------------------------------------

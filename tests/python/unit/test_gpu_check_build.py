@@ -32,8 +32,13 @@ def test_nothing_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert without.returncode == 0, without.stderr
 
 
-def test_sources_of_googletest_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(building.GOOGLETEST, "/sources")
+@pytest.mark.parametrize("place", ["/sources", "sources"])
+def test_sources_of_googletest_are_used(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CMake would look for a relative path in the build."""
+    monkeypatch.chdir("/")
+    monkeypatch.setenv(building.GOOGLETEST, place)
     command = building.configure(True, "9.0")
     assert "-DFETCHCONTENT_SOURCE_DIR_GOOGLETEST=/sources" in command
     assert not any("DISCONNECTED" in argument for argument in command)
@@ -45,11 +50,13 @@ class FakeProcesses:
     def __init__(self, *answers: tuple[str, int, str]) -> None:
         self.answers = answers
         self.commands: list[str] = []
+        self.environments: list[Any] = []
 
     def run(
         self, command: Any, environment: Any = None
     ) -> subprocess.CompletedProcess[str]:
         self.commands.append(" ".join(map(str, command)))
+        self.environments.append(environment)
         _, code, text = next(a for a in self.answers if a[0] in self.commands[-1])
         return subprocess.CompletedProcess(command, code, text, "")
 
@@ -69,7 +76,25 @@ def test_without_googletest_the_rest_is_built(
     configured = [c for c in processes.commands if "-DLOWTIDE_TESTS" in c]
     assert len(configured) == 1 + code
     (build,) = (c for c in processes.commands if " --build " in c)
-    assert ("ops_test" in build) == (code == 0)
+    assert build.endswith("--target _C _phantom")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(building, "BUILD", tmp_path)
+    return tmp_path / "CMakeCache.txt"
+
+
+def test_tests_are_compiled_by_their_own_step(cache: Path) -> None:
+    """If they do not compile, the rest is measured all the same."""
+    processes: Any = FakeProcesses(("--build", 0, ""), ("--test-dir", 0, CTEST))
+    cache.write_text("LOWTIDE_TESTS:BOOL=OFF\n")
+    assert building.CppTests().run(processes) == {"missing": building.NO_GTEST}
+    assert processes.commands == []
+    cache.write_text("LOWTIDE_TESTS:BOOL=ON\n")
+    assert building.CppTests().run(processes)["passed"] == 2
+    build, test = processes.commands
+    assert build.endswith("--target device_test ops_test") and "--test-dir" in test
 
 
 # -- tests ----------------------------------------------------------------------------
@@ -101,25 +126,35 @@ def test_tests_are_counted_by_what_googletest_says() -> None:
         building.counts("Segmentation fault", 8)
 
 
+MEMCHECK = sanitizer.sanitizers()[0]
+RACECHECK = "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"
+
+
 def test_what_the_sanitizer_found_is_missed() -> None:
     assert sanitizer.summary("========= ERROR SUMMARY: 0 errors", 0) == 0
     assert sanitizer.summary("========= ERROR SUMMARY: 2 errors", 1) == 2
-    racecheck = "========= RACECHECK SUMMARY: 3 hazards displayed (3 errors)"
+    racecheck = RACECHECK.replace("0 hazards", "3 hazards")
+    assert sanitizer.summary(RACECHECK, 0) == 0
     assert sanitizer.summary(racecheck, 0) == 3
-    for text, code in (("ERROR SUMMARY: 0 errors", 1), ("nothing", 0)):
+    nothing_ran = (
+        "[==========] Running 0 tests from 0 test suites.\nERROR SUMMARY: 0 errors"
+    )
+    for text, code in (
+        ("ERROR SUMMARY: 0 errors", 1),
+        ("nothing", 0),
+        (nothing_ran, 0),
+    ):
         with pytest.raises(RuntimeError):
             sanitizer.summary(text, code)
-    found = sanitizer.Sanitizer().rows(
-        {"errors": {"memcheck, kernels": 2}, "found": {}}
-    )
-    assert bars.missed(found) == ["compute-sanitizer: errors, memcheck, kernels"]
+    found = MEMCHECK.rows({"errors": 2, "found": ""})
+    assert bars.missed(found) == ["memcheck of the kernels: errors"]
 
 
 @pytest.mark.parametrize(
     ("step", "reason"),
     [
         (building.CppTests(), building.NO_GTEST),
-        (sanitizer.Sanitizer(), sanitizer.ABSENT),
+        (MEMCHECK, sanitizer.ABSENT),
     ],
 )
 def test_what_was_not_installed_is_stated(
@@ -147,44 +182,47 @@ CLEAN = "========= ERROR SUMMARY: 0 errors"
 
 
 def test_errors_are_shown_with_the_end_of_the_output(tools: Path) -> None:
-    (tools / "ops_test").touch()
     wrong = "========= Invalid __global__ read\n========= ERROR SUMMARY: 2 errors\n"
-    processes: Any = FakeProcesses(
-        ("racecheck", 0, "========= RACECHECK SUMMARY: 0 hazards displayed"),
-        ("ops_test", 1, wrong),
-        ("llama_memory.py", 0, CLEAN),
+    processes: Any = FakeProcesses(("", 1, wrong))
+    figures = MEMCHECK.run(processes)
+    assert figures == {"errors": 2, "found": wrong}
+    (note,) = {r.note for r in MEMCHECK.rows(figures) if r.note}
+    assert (
+        note == "========= Invalid __global__ read / ========= ERROR SUMMARY: 2 errors"
     )
-    figures = sanitizer.Sanitizer().run(processes)
-    assert figures["errors"] == {
-        "memcheck, kernels": 2,
-        "racecheck, kernels": 0,
-        "memcheck, training step": 0,
-    }
-    assert figures["found"] == {"memcheck, kernels": wrong}
-    notes = {r.quantity: r.note for r in sanitizer.Sanitizer().rows(figures) if r.note}
-    assert notes == {
-        "compute-sanitizer: errors, memcheck, kernels": (
-            "========= Invalid __global__ read / ========= ERROR SUMMARY: 2 errors"
-        )
-    }
+    clean: Any = FakeProcesses(("", 0, CLEAN))
+    assert MEMCHECK.run(clean) == {"errors": 0, "found": ""}
 
 
-def test_what_torch_asks_of_the_runtime_is_no_error(tools: Path) -> None:
+def test_without_its_tests_each_kernel_runs_once(tools: Path) -> None:
+    (*_, program, _, _) = sanitizer.kernels()
+    assert program.endswith("benchmarks/gpu/kernels.py")
+    tests = tools / "ops_test"
+    tests.touch()
+    assert sanitizer.kernels() == (str(tests), "--gtest_filter=*cuda*")
+
+
+def test_torchs_kernels_are_checked_in_the_training_step_only(tools: Path) -> None:
     (tools / "ops_test").touch()
-    processes: Any = FakeProcesses(
-        ("racecheck", 0, "========= RACECHECK SUMMARY: 0 hazards displayed"),
-        ("memcheck", 0, CLEAN),
-    )
-    sanitizer.Sanitizer().run(processes)
-    memcheck = [c for c in processes.commands if "--tool memcheck" in c]
-    assert len(memcheck) == 2
-    for command in memcheck:
-        program = command.index("ops_test" if "ops_test" in command else "llama_memory")
-        assert command.index("--report-api-errors no") < program
+    processes: Any = FakeProcesses(("racecheck", 0, RACECHECK), ("", 0, CLEAN))
+    for step in sanitizer.sanitizers():
+        step.run(processes)
+    memcheck, racecheck, training = processes.commands
+    for command in (memcheck, racecheck):
+        assert command.index("--kernel-name kns=lowtide") < command.index("ops_test")
+    assert "--kernel-name" not in training
+    for command in (memcheck, training):
+        assert "--tool memcheck --padding 32 --report-api-errors no" in command
+
+
+def test_memcheck_sees_the_bounds_of_each_tensor(tools: Path) -> None:
+    processes: Any = FakeProcesses(("", 0, CLEAN))
+    MEMCHECK.run(processes)
+    (environment,) = processes.environments
+    assert environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
 
 
 def test_a_device_that_the_sanitizer_does_not_know(tools: Path) -> None:
     said = "========= Error: Device not supported. Please refer to the documentation"
     processes: Any = FakeProcesses(("", 1, said))
-    figures = sanitizer.Sanitizer().run(processes)
-    assert figures == {"missing": sanitizer.REFUSED}
+    assert MEMCHECK.run(processes) == {"missing": sanitizer.REFUSED}

@@ -66,6 +66,21 @@ def test_it_runs_in_the_repository_with_the_environment_given() -> None:
     assert printed == f"{processes.REPOSITORY} me\n"
 
 
+def test_what_would_change_figures_is_not_inherited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "1")
+    monkeypatch.setenv("KEPT", "1")
+    program = "import os; print(*sorted(set(os.environ) & set(os.sys.argv[1:])))"
+    names = (*processes.NOT_PASSED_ON, "KEPT")
+    command = [sys.executable, "-c", program, *names]
+    assert Processes(60).checked(command) == "KEPT\n"
+    given = {"PYTORCH_CUDA_ALLOC_CONF": ""}
+    printed = Processes(60).checked(command, given)
+    assert printed == "KEPT PYTORCH_CUDA_ALLOC_CONF\n"
+
+
 def test_at_the_deadline_all_that_was_started_is_ended(tmp_path: Path) -> None:
     told = tmp_path / "child"
     with pytest.raises(RuntimeError) as caught:

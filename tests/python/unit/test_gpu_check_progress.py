@@ -160,8 +160,8 @@ def test_a_step_is_ended_after_thrice_its_time_or_behind_the_budget(
     clock = Clock()
     a, b = (FakeStep(name, 50, takes=50, clock=clock) for name in "ab")
     go([a, b], 120, clock=clock)
-    assert a.runs == [pytest.approx(1.05 * 120)]
-    assert b.runs == [pytest.approx(1.05 * 120 - 50)]
+    assert a.runs == [pytest.approx(1.04 * 120)]
+    assert b.runs == [pytest.approx(1.04 * 120 - 50)]
     c = FakeStep("c", 30)
     go([c], float("inf"), clock=clock)
     assert c.runs == [90]
