@@ -185,6 +185,8 @@ def check(options: argparse.Namespace) -> int:
     missed = bars.missed(row for of_step in rows.values() for row in of_step)
     for quantity in missed:
         print(f"bar missed: {quantity}")
+    for name, error in outcome.failed.items():
+        print(f"failed: {name}: {ends(error)}")
     for name in outcome.missing:
         print(f"not there: what {name} needs")
     if outcome.left:

@@ -272,11 +272,13 @@ class FakeStep:
         yield bars.row("lowtide", "bytes", figures["bytes"], "B", "measured")
 
 
+HERE = {"GPU": "one", "torch": "2.11"}
+
+
 def test_the_report_is_there_after_every_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    facts = {"GPU": "one", "torch": "2.11"}
-    monkeypatch.setattr(prerequisites, "check", lambda any_gpu: facts)
+    monkeypatch.setattr(prerequisites, "check", lambda any_gpu: HERE)
     planned = [
         FakeStep("first"),
         FakeStep("second", RuntimeError("second.py: exit 1")),
@@ -294,6 +296,22 @@ def test_the_report_is_there_after_every_step(
     ]
     assert "| bytes | 17.5 | B |" in (tmp_path / "gpu_check.md").read_text()
     assert (tmp_path / "errors.txt").read_text() == "second: second.py: exit 1\n"
+
+
+def test_what_is_wrong_is_said_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tables before it are long."""
+    monkeypatch.setattr(prerequisites, "check", lambda any_gpu: HERE)
+    error = RuntimeError("first.py: exit 1\nTraceback\nOutOfMemoryError: 80 GiB")
+    planned = [FakeStep("first", error), FakeStep("second", seconds=1000)]
+    monkeypatch.setattr(check, "steps", lambda scale: planned)
+    monkeypatch.setattr(check, "BEGAN", time.monotonic())
+    assert check.check(check.parse(["--out", str(tmp_path)])) == check.UNFINISHED
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "failed: first: first.py: exit 1 ... OutOfMemoryError: 80 GiB",
+        "left for the next run: second",
+    ]
 
 
 # -- how it ends --------------------------------------------------------------------
