@@ -34,6 +34,8 @@ foreach(room IN LISTS rooms)
   endif()
   target_link_options(${room}_test PRIVATE -Wl,--allow-shlib-undefined)
   target_precompile_headers(${room}_test REUSE_FROM lowtide_core)
+  # Files of a room name their helpers alike.
+  set_target_properties(${room}_test PROPERTIES UNITY_BUILD OFF)
   add_test(NAME cpp.${room} COMMAND ${room}_test --gtest_brief=0)
   set_tests_properties(cpp.${room} PROPERTIES TIMEOUT 900)
 endforeach()

@@ -38,7 +38,7 @@ def measurements(scale: Scale) -> list[Measurement]:
             *(llama.bits, llama.bits_rows),
         ),
         (
-            *("graphs", "the same of steps in CUDA graphs", 15),
+            *("graphs", "losses and parameters of CUDA graphs", 15),
             *(llama.graphs, llama.variants_rows),
         ),
         (
