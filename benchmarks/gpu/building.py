@@ -37,7 +37,7 @@ def configure(with_tests: bool, arch: str) -> list[str]:
         *(tool("cmake"), "-S", ".", "-B", str(BUILD), "-G", "Ninja"),
         f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
         f"-DPython_EXECUTABLE={sys.executable}",
-        *("-DLOWTIDE_CUDA=ON", f"-DLOWTIDE_CUDA_ARCHS={arch}"),
+        *("-DLOWTIDE_CUDA=ON", f"-DLOWTIDE_CUDA_ARCHS={arch}", "-DLOWTIDE_UNITY=ON"),
         f"-DLOWTIDE_TESTS={'ON' if with_tests else 'OFF'}",
         f"-D{GOOGLETEST}={Path(sources).absolute()}"
         if sources
@@ -55,7 +55,7 @@ def make(processes: Processes, *targets: str) -> None:
 class Build:
     name: str = "build"
     what: str = "lowtide for this GPU"
-    seconds: int = 110
+    seconds: int = 80
 
     def run(self, processes: Processes) -> Figures:
         properties = the_gpu(torch_for_cuda(), any_gpu=True)
