@@ -31,6 +31,8 @@ c10::Device device_of(const std::vector<at::Tensor>& inputs) {
 constexpr const char* kNotNeeded =
     "nothing that is computed again comes after it, so storing it would save "
     "nothing; name a value before it";
+constexpr const char* kNameLater =
+    "Name the value after its last change, or write out of place.";
 // Operators are not watched where earlier forwards named only arguments.
 constexpr const char* kUnwatched =
     "named inside the forward for the first time; the next forward stores it";
@@ -154,13 +156,18 @@ void Frame::move(HeldValue& held, const at::Tensor& tensor,
   held.stash(std::move(stash), tensor);
 }
 
+at::DimVector Frame::sizes_of(const at::Tensor& tensor) {
+  return tensor.is_nested() ? at::DimVector() : at::DimVector(tensor.sizes());
+}
+
 std::size_t Frame::pack(const at::Tensor& tensor) {
   if (num_stored_ < stored_.size()) store_waiting();
+  // Before the lock: a subclass may ask Python.
+  Saved saved{
+      tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr,
+      sizes_of(tensor), tensor.scalar_type(), SeenVersion(tensor)};
   const std::lock_guard lock(mutex_);
-  saved_.push_back(
-      {tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr,
-       at::DimVector(tensor.sizes()), tensor.scalar_type(),
-       SeenVersion(tensor)});
+  saved_.push_back(std::move(saved));
   return saved_.size() - 1;
 }
 
@@ -188,10 +195,13 @@ void Frame::name_value(const at::Tensor& tensor, const std::string& name) {
   region_->figures().change(name, [](NameFigures& f) { ++f.matched; });
   if (region_->policy().names.at(name) == Treatment::recompute) {
     region_->figures().change(name, [](NameFigures& f) { ++f.recomputed; });
-  } else if (const auto reason = region_->obstacle(tensor, name)) {
+    return;
+  }
+  const auto reason = region_->obstacle(tensor, name);
+  if (watcher_ && (!reason || !region_->unfit(tensor, name))) {
+    watcher_(tensor, name, reason.value_or(""));
+  } else if (reason) {
     refuse(name, *reason);
-  } else if (watcher_) {
-    watcher_(tensor, name);
   } else {
     unwatched_.emplace_back(name, saved_.size());
   }
@@ -302,16 +312,23 @@ void Frame::check_unmodified() const {
   for (const Stored& stored : stored_) {
     for (const SeenVersion& version : stored.versions) {
       if (version.changed()) {
-        throw Error(base::error_text(
-            region_->who(),
-            base::concat("'", stored.name, "' at version ", version.seen(),
-                         ", as it was named"),
-            base::concat("version ", version.now(),
-                         ": something wrote to it in place"),
-            "Name the value after its last change, or write out of place."));
+        throw Error(
+            base::error_text(region_->who(),
+                             base::concat("'", stored.name, "' at version ",
+                                          version.seen(), ", as it was named"),
+                             base::concat("version ", version.now(),
+                                          ": something wrote to it in place"),
+                             kNameLater));
       }
     }
   }
+}
+
+void Frame::forbid_write(std::int64_t number, const std::string& writer) const {
+  throw Error(base::error_text(
+      region_->who(),
+      base::concat("'", stored_.at(number).name, "' to stay as it was named"),
+      base::concat(writer, ", which writes to it in place"), kNameLater));
 }
 
 }  // namespace lowtide::activation

@@ -35,7 +35,7 @@ namespace lowtide::activation {
 class Frame;
 
 // The values one recomputation gives.
-class Recomputation {
+class Recomputation : public std::enable_shared_from_this<Recomputation> {
  public:
   Recomputation(const Frame& frame, std::vector<bool> needed);
 
@@ -85,9 +85,11 @@ class Frame : public std::enable_shared_from_this<Frame> {
   std::size_t pack(const at::Tensor& tensor);
   std::size_t num_saved() const;
 
-  // Told of a named value that is none of the inputs; answers with `store` or
-  // `refuse`.  Lives during the forward.
-  using Watcher = std::function<void(const at::Tensor&, const std::string&)>;
+  // Told of a named value that is none of the inputs, and why it is too small
+  // to be stored, if it is; answers with `store` or `refuse`.  Lives during the
+  // forward.
+  using Watcher = std::function<void(const at::Tensor&, const std::string&,
+                                     const std::string& too_small)>;
   void watch_interior(Watcher watcher) { watcher_ = std::move(watcher); }
   void name_value(const at::Tensor& tensor, const std::string& name);
   // Stores what one operator returned, of which `name` is one; the number is
@@ -98,6 +100,11 @@ class Frame : public std::enable_shared_from_this<Frame> {
   // `name` is another one for what `store` was given under `number`.  Throws
   // lowtide::Error if the policy treats the two differently.
   void share(const std::string& name, std::int64_t number);
+
+  // An operator wrote to what `store` was given under `number`, though its
+  // version may not say so.  Throws lowtide::Error.
+  [[noreturn]] void forbid_write(std::int64_t number,
+                                 const std::string& writer) const;
 
   // After a forward that returned.  Throws lowtide::Error if an input or a
   // stored value was written to.
@@ -152,6 +159,8 @@ class Frame : public std::enable_shared_from_this<Frame> {
     device::Event ready;
   };
 
+  // Empty for nested tensors, which have none.
+  static at::DimVector sizes_of(const at::Tensor& tensor);
   void hold_input(const at::Tensor& input);
   std::vector<std::string> listed_names_of(const at::Tensor& input) const;
   bool is_saved(const at::Tensor& tensor) const;

@@ -48,14 +48,15 @@ bool Recomputation::pack(const at::Tensor& bare) {
 }
 
 void Frame::check_same(std::size_t place, const at::Tensor& tensor) const {
+  const at::DimVector sizes = sizes_of(tensor);
   const std::lock_guard lock(mutex_);
   const Saved& saved = saved_[place];
-  if (tensor.scalar_type() != saved.dtype ||
-      tensor.sizes() != at::IntArrayRef(saved.sizes)) {
+  if (tensor.scalar_type() != saved.dtype || sizes != saved.sizes) {
     differs(
         base::concat("saved tensor ", place, " to be ",
                      c10::toString(saved.dtype), at::IntArrayRef(saved.sizes)),
-        base::concat(c10::toString(tensor.scalar_type()), tensor.sizes()));
+        base::concat(c10::toString(tensor.scalar_type()),
+                     at::IntArrayRef(sizes)));
   }
 }
 

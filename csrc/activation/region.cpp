@@ -49,8 +49,8 @@ bool plain_and_dense(const at::Tensor& tensor) {
 
 }  // namespace
 
-std::optional<std::string> Region::obstacle(const at::Tensor& tensor,
-                                            const std::string& name) const {
+std::optional<std::string> Region::unfit(const at::Tensor& tensor,
+                                         const std::string& name) const {
   if (!plain_and_dense(tensor)) return "not a plain dense tensor with bytes";
   if (is_parameter(tensor)) return "a parameter (a leaf), or a view of one";
   if (!tensor.requires_grad() && is_state && is_state(tensor)) {
@@ -59,14 +59,20 @@ std::optional<std::string> Region::obstacle(const at::Tensor& tensor,
   if (name == kInputName && !tensor.requires_grad()) {
     return "does not require grad: other regions share it";
   }
+  if (transfers_ && transfers_->memories().device->runtime().device().type() !=
+                        tensor.device().type()) {
+    return "on another device than the region's other values";
+  }
+  return std::nullopt;
+}
+
+std::optional<std::string> Region::obstacle(const at::Tensor& tensor,
+                                            const std::string& name) const {
+  if (auto reason = unfit(tensor, name)) return reason;
   const auto bytes = static_cast<std::int64_t>(tensor.storage().nbytes());
   if (bytes == 0) return kEmpty;
   if (bytes < policy_.min_bytes) {
     return base::concat("smaller than min_bytes=", policy_.min_bytes);
-  }
-  if (transfers_ && transfers_->memories().device->runtime().device().type() !=
-                        tensor.device().type()) {
-    return "on another device than the region's other values";
   }
   return std::nullopt;
 }

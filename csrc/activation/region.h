@@ -51,9 +51,13 @@ class Region {
   const std::shared_ptr<Transfers>& transfers() const { return transfers_; }
   Transfers& transfers_on(const c10::Device& device);
 
-  // Why `tensor`'s bytes are not moved; nothing if they can be.
+  // Why `tensor`'s bytes are not stored; nothing if they can be.
   std::optional<std::string> obstacle(const at::Tensor& tensor,
                                       const std::string& name) const;
+  // Of these reasons one that is not that there are too few, which may be so on
+  // one rank and not on another.
+  std::optional<std::string> unfit(const at::Tensor& tensor,
+                                   const std::string& name) const;
 
   // Whether a tensor that does not require grad shows bytes of the module's
   // parameters or buffers.

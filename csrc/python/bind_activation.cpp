@@ -11,6 +11,7 @@
 #include "base/seen_version.h"
 #include "memory/pinned_pool.h"
 #include "python/bindings.h"
+#include "python/call_key.h"
 #include "python/checkpointed_call.h"
 #include "python/saved_tensor_hooks.h"
 
@@ -127,9 +128,9 @@ void bind_activation(py::module_& module) {
       .def("of", &NameBook::of, py::arg("tensor"));
 
   py::class_<Lineage>(module, "Lineage")
-      .def(py::init<>())
-      .def("of", &Lineage::of, py::arg("tensor"))
-      .def("given", &Lineage::given, py::arg("tensor"))
+      .def(py::init<const std::vector<at::Tensor>&>(), py::arg("arguments"))
+      .def("key_of", &key_of, py::arg("operator"), py::arg("args"),
+           py::arg("kwargs"))
       .def("made", &Lineage::made, py::arg("output"), py::arg("call"),
            py::arg("number"), py::arg("place"))
       .def("wrote", &Lineage::wrote, py::arg("tensor"), py::arg("call"))
@@ -158,7 +159,9 @@ void bind_activation(py::module_& module) {
       .def("store", &Frame::store, py::arg("name"), py::arg("outputs"))
       .def("is_stored", &Frame::is_stored, py::arg("number"))
       .def("stored", &Frame::stored, py::arg("number"))
-      .def_property_readonly("num_saved", &Frame::num_saved)
+      .def("num_saved", &Frame::num_saved)
+      .def("forbid_write", &Frame::forbid_write, py::arg("number"),
+           py::arg("writer"))
       .def_property_readonly(
           "who", [](const Frame& frame) { return frame.region()->who(); })
       .def("share", &Frame::share, py::arg("name"), py::arg("number"))

@@ -2,6 +2,7 @@
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/grad_mode.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <optional>
@@ -105,17 +106,24 @@ class CheckpointedCall::PythonReplay final : public activation::Replay {
   void run(const std::vector<at::Tensor>& inputs,
            activation::Recomputation& recomputation) override {
     const py::gil_scoped_acquire gil;
-    if (const py::object first =
-            std::exchange(callbacks_->first_backward, py::none());
-        !first.is_none()) {
-      first(state_->module);
+    if (forward_ended_) {
+      if (const py::object first =
+              std::exchange(callbacks_->first_backward, py::none());
+          !first.is_none()) {
+        first(state_->module);
+      }
     }
     const WithoutOuterCompiler eager;
     const With surroundings(state_->surroundings);
     const py::object replayer =
         state_->skips.is_none()
             ? py::none()
-            : callbacks_->replayer(frame_.lock(), state_->skips);
+            : callbacks_->replayer(
+                  frame_.lock(), inputs,
+                  py::cpp_function([passed = recomputation.shared_from_this()] {
+                    return passed->num_packed();
+                  }),
+                  state_->skips);
     const py::object args = state_->args.with(inputs);
     const py::object kwargs = state_->kwargs.with(inputs);
     const RecomputedSavedTensors saved(recomputation);
@@ -126,9 +134,12 @@ class CheckpointedCall::PythonReplay final : public activation::Replay {
       if (!saved.stopped_by(error)) throw;
     }
     if (!replayer.is_none()) {
-      replayer.attr("finish")(recomputation.num_packed());
+      replayer.attr("finish")();
     }
   }
+
+  // The forward may be computed again before, for gradients that it takes.
+  void end_forward() { forward_ended_ = true; }
 
   void skip(std::weak_ptr<Frame> frame, py::object skips) {
     frame_ = std::move(frame);
@@ -146,6 +157,7 @@ class CheckpointedCall::PythonReplay final : public activation::Replay {
   std::shared_ptr<RegionCallbacks> callbacks_;
   std::optional<State> state_;
   std::weak_ptr<Frame> frame_;
+  bool forward_ended_ = false;
 };
 
 CheckpointedCall::CheckpointedCall(std::shared_ptr<activation::Region> region,
@@ -170,11 +182,11 @@ py::object CheckpointedCall::run(py::handle module, const py::tuple& args,
       std::make_unique<PythonReplay>(callbacks_, module, args, kwargs, tensors);
   PythonReplay& replay = *made;
   const auto frame = std::make_shared<Frame>(region_, tensors, std::move(made));
-  tensors.clear();
   py::object recorder = py::none();
   if (region_->watches_interior && !frame->nested_recomputation()) {
-    recorder = callbacks_->recorder(frame);
+    recorder = callbacks_->recorder(frame, tensors);
   }
+  tensors.clear();
   py::object result;
   {
     const Frame::Scope scope(*frame, /*recomputing=*/false);
@@ -183,6 +195,7 @@ py::object CheckpointedCall::run(py::handle module, const py::tuple& args,
     result = call_module(callbacks_->call, module, args, kwargs);
   }
   frame->end_forward();
+  replay.end_forward();
   if (!recorder.is_none()) replay.skip(frame, recorder.attr("skips"));
   return result;
 }

@@ -19,9 +19,11 @@ struct RegionCallbacks {
   // () -> a context manager that the forward runs in and that must surround a
   // recomputation too, or None.  Asked when a torch function mode is active.
   pybind11::object surroundings;
-  // Context managers that see every operator: (frame) before a forward whose
-  // interior values are named; it has `skips`, which (frame, skips) replays.
-  // Told by `finish(n)` how many saved tensors a recomputation came to.
+  // Context managers that see every operator of a forward with the tensor
+  // arguments `inputs`: (frame, inputs) before one whose interior values are
+  // named; it has `skips`, which (frame, inputs, num_saved, skips) replays,
+  // where num_saved() says how many tensors were saved so far.  Told by
+  // `finish()` that the recomputation came to its end.
   pybind11::object recorder;
   pybind11::object replayer;
   // (module, tensor) -> whether it shows bytes of a parameter or buffer.

@@ -16,6 +16,11 @@ TEST(LineageTest, TheFirstWriterOfAStorageIsItsProducer) {
   EXPECT_FALSE(lineage.producer_of(x).written_since);
   x.add_(1);
   EXPECT_TRUE(lineage.producer_of(x).written_since);
+  // As collectives write, which bump no version.
+  const at::Tensor y = at::zeros({2, 3});
+  lineage.made(y, 7, 6, 0);
+  lineage.wrote(y, 9);
+  EXPECT_TRUE(lineage.producer_of(y).written_since);
   EXPECT_EQ(lineage.producer_of(at::zeros({2, 3})).number, -1);
 }
 
@@ -63,18 +68,43 @@ TEST(LineageTest, AWriteMakesAnotherValue) {
   EXPECT_NE(announced.of(argument), given);
 }
 
-TEST(LineageTest, AParameterIsGivenWhoeverWroteItsBytes) {
+TEST(LineageTest, AParameterIsItselfWhoeverWroteItsBytes) {
   Lineage lineage;
   at::Tensor gathered = at::zeros({2, 2});
+  lineage.given(gathered);
   const auto given = lineage.of(gathered);
+  const auto view = lineage.of(gathered.t());
   gathered.fill_(1);
   lineage.wrote(gathered, 9);
   EXPECT_NE(lineage.of(gathered), given);
   lineage.given(gathered);
   EXPECT_EQ(lineage.of(gathered), given);
+  EXPECT_EQ(lineage.of(gathered.t()), view);
   EXPECT_EQ(lineage.producer_of(gathered).number, -1);
 
+  // In the second forward too.
+  Lineage again;
+  again.given(gathered);
+  EXPECT_EQ(again.of(gathered), given);
+  const at::Tensor other = at::zeros({2, 2});
+  again.given(other);
+  EXPECT_NE(again.of(other), given);
+  EXPECT_NE(again.of(other.t()), view);
+}
+
+TEST(LineageTest, AnArgumentIsNoParameterInEitherForward) {
+  const at::Tensor parameter = at::zeros({2, 2});
+  Lineage first({parameter});
+  first.given(parameter);
+  const at::Tensor argument = parameter.detach();
+  Lineage second({argument});
+  EXPECT_EQ(first.of(parameter), second.of(argument));
+}
+
+TEST(LineageTest, ALeafThatRequiresGradIsGiven) {
+  Lineage lineage;
   at::Tensor leaf = at::zeros({2, 2});
+  const auto given = lineage.of(leaf);
   lineage.made(leaf, 7, 0, 0);
   leaf.requires_grad_(true);
   EXPECT_EQ(lineage.of(leaf), given);

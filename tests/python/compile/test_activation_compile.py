@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import lowtide
-from lowtide import ActivationPolicy, checkpoint
+from lowtide import ActivationPolicy, checkpoint, tag
 from support.blocks import Mlp, assert_same_bits, rows, stack, step
 
 LAYERS = 3
@@ -71,3 +71,42 @@ def test_compiled_submodules_and_names_around_them():
     for seed in range(2):
         assert_same_bits(step(ours, rows(seed)), step(plain, rows(seed)))
     assert lowtide.memory_report(ours).activations.names["residual"].moved == 2 * LAYERS
+
+
+class Convolution(nn.Module):
+    """inductor lets torch convolve, and adds and cuts off in the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(1, 1, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.conv(x[:, None]) + 1.0)[:, 0]
+
+
+class AroundConvolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.up, self.inner = nn.Linear(8, 8), Convolution()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = tag(self.up(x), "up")
+        return torch.sin(tag(self.inner(h.sin()), "inner"))
+
+
+def test_a_name_on_what_compiled_code_made_is_refused():
+    def gradients(model: nn.Module) -> list[Tensor]:
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2))
+        model(x.requires_grad_() * 1.5).pow(2).sum().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    plain, ours = AroundConvolution(), AroundConvolution()
+    for model in (plain, ours):
+        model.inner.compile(backend="inductor", fullgraph=True)
+    checkpoint(ours, ActivationPolicy(save=["up", "inner"]))
+    with pytest.raises(ValueError, match="'inner' to save.*1 x made by compiled code"):
+        gradients(ours)
+    ours.zero_grad()
+    for theirs, mine in zip(gradients(plain), gradients(ours), strict=True):
+        assert torch.equal(theirs, mine)

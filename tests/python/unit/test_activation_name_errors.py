@@ -51,27 +51,38 @@ def test_a_value_written_to_after_it_was_produced_is_refused():
     )
 
 
+class NamesAndWrites(nn.Module):
+    def __init__(self, *, inside: bool) -> None:
+        super().__init__()
+        self.up, self.inside = nn.Linear(DIM, DIM), inside
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = tag(self.up(x) * 2, "value")
+        z = (y + 1).sin()
+        return (y.mul_(3) if self.inside else y), z
+
+
 def test_a_value_written_to_after_it_was_named_raises():
-    def forward(h: Tensor) -> Tensor:
-        y = tag(h * 2, "value")
-        y.sin().sum()
-        return y.mul_(3).exp()
-
-    class Module(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = nn.Linear(DIM, DIM)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return forward(self.up(x))
-
-    module = checkpoint(Module(), ActivationPolicy(offload=["value"]))
+    module = checkpoint(NamesAndWrites(inside=True), ActivationPolicy(save=["value"]))
     with pytest.raises(RuntimeError) as error:
         module(rows().requires_grad_() * 1.0)
     assert str(error.value) == (
-        "lowtide: checkpoint(Module): expected 'value' at version 0, as it was named, "
-        "got version 1: something wrote to it in place. Name the value after its last "
-        "change, or write out of place."
+        "lowtide: checkpoint(NamesAndWrites): expected 'value' to stay as it was "
+        "named, got aten.mul_.Tensor, which writes to it in place. Name the value "
+        "after its last change, or write out of place."
+    )
+
+
+def test_a_value_written_to_after_the_forward_raises():
+    module = checkpoint(NamesAndWrites(inside=False), ActivationPolicy(save=["value"]))
+    y, z = module(rows().requires_grad_() * 1.0)
+    y.detach().mul_(3)
+    with pytest.raises(RuntimeError) as error:
+        z.sum().backward()
+    assert str(error.value) == (
+        "lowtide: checkpoint(NamesAndWrites): expected 'value' at version 0, as it was "
+        "named, got version 1: something wrote to it in place. Name the value after "
+        "its last change, or write out of place."
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from lowtide import ActivationPolicy, checkpoint, tag
+from lowtide import _C, ActivationPolicy, checkpoint, tag
 from lowtide._state.activation import region_state
 from lowtide._state.interior import NOT_REPEATED
 
@@ -151,6 +151,149 @@ def test_equal_calls_are_told_apart_by_their_order() -> None:
         lambda: block(twice_the_same),
         lambda m: checkpoint(m, policy(save=["first"], offload=["third"])),
         seeded,
+    )
+
+
+def one_product_more(self: Block, x: Tensor) -> Tensor:
+    if self.cache is None:
+        with torch.no_grad():
+            self.cache = self.b(x)
+    return torch.sin(tag(self.a(x), "hidden")) * torch.sin(self.b(x)) * self.cache
+
+
+def one_sum_more(self: Block, x: Tensor) -> Tensor:
+    if self.cache is None:
+        with torch.no_grad():
+            self.cache = x + self.b.bias
+    hidden = tag(x + self.a.bias, "hidden")
+    return torch.sin(hidden) * torch.sin(x + self.b.bias) * self.cache
+
+
+RISING, FALLING = torch.arange(8.0), torch.arange(8.0).flip(0)
+
+
+def one_scaling_more(self: Block, x: Tensor) -> Tensor:
+    if self.cache is None:
+        with torch.no_grad():
+            self.cache = x * FALLING
+    return torch.sin(tag(x * RISING, "hidden")) * torch.sin(x * FALLING) * self.cache
+
+
+def one_softmax_more(self: Block, x: Tensor) -> Tensor:
+    x = x @ x.t()  # a square
+    if self.cache is None:
+        with torch.no_grad():
+            self.cache = x.softmax(-2)
+    hidden = tag(x.softmax(-1), "hidden")
+    return torch.sin(hidden) * torch.sin(x.softmax(-2)) * self.cache
+
+
+@pytest.mark.parametrize(
+    "form", [one_product_more, one_sum_more, one_scaling_more, one_softmax_more]
+)
+def test_a_call_of_the_first_forward_alone_shifts_no_other(form: Any) -> None:
+    """Its like differ from it in a parameter, in a tensor of the same geometry that no
+    call made, or in a number."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours = assert_exact(
+            lambda: block(form), lambda m: checkpoint(m, policy(save=["hidden"]))
+        )
+    assert skipped(ours, "hidden") == {}
+
+
+def test_what_tells_calls_apart() -> None:
+    lineage, x = _C.Lineage([]), torch.zeros(2, 2)
+    generators = [torch.Generator(), torch.Generator()]
+    arguments: list[Any] = [
+        *(-2, -1, 0, 1, 0.0, -1.0, -2.0, [1], [[1]], [1, 2], [[1], 2], None, "mean"),
+        *(torch.float32, torch.bfloat16, torch.strided, torch.device("cpu")),
+        *(torch.contiguous_format, x, x[:1], x[1:], x.t()[:1], 1j, *generators),
+    ]
+    keys = [lineage.key_of(torch.ops.aten.sum, (x, each), {}) for each in arguments]
+    keys += [lineage.key_of(torch.ops.aten.sum, (x,), {"dim": each}) for each in (0, 1)]
+    keys += [lineage.key_of(torch.ops.aten.mean, (x, 0), {})]
+    assert len(set(keys)) == len(keys)
+    again = [lineage.key_of(torch.ops.aten.sum, (x, each), {}) for each in arguments]
+    assert again == keys[: len(again)]
+    nan = (lineage.key_of(torch.ops.aten.sum, (x, float("nan")), {}) for _ in "ab")
+    assert len(set(nan)) == 1
+
+
+def test_gradients_taken_in_the_forward_shift_no_call() -> None:
+    def forces(self: Block, x: Tensor) -> Tensor:
+        energy = torch.sin(self.b(x)).sum()
+        (force,) = torch.autograd.grad(energy, x)
+        hidden = tag(self.a(x), "hidden")
+        return torch.sin(hidden) * torch.sin(self.b(x)) * force
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours = assert_exact(
+            lambda: block(forces), lambda m: checkpoint(m, policy(save=["hidden"]))
+        )
+    assert skipped(ours, "hidden") == {}
+
+
+def test_a_parameter_among_the_arguments() -> None:
+    class WithBias(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.bias = nn.Parameter(torch.randn(WIDTH))
+            self.inner = nn.Linear(WIDTH, WIDTH)
+            self.inner.forward = self.attend  # type: ignore[method-assign]
+
+        def attend(self, x: Tensor, bias: Tensor) -> Tensor:
+            h = tag(F.linear(x + bias, self.inner.weight), "hidden")
+            return torch.sin(h)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x, self.bias)
+
+    def wrap(model: Any) -> None:
+        model.inner.forward = model.attend
+        checkpoint(model.inner, policy(save=["hidden"]))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours = assert_exact(WithBias, wrap)
+    assert skipped(ours.inner, "hidden") == {}  # type: ignore[arg-type]
+
+
+def test_a_generator_of_its_own_goes_on_behind_a_skipped_call() -> None:
+    generator = torch.Generator()
+
+    def masks(self: Block, x: Tensor) -> Tensor:
+        generator.manual_seed(5)
+        half = torch.full_like(x, 0.5)
+        first = tag(torch.bernoulli(half, generator=generator), "mask")
+        second = torch.bernoulli(half, generator=generator)
+        return torch.sin(self.a(x) * first) * second
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours = assert_exact(
+            lambda: block(masks), lambda m: checkpoint(m, policy(save=["mask"]))
+        )
+    assert skipped(ours, "mask") == {}
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr", "jagged"])
+def test_values_without_strides_pass_through(layout: str) -> None:
+    offsets = torch.tensor([0, 1, 4])  # of its own sizes, each time it is made
+
+    def forward(self: Block, x: Tensor) -> Tensor:
+        hidden = tag(self.a(x), "hidden")
+        if layout == "jagged":
+            rows = torch.nested.nested_tensor_from_jagged(hidden, offsets)
+            return self.b(torch.sin(rows)).values()
+        weight = (self.b.weight * (self.b.weight > 0)).detach()
+        sparse = weight.to_sparse() if layout == "coo" else weight.to_sparse_csr()
+        return torch.sin(hidden) * (sparse @ x.detach().t()).t()
+
+    assert_exact(
+        lambda: block(forward), lambda m: checkpoint(m, policy(save=["hidden"]))
     )
 
 
