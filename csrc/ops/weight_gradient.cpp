@@ -17,14 +17,32 @@ bool may_sum_into(at::ScalarType self, at::ScalarType factors) {
 // The CPU has no GEMM from bf16 to fp32.  Where it adds, it adds a product of
 // its own: fp32 gradients then have the bits of torch's accumulation, which one
 // GEMM that starts from `self` would not have.
-void on_cpu(at::Tensor self, const at::Tensor& grad_output,
+void on_cpu(at::TensorList parts, const at::Tensor& grad_output,
             const at::Tensor& activation, bool accumulate) {
-  const auto dtype = self.scalar_type();
+  const auto dtype = parts.front().scalar_type();
   const auto product = at::mm(grad_output.to(dtype).t(), activation.to(dtype));
-  if (accumulate) {
-    self.add_(product);
+  std::int64_t row = 0;
+  for (at::Tensor part : parts) {
+    const auto rows = product.narrow(0, row, part.size(0));
+    row += part.size(0);
+    if (accumulate) {
+      part.add_(rows);
+    } else {
+      part.copy_(rows);
+    }
+  }
+}
+
+void on_device(at::Tensor self, const at::Tensor& grad_output,
+               const at::Tensor& activation, bool accumulate) {
+  const auto left = grad_output.t();
+  const auto dtype = self.scalar_type();
+  if (dtype == activation.scalar_type()) {
+    accumulate ? at::addmm_out(self, self, left, activation)
+               : at::mm_out(self, left, activation);
   } else {
-    self.copy_(product);
+    accumulate ? at::addmm_out(self, self, left, activation, dtype)
+               : at::mm_out(self, left, activation, dtype);
   }
 }
 
@@ -61,18 +79,30 @@ void require_weight_gradient_arguments(const at::Tensor& self,
 
 void weight_gradient(const at::Tensor& self, const at::Tensor& grad_output,
                      const at::Tensor& activation, bool accumulate) {
-  require_weight_gradient_arguments(self, grad_output, activation, accumulate);
-  if (self.numel() == 0) return;
-  if (self.is_cpu()) return on_cpu(self, grad_output, activation, accumulate);
-  at::Tensor out = self;
-  const auto left = grad_output.t();
-  const auto dtype = self.scalar_type();
-  if (dtype == activation.scalar_type()) {
-    accumulate ? at::addmm_out(out, out, left, activation)
-               : at::mm_out(out, left, activation);
-  } else {
-    accumulate ? at::addmm_out(out, out, left, activation, dtype)
-               : at::mm_out(out, left, activation, dtype);
+  weight_gradient_in_parts(self, grad_output, activation, accumulate);
+}
+
+void weight_gradient_in_parts(at::TensorList parts,
+                              const at::Tensor& grad_output,
+                              const at::Tensor& activation, bool accumulate) {
+  std::vector<at::Tensor> factors;  // of each part, of `grad_output`
+  std::int64_t row = 0;
+  std::int64_t numel = 0;
+  for (const auto& part : parts) {
+    factors.push_back(parts.size() == 1
+                          ? grad_output
+                          : grad_output.narrow(1, row, part.size(0)));
+    require_weight_gradient_arguments(part, factors.back(), activation,
+                                      accumulate);
+    row += part.size(0);
+    numel += part.numel();
+  }
+  if (numel == 0) return;
+  if (parts.front().is_cpu()) {
+    return on_cpu(parts, grad_output, activation, accumulate);
+  }
+  for (std::size_t k = 0; k < parts.size(); ++k) {
+    on_device(parts[k], factors[k], activation, accumulate);
   }
 }
 

@@ -19,6 +19,13 @@ namespace lowtide::ops {
 void weight_gradient(const at::Tensor& self, const at::Tensor& grad_output,
                      const at::Tensor& activation, bool accumulate);
 
+// The same for a `self` whose rows lie in several matrices, `parts`, one after
+// the other: a GEMM for each on CUDA, one on the CPU, where a row's bits may
+// depend on how many there are.
+void weight_gradient_in_parts(at::TensorList parts,
+                              const at::Tensor& grad_output,
+                              const at::Tensor& activation, bool accumulate);
+
 void require_weight_gradient_arguments(const at::Tensor& self,
                                        const at::Tensor& grad_output,
                                        const at::Tensor& activation,

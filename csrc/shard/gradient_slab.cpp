@@ -127,13 +127,13 @@ void GradientSlab::add_product(std::int32_t p, const at::Tensor& grad_output,
   const auto at_once = gapless(p) || inner == 0
                            ? rows
                            : std::max<std::int64_t>(1, shard_numel_[i] / inner);
+  std::vector<at::Tensor> parts;
   for (std::int64_t row = 0, rank = 0; row < rows; row += at_once, ++rank) {
-    const auto count = std::min(at_once, rows - row);
-    const auto part = strided_view(to, {count, inner}, {inner, 1},
-                                   to.storage_offset() + rank * columns_[i]);
-    ops::weight_gradient(part, grad_output.narrow(1, row, count), input,
-                         touched_[i]);
+    parts.push_back(strided_view(to, {std::min(at_once, rows - row), inner},
+                                 {inner, 1},
+                                 to.storage_offset() + rank * columns_[i]));
   }
+  ops::weight_gradient_in_parts(parts, grad_output, input, touched_[i]);
   touched_[i] = true;
 }
 

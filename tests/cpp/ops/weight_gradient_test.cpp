@@ -87,6 +87,22 @@ TEST_P(WeightGradientTest, KeepsWhatBf16WouldRound) {
   EXPECT_EQ(sum.item<float>(), 257.5F);
 }
 
+TEST(WeightGradientOnCpu, PartsHaveTheBitsOfTheWhole) {
+  const auto dy = at::randn({10, 6});
+  const auto x = at::randn({10, 6});
+  auto whole = at::mm(dy.t(), x);
+  const auto flat = at::full({100}, 7.0F);
+  std::vector<at::Tensor> parts;
+  for (std::int64_t row = 0; row < 6; row += 2) {
+    parts.push_back(flat.narrow(0, 16 * row, 12).view({2, 6}));
+  }
+  weight_gradient_in_parts(parts, dy, x, false);
+  EXPECT_TRUE(at::equal(at::cat(parts), whole));
+  weight_gradient_in_parts(parts, dy, x, true);
+  EXPECT_TRUE(at::equal(at::cat(parts), whole.add_(whole.clone())));
+  EXPECT_TRUE((flat.narrow(0, 12, 20) == 7).all().item<bool>());
+}
+
 TEST(WeightGradientOnCpu, HasTheBitsOfTorchsAccumulation) {
   at::manual_seed(0);
   const auto sum = at::empty({37, 53});
