@@ -29,16 +29,17 @@ void UnitGradients::plan(const std::vector<bool>& trainable,
 // As in FSDP2, a parameter that is frozen while gradients wait for a reduction
 // keeps what it has, and one that is not frozen any more begins with nothing.
 // Slabs stay as they are: what the first leaves is no gradient, the second has
-// a slab of its own until the next plan.
+// a slab of its own until the next plan.  So does one that is not frozen any
+// more when a backward begins; it may be that of a forward before.
 void UnitGradients::extend_plan(const std::vector<bool>& trainable,
-                                const std::vector<std::int32_t>& order) {
-  LOWTIDE_INVARIANT(accumulating_, "a plan is made anew after a reduction");
+                                const std::vector<std::int32_t>& order,
+                                std::int64_t budget_bytes) {
   auto lacks_lane = trainable;
   lacks_lane.resize(parameters_.size());
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     lacks_lane[i] = lacks_lane[i] && parameters_[i].lane < 0;
   }
-  add_lanes(lacks_lane, order, std::nullopt);
+  add_lanes(lacks_lane, order, budget_bytes);
 }
 
 bool UnitGradients::plans_only(const std::vector<bool>& trainable) const {
@@ -49,7 +50,7 @@ bool UnitGradients::plans_only(const std::vector<bool>& trainable) const {
 
 void UnitGradients::add_lanes(const std::vector<bool>& takes_part,
                               const std::vector<std::int32_t>& order,
-                              std::optional<std::int64_t> chunk_budget) {
+                              std::int64_t budget_bytes) {
   std::vector<std::int64_t> shard_numel;
   std::vector<std::int64_t> numel;
   std::vector<std::int64_t> strips;
@@ -91,12 +92,11 @@ void UnitGradients::add_lanes(const std::vector<bool>& takes_part,
     for (const auto i : members) {
       parameter(i).lane = static_cast<std::int32_t>(lanes_.size());
     }
-    const bool in_chunks = chunk_budget && !in_place;
-    const auto columns = columns_for_budget(
-        chunk_budget.value_or(0), num_slots(), group_->size(), itemsize(dtype));
-    auto plan = plan_unit(shard_numel,
-                          in_chunks ? members : std::vector<std::int32_t>(),
-                          columns, strips);
+    const auto columns = columns_for_budget(budget_bytes, num_slots(),
+                                            group_->size(), itemsize(dtype));
+    auto plan =
+        plan_unit(shard_numel, in_place ? std::vector<std::int32_t>() : members,
+                  columns, strips);
     for (std::size_t c = 0; c < plan.chunks.size(); ++c) {
       const auto& pieces = plan.chunks[c].pieces;
       for (std::size_t p = 0; p < pieces.size(); ++p) {

@@ -86,7 +86,7 @@ void Root::begin_forward(Unit& unit) {
     for (auto* one : units_) {
       if (one != nullptr) one->follow_current_stream();
     }
-    plan_gradients();  // makes nodes on the current stream
+    plan_gradients();
   }
 }
 
@@ -154,7 +154,6 @@ void Root::plan_gradients() {
   std::vector<std::vector<bool>> trainable;
   trainable.reserve(units_.size());
   for (auto* unit : units_) {
-    if (unit != nullptr) unit->adopt_unfrozen();
     trainable.push_back(unit != nullptr ? unit->trainable()
                                         : std::vector<bool>());
   }
@@ -173,7 +172,7 @@ void Root::plan_gradients() {
       continue;
     }
     if (unit->gradients().accumulating()) {
-      unit->extend_plan();
+      unit->extend_plan(ring);
       complete = false;  // anew after its slab has been reduced
       continue;
     }
@@ -182,6 +181,18 @@ void Root::plan_gradients() {
   }
   planned_ = complete;
   planned_trainable_ = std::move(trainable);
+}
+
+// A parameter may have been frozen in the last forward, but not in the one
+// whose backward begins.
+void Root::extend_plans() {
+  for (auto* unit : units_) {
+    if (unit != nullptr && unit->plan_lacks_any()) {
+      require_reducible(*unit, unit->trainable());
+      unit->extend_plan(ring_bytes());
+      planned_ = false;
+    }
+  }
 }
 
 // [Note: Refining the order]
@@ -246,6 +257,13 @@ std::vector<Unit*> Root::participants() {
       units.push_back(unit);
     }
   }
+  // Those that only an earlier microbatch used reduce what it left.
+  for (auto* unit : units_) {
+    if (unit != nullptr && unit->gradients().accumulating() &&
+        std::find(units.begin(), units.end(), unit) == units.end()) {
+      units.push_back(unit);
+    }
+  }
   // What encloses other units is complete only when they all are.
   std::stable_partition(units.begin(), units.end(),
                         [](const Unit* unit) { return !unit->encloses_units; });
@@ -263,6 +281,7 @@ void Root::open_backward() {
   }
   backward_ = current_backward();
   LOWTIDE_INVARIANT(backward_ != -1, "autograd runs on this thread");
+  extend_plans();
   in_backward_ = participants();
   std::vector<UnitGradients*> streamed;
   for (auto* unit : in_backward_) {

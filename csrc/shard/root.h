@@ -71,6 +71,7 @@ class Root : public std::enable_shared_from_this<Root> {
   void end_forward();
   void close_backward();
   void plan_gradients();
+  void extend_plans();
   std::int64_t ring_bytes() const;
   std::int64_t ring_bytes_of(const Unit& unit, std::int64_t ring) const;
   void plan_gradients_of(Unit& unit, std::int64_t ring);

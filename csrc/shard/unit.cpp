@@ -3,6 +3,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Logging.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <numeric>
@@ -53,7 +54,13 @@ void Unit::attach(std::vector<at::Tensor> shards, std::vector<at::Tensor> full,
                   std::unique_ptr<ModuleView> view) {
   view_ = std::move(view);
   shards_ = std::move(shards);
-  full_ = std::move(full);
+  if (!std::equal(full.begin(), full.end(), full_.begin(), full_.end(),
+                  [](const auto& one, const auto& other) {
+                    return one.is_same(other);
+                  })) {
+    full_ = std::move(full);
+    install_nodes();
+  }
   std::vector<ShardedGradients::Parameter> parameters;
   for (std::size_t i = 0; i < shards_.size(); ++i) {
     auto sizes = infos_[i].local_sizes(
@@ -65,9 +72,7 @@ void Unit::attach(std::vector<at::Tensor> shards, std::vector<at::Tensor> full,
                           infos_[i].storage_dtype});
   }
   gradients_.sharded().set_parameters(std::move(parameters));
-  if (gradients_.accumulating()) {
-    install_nodes();
-  } else {
+  if (!gradients_.accumulating()) {
     plan_gradients(GradientRing::bytes_for(
         root_ ? root_->gradient_budget() : GradientRing::kDefaultBudget,
         gradients_.wire_bytes()));
@@ -81,7 +86,7 @@ void Unit::plan_gradients(std::int64_t budget_bytes) {
     std::iota(gradient_order_.rbegin(), gradient_order_.rend(), 0);
   }
   gradients_.plan(trainable(), gradient_order_, budget_bytes);
-  install_nodes();
+  list_fused();
 }
 
 void Unit::expect_gradients(std::vector<std::int32_t> order) {
@@ -94,55 +99,57 @@ void Unit::detach() {
   gradients_.sharded().set_parameters({});
 }
 
-void Unit::extend_plan() {
-  gradients_.extend_plan(trainable(), gradient_order_);
-  follow_shards();
+void Unit::extend_plan(std::int64_t budget_bytes) {
+  gradients_.extend_plan(trainable(), gradient_order_, budget_bytes);
 }
 
+// Makes autograd deliver gradients here.  Once a parameter, for forwards before
+// and after another plan, whose gradients may be summed in one backward.
 void Unit::install_nodes() {
   nodes_.assign(full_.size(), nullptr);
-  seen_trainable_.assign(full_.size(), false);
-  listed_.clear();
-  listed_.resize(full_.size());
   for (std::size_t i = 0; i < full_.size(); ++i) {
-    install_node(i);
+    if (torch::autograd::isDifferentiableType(full_[i].scalar_type())) {
+      nodes_[i] = install_gradient_node(full_[i], weak_from_this(),
+                                        static_cast<std::int32_t>(i));
+    }
   }
 }
 
-void Unit::install_node(std::size_t i) {
-  const bool trainable = shards_[i].requires_grad();
-  seen_trainable_[i] = trainable;
-  if (full_[i].requires_grad() != trainable) {
-    full_[i].set_requires_grad(trainable);
-  }
-  if (!trainable || nodes_[i]) {
-    return;
-  }
-  const auto index = static_cast<std::int32_t>(i);
-  nodes_[i] = install_gradient_node(full_[i], weak_from_this(), index);
-  if (gradients_.parameter(index).fused) {
-    listed_[i] = ListedWeight(full_[i], weak_from_this(), index, nodes_[i]);
+void Unit::list_fused() {
+  listed_.clear();
+  for (std::size_t i = 0; i < full_.size(); ++i) {
+    const auto index = static_cast<std::int32_t>(i);
+    if (nodes_[i] && gradients_.parameter(index).fused) {
+      listed_.emplace_back(full_[i], weak_from_this(), index, nodes_[i]);
+    }
   }
 }
 
-// `requires_grad` is changed at what the module shows between steps.
+// [Note: Frozen and shown]
+// `requires_grad` is changed at what the module shows.  As in FSDP2, a full
+// parameter takes it over from its shard whenever it begins to be shown; what
+// changes while it is shown counts until it is not.
 void Unit::follow_shards() {
   for (std::size_t i = 0; i < shards_.size(); ++i) {
-    if (full_[i].requires_grad() != shards_[i].requires_grad()) {
-      install_node(i);
+    const bool trainable = shards_[i].requires_grad();
+    if (full_[i].requires_grad() != trainable) {
+      full_[i].set_requires_grad(trainable);
     }
   }
 }
 
-void Unit::adopt_unfrozen() {
-  if (!shown_) {
-    return;
-  }
+bool Unit::may_want_gradient(std::size_t i) const {
+  return shards_[i].requires_grad() || (shown_ && full_[i].requires_grad());
+}
+
+bool Unit::plan_lacks_any() const {
   for (std::size_t i = 0; i < shards_.size(); ++i) {
-    if (full_[i].requires_grad() && !seen_trainable_[i]) {
-      shards_[i].set_requires_grad(true);
+    if (may_want_gradient(i) &&
+        gradients_.parameter(static_cast<std::int32_t>(i)).lane < 0) {
+      return true;
     }
   }
+  return false;
 }
 
 void Unit::follow_current_stream() {
@@ -172,8 +179,8 @@ void Unit::join(std::shared_ptr<Root> root, std::int32_t number) {
 std::vector<bool> Unit::trainable() const {
   std::vector<bool> trainable;
   trainable.reserve(shards_.size());
-  for (const auto& shard : shards_) {
-    trainable.push_back(shard.requires_grad());
+  for (std::size_t i = 0; i < shards_.size(); ++i) {
+    trainable.push_back(may_want_gradient(i));
   }
   return trainable;
 }
@@ -283,6 +290,7 @@ void Unit::pre_forward() {
     ++calls_without_inputs_;  // until watch_forward_inputs says otherwise
   }
   if (rows) {
+    follow_shards();
     next_in_forward_ = next;
     return;
   }

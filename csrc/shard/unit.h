@@ -207,28 +207,28 @@ class Unit final : public BackwardReceiver,
   void end_backward(bool more_backwards);
   void abort(bool drop_gradients);
 
-  // Makes autograd deliver the gradients of trainable parameters here.
-  void install_nodes();
   // A forward begins on the current stream; see [Note: The stream of a
   // gradient].
   void follow_current_stream();
   // Plans the way out for the trainable parameters; see UnitGradients::plan.
   void plan_gradients(std::int64_t budget_bytes);
-  // While gradients wait for a reduction: for what is trainable by now.
-  void extend_plan();
+  // For what is trainable by now; see UnitGradients::extend_plan.
+  void extend_plan(std::int64_t budget_bytes);
+  // Whether the plan has no place for a gradient that may come.
+  bool plan_lacks_any() const;
   // In which order gradients are expected: a permutation of all parameters, the
   // same on every rank; takes effect with the next plan.
   void expect_gradients(std::vector<std::int32_t> order);
 
-  // Trainable parameters as `requires_grad` of the shards says now.
+  // Parameters whose gradient may come, as `requires_grad` says now: see
+  // [Note: Frozen and shown].
   std::vector<bool> trainable() const;
-  // Between steps a module that stays gathered shows full parameters: those
-  // that are not frozen any more are not in their shards either.
-  void adopt_unfrozen();
 
  private:
-  void install_node(std::size_t i);
+  void install_nodes();
+  void list_fused();
   void follow_shards();
+  bool may_want_gradient(std::size_t i) const;
   bool wants_gradient(std::int32_t i) const;
   at::Tensor rank_major(std::int32_t i, at::Tensor gradient) const;
   void show_full();
@@ -277,7 +277,6 @@ class Unit final : public BackwardReceiver,
   std::vector<ListedWeight> listed_;  // fused ones
   std::vector<at::Tensor> shards_;
   std::vector<at::Tensor> full_;
-  std::vector<bool> seen_trainable_;  // when nodes were installed
   std::vector<std::int32_t> gradient_order_;
   std::vector<NodePtr> nodes_;  // the tensors hold them weakly
 

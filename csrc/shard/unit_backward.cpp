@@ -97,9 +97,8 @@ void Unit::begin_backward() {
 
 // Not if it has been frozen since its forward: AccumulateGrad ignores it, too.
 bool Unit::wants_gradient(std::int32_t i) const {
-  const auto k = static_cast<std::size_t>(i);
-  return gradients_.parameter(i).lane >= 0 && full_[k].requires_grad() &&
-         shards_[k].requires_grad();
+  const auto& decides = (shown_ ? full_ : shards_)[static_cast<std::size_t>(i)];
+  return gradients_.parameter(i).lane >= 0 && decides.requires_grad();
 }
 
 void Unit::on_parameter_gradient(std::int32_t i, at::Tensor gradient) {

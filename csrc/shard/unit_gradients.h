@@ -106,10 +106,11 @@ class UnitGradients {
   // with no slab allocated and the same arguments on every rank.
   void plan(const std::vector<bool>& trainable,
             const std::vector<std::int32_t>& order, std::int64_t budget_bytes);
-  // The same while gradients are accumulated: see [Note: Frozen or not in
-  // between].
+  // Adds what it lacks, between backwards, with gradients accumulated or not:
+  // see [Note: Frozen or not in between].
   void extend_plan(const std::vector<bool>& trainable,
-                   const std::vector<std::int32_t>& order);
+                   const std::vector<std::int32_t>& order,
+                   std::int64_t budget_bytes);
   // No other parameter is in the plan, kept for a gradient that it had.
   bool plans_only(const std::vector<bool>& trainable) const;
 
@@ -211,10 +212,9 @@ class UnitGradients {
   void touch(const at::Tensor& tensor, device::Access access);
   void drop_partial();
   void choose_blocks(std::int64_t budget_bytes);
-  // Without a budget of chunks: of whole slabs.
   void add_lanes(const std::vector<bool>& takes_part,
                  const std::vector<std::int32_t>& order,
-                 std::optional<std::int64_t> chunk_budget);
+                 std::int64_t budget_bytes);
 
   UnitName unit_;
   std::vector<ParameterInfo> infos_;

@@ -118,6 +118,34 @@ def kept_gathered(how: str) -> Record:
     return record.values
 
 
+def shown(how: str, frozen: str, changed: str) -> Record:
+    """Full parameters are `changed` while some are frozen from the beginning."""
+    model, record = model_of(how, reshard_after_forward=False), Recorder()
+    of_shards = {n: p for n, p in model.named_parameters()}
+    set_trainable([of_shards[frozen]], False)
+    model.set_reshard_after_backward(False)
+    for step, sync in enumerate((True, True, False, True, True)):
+        if step in (1, 3):
+            other = {"freeze": of_shards, "unfreeze": [frozen]}[changed]
+            for name in list(other)[:5]:
+                model.get_parameter(name).requires_grad_(changed == "unfreeze")
+        if step == 4:
+            for module in (*model.blocks, model):
+                module.reshard()
+        model.set_requires_gradient_sync(sync)
+        loss_of(model, step).backward()
+        for name, shard in of_shards.items():
+            record.add(name, shard)
+            record.add(f"{name}.grad", shard.grad)
+    return record.values
+
+
+@pytest.mark.parametrize("changed", ["freeze", "unfreeze"])
+@pytest.mark.parametrize("frozen", ["blocks.0.up.weight", "blocks.1.norm.bias"])
+def test_what_is_shown_says_what_is_frozen(pool_of, frozen, changed):
+    assert_same_as_fsdp2(pool_of(2), shown, frozen, changed)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_full_parameters_are_frozen_or_not(pool_of, ranks):
     assert_same_as_fsdp2(pool_of(ranks), kept_gathered)
@@ -165,8 +193,71 @@ def retained(model: Any, record: Recorder) -> None:
         model.zero_grad()
 
 
+def both_reduce(model: Any, record: Recorder) -> None:
+    """The second has no forward between it and the first."""
+    for step in range(2):
+        set_trainable(single(model), False)
+        model.set_requires_gradient_sync(False)
+        loss_of(model, 10 * step).backward()
+        set_trainable(single(model), True)
+        losses = [loss_of(model, 10 * step + micro) for micro in (1, 2)]
+        model.set_requires_gradient_sync(True)
+        for loss in losses:
+            loss.backward()
+            record.add_model(model)
+        model.zero_grad()
+
+
+def summed(model: Any, record: Recorder) -> None:
+    """Forwards under different plans have one backward."""
+    first = loss_of(model, 0)
+    loss_of(model, 1).backward()  # ranks agree on another order
+    (first + loss_of(model, 2)).backward()
+    record.add_model(model)
+    model.zero_grad()
+    first = loss_of(model, 3)
+    set_trainable(single(model)[2:], False)
+    (first + loss_of(model, 4)).backward()
+    record.add_model(model)
+
+
+def frozen_in_the_other_forward(model: Any, record: Recorder) -> None:
+    for step in range(2):
+        first = loss_of(model, 10 * step)
+        set_trainable(single(model), False)
+        second = loss_of(model, 10 * step + 1)
+        set_trainable(single(model), True)
+        for loss in (first, second):
+            loss.backward()
+        record.add_model(model)
+        model.zero_grad()
+
+
+def not_frozen_any_more_in_forward(model: Any, record: Recorder) -> None:
+    def unfreeze_and_run(block: Any, x: torch.Tensor) -> torch.Tensor:
+        set_trainable(list(block.parameters()), True)
+        return block(x)
+
+    for step in range(3):
+        set_trainable(unit(model), False)
+        if step == 1:
+            model.run_block = unfreeze_and_run
+        loss_of(model, step).backward()
+        record.add_model(model)
+        model.zero_grad()
+
+
 PATTERNS = {
-    pattern.__name__: pattern for pattern in (before_backward, forwards_first, retained)
+    pattern.__name__: pattern
+    for pattern in (
+        before_backward,
+        forwards_first,
+        retained,
+        both_reduce,
+        summed,
+        frozen_in_the_other_forward,
+        not_frozen_any_more_in_forward,
+    )
 }
 
 

@@ -98,6 +98,20 @@ def no_sync_steps_of_changing_length(system: System, record: Recorder) -> None:
         finish_step(model, optimizer, record)
 
 
+def layers_left_out(system: System, record: Recorder) -> None:
+    """The microbatch that reduces does not use what an earlier one did."""
+    model = llama(system)
+    layers = model.layers
+    optimizer = adamw(model)
+    for step in range(NUM_STEPS):
+        for microbatch in range(3):
+            model.set_requires_gradient_sync(microbatch == 2)
+            model.layers = layers[: 3 - (microbatch + step) % 3]
+            loss_of(model, step, microbatch).backward()
+            model.layers = layers
+        finish_step(model, optimizer, record)
+
+
 def sync_of_some_units(system: System, record: Recorder) -> None:
     """The middle block's gradients stay local for one microbatch."""
     model = llama(system)
@@ -305,6 +319,7 @@ PATTERNS: dict[str, Pattern] = {
         two_forwards_one_backward,
         retained_graph,
         no_sync_steps_of_changing_length,
+        layers_left_out,
         sync_of_some_units,
         parameters_frozen_later,
         tied_in_the_root,
