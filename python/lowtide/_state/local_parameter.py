@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.optim.optimizer import _foreach_supported_types
 
 
 class LocalGradient(Tensor):
@@ -66,6 +67,10 @@ class LocalParameter(nn.Parameter):
                 "a state dict is taken inside `with lowtide.sharded_optimizer(...)`."
             )
         self._sharded.grad = None
+
+
+# Optimizers loop over parameters of types that are not in it, as DTensor is.
+_foreach_supported_types.append(LocalParameter)
 
 
 def local_parameter_of(parameter: nn.Parameter) -> nn.Parameter:

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.optim.optimizer as optimizer_module
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from support.bits import assert_same_tensors, assert_same_traces
@@ -109,6 +112,43 @@ def test_checkpoint_crosses(pool_of, tmp_path, pair):
     for rank in range(2):
         assert_same_tensors(loaded[rank][0], saved[rank][0], f"state of rank {rank}")
     assert_same_traces([trace for _, trace in loaded], [trace for _, trace in saved])
+
+
+class Called(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of_a_step(kind: str) -> set[str]:
+    """Of the optimizer that is the default on a device with foreach kernels."""
+    run = Run(TINY, 1)
+    model, _ = make(kind, run, "loop")
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    given = lowtide.local_parameters(model) if kind == "local" else model.parameters()
+    with mock.patch.object(
+        optimizer_module,
+        "_get_foreach_kernels_supported_devices",
+        return_value=["cpu"],
+    ):
+        optimizer = torch.optim.AdamW(given)
+        with Called() as called:
+            optimizer.step()
+    return called.names
+
+
+def test_default_is_foreach_as_for_dtensors(pool_of):
+    for kind in ("fsdp2", "local"):
+        (names,) = pool_of(1).run(operators_of_a_step, kind)
+        assert "_foreach_addcdiv_" in names, kind
+        assert "addcdiv_" not in names, kind
 
 
 def facts() -> list[Any]:
