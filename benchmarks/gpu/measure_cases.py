@@ -66,13 +66,12 @@ RESIDUAL_ROUNDS = 3  # at least; a step takes seconds
 FP32 = "fp32 without TF32"
 
 
-def residual(scale: Scale, programs: Programs) -> Figures:
-    rounds = max(scale.rounds // 3, RESIDUAL_ROUNDS)
-    return programs("residual.py", *scale.residual, rounds)
+def residual_peaks(scale: Scale, programs: Programs) -> Figures:
+    return programs("residual.py", "peaks", *scale.residual)
 
 
-def residual_rows(figures: Figures) -> Iterator[Row]:
-    for system, seen in figures["peaks"].items():
+def residual_peaks_rows(figures: Figures) -> Iterator[Row]:
+    for system, seen in figures.items():
         for quantity, key in (
             ("device, peak allocated", "allocated"),
             ("device, peak reserved", "reserved"),
@@ -80,16 +79,24 @@ def residual_rows(figures: Figures) -> Iterator[Row]:
         ):
             value = seen[key] / GIB
             yield row(system, f"case 2: {quantity}", value, "GiB", "measured")
-    reserved = figures["peaks"]["offload residual"]["reserved"] / GIB
+    reserved = figures["offload residual"]["reserved"] / GIB
     yield from with_bar(
         "case 2: device, residual offloaded, peak reserved",
         reserved,
         bars.CASE2_DEVICE_GIB,
         "GiB",
     )
-    for system, ms in figures["speed"]["ms"].items():
+
+
+def residual_speed(scale: Scale, programs: Programs) -> Figures:
+    rounds = max(scale.rounds // 3, RESIDUAL_ROUNDS)
+    return programs("residual.py", "speed", *scale.residual, rounds)
+
+
+def residual_speed_rows(figures: Figures) -> Iterator[Row]:
+    for system, ms in figures["ms"].items():
         yield row(system, "case 2: step", median(ms), "ms", "measured", FP32)
-    for system, ratio in figures["speed"]["ratio"].items():
+    for system, ratio in figures["ratio"].items():
         yield from with_bar(
             f"case 2: step time, {system} beside {ratio['base']}",
             ratio["median"],

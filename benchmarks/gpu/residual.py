@@ -1,9 +1,10 @@
 """The residual's stack at the report's size on a GPU, as JSON: peak bytes as rank 0 of
-eight, then step times with and without offload, in turns, one rank on NCCL.
+eight, or step times with and without offload, in turns, one rank on NCCL.
 
-    residual.py NUM_LAYERS ROWS WIDTH ROUNDS
+    residual.py peaks NUM_LAYERS ROWS WIDTH
+    residual.py speed NUM_LAYERS ROWS WIDTH ROUNDS
 
-One process, so that host memory is page-locked once.
+One process for all systems, so that host memory is page-locked once.
 """
 
 from __future__ import annotations
@@ -85,9 +86,8 @@ def refuse_pageable(model: Trained) -> None:
 
 
 def main() -> None:
-    num_layers, rows, width, rounds = map(int, sys.argv[1:5])
-    found = peaks(num_layers, rows, width)
-    print(json.dumps({"peaks": found, "speed": speed(num_layers, rows, width, rounds)}))
+    what, *numbers = sys.argv[1:]
+    print(json.dumps({"peaks": peaks, "speed": speed}[what](*map(int, numbers))))
 
 
 if __name__ == "__main__":

@@ -46,20 +46,24 @@ def measurements(scale: Scale) -> list[Measurement]:
             *(llama.llama_speed, llama.llama_speed_rows),
         ),
         (
-            *("case1", "flat gradients", 30),
-            *(cases.flat_gradients, cases.flat_gradients_rows),
-        ),
-        (
-            *("case2", "offload of the residual", 95),
-            *(cases.residual, cases.residual_rows),
-        ),
-        (
             *("links", "bandwidth to and from the host", 8),
             *(parts.links, parts.links_rows),
         ),
         (
             *("kernels", "bandwidth of the operators", 8),
             *(parts.kernels, parts.kernels_rows),
+        ),
+        (
+            *("case1", "flat gradients", 30),
+            *(cases.flat_gradients, cases.flat_gradients_rows),
+        ),
+        (
+            *("case2-memory", "peaks with offload of the residual", 45),
+            *(cases.residual_peaks, cases.residual_peaks_rows),
+        ),
+        (
+            *("case2-speed", "step time with offload of the residual", 65),
+            *(cases.residual_speed, cases.residual_speed_rows),
         ),
         (
             *("host", "host time per unit", 15),

@@ -14,7 +14,8 @@ LAYERS, RESIDUAL = 4, 256 * 128 * 4  # bytes
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> GpuCheck:
     folder = tmp_path_factory.mktemp("stub")
-    return GpuCheck.run(build_cuda_stub(folder), folder / "out", "case1", "case2")
+    steps = ("case1", "case2-memory", "case2-speed")
+    return GpuCheck.run(build_cuda_stub(folder), folder / "out", *steps)
 
 
 def test_flat_gradients(seen: GpuCheck) -> None:
@@ -26,13 +27,13 @@ def test_flat_gradients(seen: GpuCheck) -> None:
 
 
 def test_offload_of_the_residual(seen: GpuCheck) -> None:
-    peaks = seen.figures["case2"]["peaks"]
+    peaks = seen.figures["case2-memory"]
     assert peaks["nothing named"]["host"] == 0
     assert peaks["offload residual"]["host"] == LAYERS * RESIDUAL
     assert peaks["offload both"]["host"] == 2 * LAYERS * RESIDUAL
     held = peaks["nothing named"]["held"] - peaks["offload residual"]["held"]
     assert held == (LAYERS - 2) * RESIDUAL  # one on its way, one for the loss
-    speed = seen.figures["case2"]["speed"]
+    speed = seen.figures["case2-speed"]
     assert set(speed["ms"]) == {*peaks, "save hidden"}
     assert {len(times) for times in speed["ms"].values()} == {3}
     bases = {system: ratio["base"] for system, ratio in speed["ratio"].items()}

@@ -48,15 +48,18 @@ def case1(lowtide: float) -> dict[str, Any]:
     }
 
 
-def case2(device: float, ratio: float) -> dict[str, Any]:
-    bases = {"offload residual": "nothing named", "offload both": "save hidden"}
+BASES = {"offload residual": "nothing named", "offload both": "save hidden"}
+
+
+def case2_memory(device: float) -> dict[str, Any]:
+    return {name: peaks(device, device) | {"host": 0} for name in BASES}
+
+
+def case2_speed(ratio: float) -> dict[str, Any]:
     spread = {"median": ratio, "low": 0.9, "high": 1.1, "share": "all"}
     return {
-        "peaks": {name: peaks(device, device) | {"host": 0} for name in bases},
-        "speed": {
-            "ms": {name: [1.0] for pair in bases.items() for name in pair},
-            "ratio": {name: spread | {"base": base} for name, base in bases.items()},
-        },
+        "ms": {name: [1.0] for pair in BASES.items() for name in pair},
+        "ratio": {name: spread | {"base": base} for name, base in BASES.items()},
     }
 
 
@@ -97,14 +100,16 @@ SLICE: Callable[[Any], Any] = lambda f: measure_llama.llama_memory_rows("full", 
             ["step time beside FSDP2's", "step time beside FSDP2's"],
         ),
         (
-            measure_cases.residual_rows,
-            case2(5.6, 1.02),
-            case2(5.61, 1.03),
-            [
-                "case 2: device",
-                "case 2: step time",
-                "case 2: step time",
-            ],
+            measure_cases.residual_peaks_rows,
+            case2_memory(5.6),
+            case2_memory(5.61),
+            ["case 2: device"],
+        ),
+        (
+            measure_cases.residual_speed_rows,
+            case2_speed(1.02),
+            case2_speed(1.03),
+            ["case 2: step time", "case 2: step time"],
         ),
     ],
 )
@@ -197,7 +202,7 @@ def test_a_spread_lies_within_what_was_seen(
 
 
 def test_case_2_is_said_to_be_in_fp32() -> None:
-    rows = measure_cases.residual_rows(case2(1, 1))
+    rows = measure_cases.residual_speed_rows(case2_speed(1))
     steps = [r for r in rows if "step" in r.quantity and r.unit == "ms"]
     assert len(steps) == 4
     assert {r.note for r in steps} == {"fp32 without TF32"}
