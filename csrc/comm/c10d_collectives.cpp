@@ -151,6 +151,9 @@ class C10dCollectives::Work final : public Pending {
     }
   }
 
+  // Other backends keep what they work on.
+  void abandon() override { join(); }
+
   // The same for a list that travels as one tensor.
   template <typename Issue>
   void start_packed(Issue&& issue) {
@@ -171,8 +174,12 @@ class C10dCollectives::Work final : public Pending {
         if (!failure) failure = std::current_exception();
       }
     }
-    if (done_) wire_->wait(*std::exchange(done_, std::nullopt));
+    join();
     return failure;
+  }
+
+  void join() {
+    if (done_) wire_->wait(*std::exchange(done_, std::nullopt));
   }
 
   Kind kind_;

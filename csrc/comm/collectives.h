@@ -67,6 +67,9 @@ class Pending {
   // its label when a peer failed or the group's timeout passed.  Waiting twice
   // is a no-op.
   virtual void wait() = 0;
+  // For owners that die instead of waiting: with device streams the current
+  // stream waits, the host never does, and what failed is ignored.
+  virtual void abandon() {}
 };
 
 class Collectives {

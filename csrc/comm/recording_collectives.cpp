@@ -124,6 +124,13 @@ class RecordingCollectives::Work final : public Pending {
     results_.clear();
   }
 
+  void abandon() override {
+    if (lists_.empty()) return;
+    auto& runtime = *state_->runtime;
+    runtime.wait(runtime.current(), done_);
+    lists_ = {};
+  }
+
  private:
   void touch(const at::Tensor& tensor, device::Access access) {
     state_->runtime->touches(device::Stream::wire, tensor.const_data_ptr(),

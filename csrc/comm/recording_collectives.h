@@ -4,7 +4,8 @@
 //
 //   issue     the wire waits for the current stream, reads the inputs and
 //             writes the outputs
-//   wait()    the current stream waits for that point of the wire
+//   wait(), abandon()
+//             the current stream waits for that point of the wire
 //
 // Results appear in the outputs when the call is waited for; until then the
 // outputs are NaN, so that a missing wait also shows in the values.  Sums are

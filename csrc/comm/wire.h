@@ -27,13 +27,17 @@ class Wire {
   explicit Wire(c10::Device device);
 
   // Runs `issue` with the wire as the current stream, behind what the stream
-  // that is current now holds; returns the point after it.
+  // that is current now holds; returns the point after it.  When `issue`
+  // throws, the current stream waits for what it has enqueued.
   template <typename Issue>
   [[nodiscard]] c10::Event run(Issue&& issue) {
     follow_current();
-    {
+    try {
       const c10::StreamGuard scope(stream_);
       std::forward<Issue>(issue)();
+    } catch (...) {
+      wait(point_on(stream_));
+      throw;
     }
     return point_on(stream_);
   }

@@ -49,11 +49,15 @@ class CustomWork final : public Pending {
       if (work_ && !work_.is_none()) work_.attr("wait")();
       work_ = py::object();
     }
-    if (done_) wire_->wait(*std::exchange(done_, std::nullopt));
+    abandon();
     for (std::size_t i = 0; i < outs.size(); ++i) outs[i].copy_(results[i]);
     outs.clear();
     results.clear();
     input_.reset();
+  }
+
+  void abandon() override {
+    if (done_) wire_->wait(*std::exchange(done_, std::nullopt));
   }
 
  private:

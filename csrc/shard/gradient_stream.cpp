@@ -249,6 +249,17 @@ void GradientStream::abort() {
   clear();
 }
 
+void GradientStream::abandon() {
+  for (auto& entry : entries_) {
+    if (entry.pending) {
+      const device::StreamScope scope(memory_->runtime(), Stream::reduce);
+      ring_.reduce_has_moved();
+      entry.pending->abandon();
+    }
+  }
+  clear();
+}
+
 // In the compute stream's order, after everything on `reduce`.
 void GradientStream::clear() {
   ring_.release();

@@ -75,6 +75,8 @@ class GradientStream {
 
   // Waits for what is in flight, ignoring failures, and drops everything.
   void abort();
+  // The same in the compute stream's order, without blocking the host.
+  void abandon();
 
   const GradientRing& ring() const { return ring_; }
 

@@ -46,6 +46,10 @@ void Root::adopt(const std::vector<std::shared_ptr<Unit>>& units) {
 void Root::forget(const Unit& unit) {
   std::replace(units_.begin(), units_.end(), const_cast<Unit*>(&unit),
                static_cast<Unit*>(nullptr));
+  // Autograd's thread may not yet have told that the backward failed.
+  if (failed_ || stream_.contains(unit.gradients())) {
+    stream_.abandon();  // it works on bytes that go now
+  }
 }
 
 void Root::set_gradient_budget(std::int64_t bytes) {
@@ -319,8 +323,10 @@ void Root::reduce_accumulated() {
       streamed.push_back(&unit->gradients());
     }
   }
+  Sentinel sentinel(weak_from_this());
   stream_.begin(streamed);
   close_backward();
+  sentinel.closed = true;
 }
 
 void Root::close_backward() {

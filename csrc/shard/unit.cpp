@@ -44,9 +44,19 @@ Unit::Unit(std::string name, std::vector<ParameterInfo> infos,
       state_(name_),
       infos_(std::move(infos)) {}
 
+// After an exception a gather or gradients may be on their way, to and from
+// bytes that go back to compute now.
 Unit::~Unit() {
-  if (root_) {
-    root_->forget(*this);
+  try {
+    if (pending_gather_) {
+      pending_gather_->abandon();
+    }
+    if (root_) {
+      root_->forget(*this);
+    }
+  } catch (const std::exception& error) {
+    LOG(ERROR) << "lowtide: unit '" << *name_
+               << "': giving its bytes back failed: " << error.what();
   }
 }
 

@@ -92,6 +92,7 @@ class RankCollectives final : public comm::Collectives {
     void wait() override {
       if (state_->waits++ != state_->skipped) pending_->wait();
     }
+    void abandon() override { pending_->abandon(); }
 
    private:
     std::unique_ptr<comm::Pending> pending_;

@@ -358,6 +358,44 @@ TEST_F(FailedOnce, AnAbortedForwardLeavesNothingGathered) {
   });
 }
 
+TEST_F(FailedOnce, AReductionOutsideOfBackward) {
+  const Scenario accumulating = scenario_with({false});
+  on_two_ranks([&](Rank& rank) {
+    run_step(rank, accumulating, 0);
+    rank.collectives->recording().fail_next(comm::Kind::reduce_scatter,
+                                            "layers.1", "connection reset");
+    rank.set_sync(true);
+    EXPECT_THROW(rank.root->reduce_accumulated(), Error);
+    expect_step(rank, 0);
+  });
+}
+
+// What is on its way works on bytes that go back to compute.
+TEST(DeletedAfterAFailure, NothingIsWrittenToBytesThatWereGivenBack) {
+  for (const std::string kernel :
+       {"forward layers.0", "forward layers.1", "backward layers.2",
+        "backward layers.1", "backward layers.0", "backward model"}) {
+    for (const std::vector<bool>& sync :
+         {std::vector<bool>{true}, {false, true}}) {
+      SCOPED_TRACE(kernel + testing::PrintToString(sync));
+      run_ranks(kWorldSize, [&](Exchange& exchange, std::int64_t r) {
+        const auto scenario = scenario_with(sync);
+        std::shared_ptr<device::ScriptedRuntime> runtime;
+        std::shared_ptr<memory::Ledger> ledger;
+        {
+          Rank rank(exchange, r, scenario.units);
+          runtime = rank.runtime;
+          ledger = rank.ledger;
+          EXPECT_EQ(failure_of_step(rank, scenario, 0, kernel_fault(kernel)),
+                    "a kernel failed");
+        }
+        EXPECT_THAT(ledger->live(), testing::Each(0));
+        EXPECT_THAT(runtime->violations(), IsEmpty());
+      });
+    }
+  }
+}
+
 TEST_F(FailedOnce, TheErrorOfACollectiveNamesUnitAndCause) {
   on_two_ranks([&](Rank& rank) {
     rank.collectives->recording().fail_next(comm::Kind::reduce_scatter,

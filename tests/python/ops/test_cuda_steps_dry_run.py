@@ -130,6 +130,19 @@ def test_parameters_are_shown_behind_their_gather(stub: CudaStub) -> None:
     assert json.loads(printed) == {"separate": units, "registered": units, "own": units}
 
 
+def test_a_model_deleted_after_a_failure_is_behind_what_it_started(
+    stub: CudaStub,
+) -> None:
+    program = [nccl_dry_run.__file__, "deleted"]
+    printed = stub.run(program, memory=MEMORY, events="immediate")
+    assert json.loads(printed) == {
+        "forward": [1, 0],
+        "backward": [1, 0],
+        # The gather it issued before it raised has no owner.
+        "comm object": [0, 0],
+    }
+
+
 def communicators(calls: list[nccl_dry_run.Call], what: str) -> set[str]:
     return {call.communicator for call in calls if call.what == what}
 

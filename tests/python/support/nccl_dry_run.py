@@ -4,6 +4,10 @@
     python nccl_dry_run.py unseen      prints {setting: counts}: of collectives that the
                                        current stream does not come after, as each
                                        unit's parameters are shown
+    python nccl_dry_run.py deleted     prints {where: [before, after]}: how many there
+                                       are when a step has raised in forward, in
+                                       backward or in a comm object, and when its model
+                                       has been deleted
     python nccl_dry_run.py recorded    prints how many blocks became free late, because
                                        another stream was recorded on them; one is the
                                        program's own
@@ -13,10 +17,13 @@ Over the stub. The last needs events that complete when the host waits.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import json
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -121,6 +128,57 @@ def unseen_with(prepare: Callable[[torch.nn.Module], None]) -> list[int]:
     return counts
 
 
+def unseen_by_failure() -> dict[str, list[int]]:
+    settings = {
+        "forward": lambda model: hook_into(model, fail),
+        "backward": lambda model: hook_into(model, fail_in_backward),
+        "comm object": bring_failing_collectives,
+    }
+    return {name: unseen_after(prepare) for name, prepare in settings.items()}
+
+
+def unseen_after(prepare: Callable[[torch.nn.Module], None]) -> list[int]:
+    models: list[weakref.ref[torch.nn.Module]] = []
+
+    def remember(model: torch.nn.Module) -> None:
+        prepare(model)
+        models.append(weakref.ref(model))
+
+    steps = [sharded(prepare=remember)]
+    with contextlib.suppress(ZeroDivisionError):
+        steps[0]()
+    counts = [unseen()]
+    steps.clear()
+    for _ in range(1000):  # autograd's thread may hold the graph a little longer
+        gc.collect()
+        if models[0]() is None:
+            break
+    return [*counts, unseen()]
+
+
+def hook_into(model: Any, failure: Callable[..., None]) -> None:
+    model.layers[0].register_forward_hook(failure)
+
+
+def fail(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+class FailingAllGather(DefaultAllGather):
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        super().__call__(*args, **kwargs)
+        fail()
+
+
+def bring_failing_collectives(model: torch.nn.Module) -> None:
+    for unit in units_of(model):
+        unit.set_custom_all_gather(FailingAllGather())
+
+
+def fail_in_backward(module: Any, inputs: Any, output: torch.Tensor) -> None:
+    output.register_hook(fail)
+
+
 def recorded() -> int:
     block, stream = torch.empty(1 << 20, device="cuda"), torch.cuda.Stream()
     block.record_stream(stream)
@@ -149,8 +207,9 @@ def main() -> None:
     if sys.argv[1] == "calls":
         print(json.dumps(settings()))
         return
-    if sys.argv[1] == "unseen":
-        print(json.dumps(unseen_by_setting()))
+    if sys.argv[1] in ("unseen", "deleted"):
+        found = unseen_by_setting if sys.argv[1] == "unseen" else unseen_by_failure
+        print(json.dumps(found()))
         dist.destroy_process_group()
         return
     calls_of(sharded())
