@@ -1,7 +1,6 @@
 // The backward half of Frame; see frame.h.
 #include <ATen/core/grad_mode.h>
 #include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Logging.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -13,6 +12,7 @@
 #include "activation/frame.h"
 #include "base/check.h"
 #include "base/trace.h"
+#include "device/current_stream.h"
 
 namespace lowtide::activation {
 namespace {
@@ -206,10 +206,8 @@ void Frame::forget_at_end_of(int graph_task) {
   forget->frame = weak_from_this();
   forget->graph_task = graph_task;
   if (batch_) {
-    const auto device =
-        region_->transfers()->memories().device->runtime().device();
-    forget->stream =
-        c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+    forget->stream = device::current_stream(
+        region_->transfers()->memories().device->runtime().device());
   }
   torch::autograd::Engine::get_default_engine().queue_callback(
       [forget = std::move(forget)] {});

@@ -1,13 +1,13 @@
 #include "activation/stash.h"
 
 #include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Logging.h>
 
 #include <exception>
 #include <utility>
 
 #include "base/check.h"
+#include "device/current_stream.h"
 
 namespace lowtide::activation {
 
@@ -28,14 +28,6 @@ std::string_view place_name(Place place) {
   LOWTIDE_INVARIANT(false, "a place has a name");
 }
 
-namespace {
-
-c10::Stream current_stream(c10::Device device) {
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
-
-}  // namespace
-
 Stash::Stash(Memories memories, std::string name, const at::Tensor& tensor)
     : memories_(std::move(memories)),
       name_(std::move(name)),
@@ -44,7 +36,7 @@ Stash::Stash(Memories memories, std::string name, const at::Tensor& tensor)
       counter_(tensor.unsafeGetTensorImpl()->version_counter()),
       version_(counter_.current_version()),
       num_bytes_(static_cast<std::int64_t>(tensor.storage().nbytes())),
-      home_(current_stream(tensor.device())),
+      home_(device::current_stream(tensor.device())),
       source_(tensor.storage()) {}
 
 Stash::~Stash() {

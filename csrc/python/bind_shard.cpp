@@ -249,6 +249,7 @@ void bind_shard(py::module_& module) {
       .def_readonly("hooks", &FusedUses::hooks)
       .def_readonly("asked_for", &FusedUses::asked_for)
       .def_readonly("recorded", &FusedUses::recorded)
+      .def_readonly("elsewhere", &FusedUses::elsewhere)
       .def_readonly("repeated", &FusedUses::repeated)
       .def_readonly("unseen", &FusedUses::unseen);
   module.def("fused_linear", &fused_linear, py::kw_only(), py::arg("unit"),

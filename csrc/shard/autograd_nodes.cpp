@@ -1,7 +1,6 @@
 #include "shard/autograd_nodes.h"
 
 #include <ATen/core/grad_mode.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -12,6 +11,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "device/current_stream.h"
 
 namespace lowtide::shard {
 namespace {
@@ -49,8 +49,7 @@ class GradientNode final : public Node {
     if (device.is_cpu()) {
       return;
     }
-    const auto* guard = c10::impl::getDeviceGuardImpl(device.type());
-    if (input_metadata(0).stream() != guard->getStream(device)) {
+    if (input_metadata(0).stream() != device::current_stream(device)) {
       clear_input_metadata();
       add_input_metadata(parameter_);
     }

@@ -28,6 +28,7 @@ enum class Obstacle : std::uint8_t {
   hooks,      // of the user's, on the parameter or on its node
   asked_for,  // torch.autograd.grad returns it
   recorded,   // create_graph
+  elsewhere,  // on another stream than the parameter's node runs on
 };
 
 // What a unit learns from the graph.  Called on autograd's threads without the

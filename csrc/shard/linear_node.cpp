@@ -15,6 +15,7 @@
 #include <mutex>
 #include <utility>
 
+#include "device/current_stream.h"
 #include "shard/linear_operators.h"
 
 namespace lowtide::shard {
@@ -52,6 +53,15 @@ Obstacle obstacle_of_inputs(Node* node) {
   const auto& captures = found->second.captures_;
   return captures != nullptr && !captures->empty() ? Obstacle::asked_for
                                                    : Obstacle::none;
+}
+
+// [Note: Products on other streams]
+// Autograd orders streams by the gradients it passes on.  A product that is
+// added in place is none: on another stream than the parameter's node has, it
+// might leave before it is there.
+bool runs_elsewhere(Node& node) {
+  const auto stream = node.stream();
+  return stream && *stream != device::current_stream(stream->device());
 }
 
 class LinearNode : public Node {
@@ -165,7 +175,10 @@ Obstacle obstacle_of(const NodePtr& node) {
   }
   const bool hooked = !node->tensor_pre_hooks().empty() ||
                       !node->pre_hooks().empty() || !node->post_hooks().empty();
-  return hooked ? Obstacle::hooks : Obstacle::none;
+  if (hooked) {
+    return Obstacle::hooks;
+  }
+  return runs_elsewhere(*node) ? Obstacle::elsewhere : Obstacle::none;
 }
 
 at::Tensor linear_without_record(const at::Tensor& input,

@@ -37,6 +37,8 @@ bool is_wanted(const WeightOwner& owner) {
       obstacle == Obstacle::hooks ? "hooks on the full parameter"
       : obstacle == Obstacle::asked_for
           ? "torch.autograd.grad with respect to the full parameter"
+      : obstacle == Obstacle::elsewhere
+          ? "a call on another stream than the model's forward began on"
           : "create_graph",
       "Shard the module with grads=\"exact\", or do not compile it."));
 }

@@ -7,6 +7,7 @@
 
 #include "base/check.h"
 #include "base/trace.h"
+#include "device/current_stream.h"
 #include "shard/autograd_nodes.h"
 #include "shard/unit.h"
 
@@ -78,12 +79,32 @@ Unit* Root::enter_forward(Unit& unit) {
     }
     begin_forward(unit);
   }
+  require_stream(unit);
   const auto next = schedule_.enter_forward(unit.number());
   return next ? units_[static_cast<std::size_t>(*next)] : nullptr;
 }
 
+// [Note: One compute stream]
+// What a unit frees serves whatever comes next on the stream that its bytes are
+// from, and a unit is gathered, with bytes of the stream that is current then,
+// before its own forward begins.
+void Root::require_stream(const Unit& unit) const {
+  if (device::current_stream(memory_->runtime().device()) == forward_stream_) {
+    return;
+  }
+  throw Error(base::error_text(
+      base::concat("unit '", unit.name(), "'"),
+      base::concat("its forward on the stream that the forward of '",
+                   forward_root_->name(), "' began on"),
+      "another stream",
+      "Enter the stream around the whole forward, or shard the module that "
+      "switches streams instead of those inside it: a unit's own forward may "
+      "use other streams if it waits for them before it returns."));
+}
+
 void Root::begin_forward(Unit& unit) {
   forward_root_ = &unit;
+  forward_stream_ = device::current_stream(memory_->runtime().device());
   recorded_ = at::GradMode::is_enabled();
   schedule_.begin_forward();
   if (recorded_) {

@@ -2,6 +2,8 @@
 // backwards, the gradient stream, and the beginning and end of every step.
 #pragma once
 
+#include <c10/core/Stream.h>
+
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -67,6 +69,7 @@ class Root : public std::enable_shared_from_this<Root> {
   // Lives in the graph task; dies without `close` when the backward raised.
   struct Sentinel;
 
+  void require_stream(const Unit& unit) const;
   void begin_forward(Unit& unit);
   void end_forward();
   void close_backward();
@@ -94,6 +97,7 @@ class Root : public std::enable_shared_from_this<Root> {
   std::vector<std::vector<bool>> planned_trainable_;
 
   Unit* forward_root_ = nullptr;  // entered first in the running forward
+  std::optional<c10::Stream> forward_stream_;  // current when it began
   bool recorded_ = false;
   std::int64_t open_forwards_ = 0;  // recorded ones without a backward so far
   std::vector<std::int32_t> last_order_;

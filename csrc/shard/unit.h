@@ -71,7 +71,8 @@ struct FusedUses {
   std::int64_t hooks = 0;
   std::int64_t asked_for = 0;
   std::int64_t recorded = 0;
-  std::int64_t repeated = 0;  // a second use in one backward
+  std::int64_t elsewhere = 0;  // on another stream
+  std::int64_t repeated = 0;   // a second use in one backward
   // Backwards that brought a gradient and offered no product.
   std::int64_t unseen = 0;
 };

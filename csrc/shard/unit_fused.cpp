@@ -51,6 +51,9 @@ bool Unit::on_product(std::int32_t i, const at::Tensor& grad_output,
     case Obstacle::recorded:
       ++uses.recorded;
       return false;
+    case Obstacle::elsewhere:
+      ++uses.elsewhere;
+      return false;
     case Obstacle::unwanted:  // the node has not been asked for it then
     case Obstacle::none:
       break;

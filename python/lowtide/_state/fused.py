@@ -35,6 +35,7 @@ _OF_BACKWARD = {
     "repeated": "used more than once in a backward",
     "asked_for": "asked for by torch.autograd.grad",
     "recorded": "create_graph",
+    "elsewhere": "on another stream than the forward began on",
 }
 # Its gradient came, but no product.
 _UNSEEN = "not by its layer's forward"

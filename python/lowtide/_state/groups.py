@@ -12,8 +12,9 @@ waits for its peers keeps its place on it. Where ranks use the same parameters t
 one. Where they do not, nothing waits in a circle as long as a kernel of each fits on
 the device beside the other: they are on streams of their own, neither's input comes
 from the other that is in flight, and a collective takes up to 32 of an H100's 132 SMs.
-It can deadlock where launches wait for each other: with CUDA_LAUNCH_BLOCKING=1 or
-NCCL_LAUNCH_ORDER_IMPLICIT=1, ranks must use the same parameters.
+It can deadlock where launches wait for each other: with CUDA_LAUNCH_BLOCKING=1,
+CUDA_DEVICE_MAX_CONNECTIONS=1 or NCCL_LAUNCH_ORDER_IMPLICIT=1, ranks must use the same
+parameters.
 
 LOWTIDE_COMMUNICATORS=shared uses the mesh's own for both, which saves NCCL's buffers of
 one. It is for models whose ranks use the same parameters in every step; their

@@ -13,6 +13,7 @@ from support import (
     capture_dry_run,
     gradient_streams_dry_run,
     nccl_dry_run,
+    side_streams_dry_run,
     steady_step_dry_run,
 )
 from support.cuda_steps import KINDS
@@ -75,6 +76,43 @@ def test_gradients_arrive_on_the_stream_of_their_forward(stub: CudaStub) -> None
     program = [gradient_streams_dry_run.__file__]
     printed = stub.run(program, memory=MEMORY, events="immediate")
     assert json.loads(printed) == {"exact": [True] * 6, "fused": [True] * 6}
+
+
+@pytest.fixture(scope="module")
+def side_streams(stub: CudaStub) -> dict[str, str]:
+    program = [side_streams_dry_run.__file__]
+    return json.loads(stub.run(program, memory=MEMORY, events="immediate"))
+
+
+def test_a_fused_weight_on_another_stream_is_left_to_autograd(
+    side_streams: dict[str, str],
+) -> None:
+    report = json.loads(side_streams["layers"])
+    assert report["fused"] == ["here.weight", "aside.weight"]
+    assert report["exact"] == {
+        "aside.weight": "on another stream than the forward began on (2 uses)"
+    }
+
+
+def test_a_compiled_fused_weight_on_another_stream_is_refused(
+    side_streams: dict[str, str],
+) -> None:
+    assert side_streams["compiled"] == (
+        'lowtide: torch.compile of a layer with grads="fused": expected a weight '
+        "gradient that only the optimizer reads, got a call on another stream than the "
+        'model\'s forward began on. Shard the module with grads="exact", or do not '
+        "compile it."
+    )
+
+
+def test_a_unit_on_another_stream_is_refused(side_streams: dict[str, str]) -> None:
+    assert side_streams["units"] == (
+        "lowtide: unit 'aside': expected its forward on the stream that the forward of "
+        "'FSDPForked' began on, got another stream. Enter the stream around the whole "
+        "forward, or shard the module that switches streams instead of those inside "
+        "it: a unit's own forward may use other streams if it waits for them before it "
+        "returns."
+    )
 
 
 def test_what_a_graph_can_not_capture_is_refused(stub: CudaStub) -> None:
