@@ -17,9 +17,8 @@ from step import Figures
 FLAT_SYSTEMS = ("per_parameter", "cat", "flat", "lowtide", "fused")
 
 
-def flat_gradients(scale: Scale, programs: Programs) -> Figures:
+def flat_peaks(scale: Scale, programs: Programs) -> Figures:
     widths = ("--widths", scale.flat_widths)
-    speed = programs("flat_gradients_speed.py", *widths, "--rounds", scale.rounds)
     keys = [(segments, name) for segments in scale.segments for name in FLAT_SYSTEMS]
     seen = programs.together(
         [
@@ -34,12 +33,12 @@ def flat_gradients(scale: Scale, programs: Programs) -> Figures:
     peaks: Figures = {segments: {} for segments in scale.segments}
     for (segments, name), figures in zip(keys, seen, strict=True):
         peaks[segments][name] = figures
-    return {"speed": speed, "peaks": peaks}
+    return peaks
 
 
-def flat_gradients_rows(figures: Figures) -> Iterator[Row]:
+def flat_peaks_rows(figures: Figures) -> Iterator[Row]:
     """``flat`` of the bar is lowtide's slab; *flat* is the one in plain torch."""
-    for segments, seen in figures["peaks"].items():
+    for segments, seen in figures.items():
         setting = f"case 1, {segments} segments"
         for name, peaks in seen.items():
             for kind in ("reserved", "allocated"):
@@ -52,9 +51,17 @@ def flat_gradients_rows(figures: Figures) -> Iterator[Row]:
                 yield from with_bar(of_cat, share, bars.FLAT_OF_CAT)
             else:
                 yield row(name, of_cat, share, "", "measured")
-    times = {name: median(ms) for name, ms in figures["speed"]["ms"].items()}
+
+
+def flat_speed(scale: Scale, programs: Programs) -> Figures:
+    options = ("--widths", scale.flat_widths, "--rounds", scale.rounds)
+    return programs("flat_gradients_speed.py", *options)
+
+
+def flat_speed_rows(figures: Figures) -> Iterator[Row]:
+    times = {name: median(ms) for name, ms in figures["ms"].items()}
     for name, ms in times.items():
-        rate = figures["speed"]["flops"] / ms / 1e9
+        rate = figures["flops"] / ms / 1e9
         yield row(name, "rate, case 1", rate, "TFLOP/s", "measured")
         beside = times["cat"] / ms
         yield row(name, "rate beside cat's, case 1", beside, "", "measured")

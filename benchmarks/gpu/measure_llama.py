@@ -98,26 +98,26 @@ def bits_rows(figures: Figures) -> Iterator[Row]:
 # -- step time ------------------------------------------------------------------------
 
 
-def llama_speed(scale: Scale, programs: Programs) -> Figures:
-    """One program for each loss: the whole logits, and chunks of tokens."""
+def losses(scale: Scale) -> dict[str, str]:
+    """Whose step is timed: the whole logits, and chunks of tokens."""
+    return {"plain": "plain", "chunked": scale.llama_loss}
+
+
+def llama_speed(loss: str, scale: Scale, programs: Programs) -> Figures:
     options = (*scale.llama, "--rounds", scale.rounds)
-    return {
-        loss: programs("llama_speed.py", *options, "--loss", loss)
-        for loss in ("plain", scale.llama_loss)
-    }
+    return programs("llama_speed.py", *options, "--loss", loss)
 
 
-def llama_speed_rows(figures: Figures) -> Iterator[Row]:
-    for loss, seen in figures.items():
-        setting = f"slice of 8B, loss {loss}, one rank, NCCL"
-        for system, ms in seen["ms"].items():
-            yield row(system, f"step, {setting}", median(ms), "ms", "measured")
-            rate = seen["flops"] / median(ms) / 1e9
-            yield row(system, f"rate, {setting}", rate, "TFLOP/s", "measured")
-        ratio = seen["ratio"]
-        yield from with_bar(
-            f"step time beside FSDP2's, {setting}",
-            ratio["median"],
-            bars.STEP_TIME,
-            note=spread(ratio),
-        )
+def llama_speed_rows(loss: str, figures: Figures) -> Iterator[Row]:
+    setting = f"slice of 8B, loss {loss}, one rank, NCCL"
+    for system, ms in figures["ms"].items():
+        yield row(system, f"step, {setting}", median(ms), "ms", "measured")
+        rate = figures["flops"] / median(ms) / 1e9
+        yield row(system, f"rate, {setting}", rate, "TFLOP/s", "measured")
+    ratio = figures["ratio"]
+    yield from with_bar(
+        f"step time beside FSDP2's, {setting}",
+        ratio["median"],
+        bars.STEP_TIME,
+        note=spread(ratio),
+    )

@@ -41,9 +41,13 @@ def measurements(scale: Scale) -> list[Measurement]:
             *("graphs", "losses and parameters of CUDA graphs", 15),
             *(llama.graphs, llama.variants_rows),
         ),
-        (
-            *("speed", "step time of the slice, NCCL", 45),
-            *(llama.llama_speed, llama.llama_speed_rows),
+        *(
+            (
+                *(f"speed-{name}", f"step time of the slice, NCCL, loss {loss}", 23),
+                partial(llama.llama_speed, loss),
+                partial(llama.llama_speed_rows, loss),
+            )
+            for name, loss in llama.losses(scale).items()
         ),
         (
             *("links", "bandwidth to and from the host", 8),
@@ -54,8 +58,12 @@ def measurements(scale: Scale) -> list[Measurement]:
             *(parts.kernels, parts.kernels_rows),
         ),
         (
-            *("case1", "flat gradients", 30),
-            *(cases.flat_gradients, cases.flat_gradients_rows),
+            *("case1-memory", "peaks with flat gradients", 17),
+            *(cases.flat_peaks, cases.flat_peaks_rows),
+        ),
+        (
+            *("case1-speed", "rate with flat gradients", 13),
+            *(cases.flat_speed, cases.flat_speed_rows),
         ),
         (
             *("case2-memory", "peaks with offload of the residual", 45),

@@ -23,7 +23,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> GpuCheck:
 def test_each_step_is_kept(seen: GpuCheck) -> None:
     assert set(seen.figures) == {"memory-full", "replay"}
     missing = {row["quantity"] for row in seen.rows if row["kind"] == "missing"}
-    assert "step time of the slice, NCCL" in missing
+    assert "step time of the slice, NCCL, loss plain" in missing
     assert "peaks of the slice at world 8, checkpoint full" not in missing
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +39,9 @@ def slice_of(ours: dict[str, float], theirs: dict[str, float]) -> dict[str, Any]
     return {"default": systems}
 
 
-def case1(lowtide: float) -> dict[str, Any]:
+def case1_memory(lowtide: float) -> dict[str, Any]:
     found = {"per_parameter": 15.1, "cat": 100.0, "flat": 15.1, "lowtide": lowtide}
-    found["fused"] = 12.0
-    return {
-        "peaks": {"default": {name: peaks(gib, gib) for name, gib in found.items()}},
-        "speed": {"ms": {name: [1.0, 2.0, 4.0] for name in found}, "flops": 10**9},
-    }
+    return {"default": {name: peaks(gib, gib) for name, gib in found.items()}}
 
 
 BASES = {"offload residual": "nothing named", "offload both": "save hidden"}
@@ -65,11 +61,11 @@ def case2_speed(ratio: float) -> dict[str, Any]:
 
 def speed(ratio: float) -> dict[str, Any]:
     spread = {"median": ratio, "low": 0.9, "high": 1.1, "share": "half"}
-    seen = {"ms": {"lowtide": [1.0], "fsdp2": [1.0]}, "ratio": spread, "flops": 1}
-    return {"plain": seen, "chunked:16": seen}
+    return {"ms": {"lowtide": [1.0], "fsdp2": [1.0]}, "ratio": spread, "flops": 1}
 
 
-SLICE: Callable[[Any], Any] = lambda f: measure_llama.llama_memory_rows("full", f)  # noqa: E731
+SLICE = partial(measure_llama.llama_memory_rows, "full")
+SPEED = partial(measure_llama.llama_speed_rows, "plain")
 
 
 @pytest.mark.parametrize(
@@ -88,16 +84,16 @@ SLICE: Callable[[Any], Any] = lambda f: measure_llama.llama_memory_rows("full", 
             ["reserved / allocated"],
         ),
         (
-            measure_cases.flat_gradients_rows,
-            case1(88.0),
-            case1(88.1),
+            measure_cases.flat_peaks_rows,
+            case1_memory(88.0),
+            case1_memory(88.1),
             ["of what cat reserves"],
         ),
         (
-            measure_llama.llama_speed_rows,
+            SPEED,
             speed(1.02),
             speed(1.021),
-            ["step time beside FSDP2's", "step time beside FSDP2's"],
+            ["step time beside FSDP2's"],
         ),
         (
             measure_cases.residual_peaks_rows,
@@ -121,25 +117,19 @@ def test_a_figure_above_its_bar_is_shown_as_missed(
 
 
 def test_each_bar_stands_beside_its_figure() -> None:
-    rows = list(measure_cases.flat_gradients_rows(case1(15.1)))
+    rows = measure_cases.flat_peaks_rows(case1_memory(15.1))
     quantity = "of what cat reserves, case 1, default segments"
     values = {r.system: r.value for r in rows if r.quantity == quantity}
     assert values["lowtide"] == pytest.approx(0.151)
     assert (values["bar"], values["met"]) == (0.88, True)
-    rate = {r.system: r.value for r in rows if r.quantity == "rate, case 1"}
-    assert rate["cat"] == pytest.approx(0.5)  # 1e9 FLOPs in 2 ms
 
 
-def test_fused_gradients_have_a_column() -> None:
-    figures = case1(15.1)
-    figures["speed"]["ms"]["fused"] = [1.0]
-    rows = [
-        r for r in measure_cases.flat_gradients_rows(figures) if r.system == "fused"
-    ]
-    assert "missing" not in {r.kind for r in rows}
-    values = {r.quantity: r.value for r in rows}
-    assert values["rate beside cat's, case 1"] == 2.0
-    assert values["reserved, case 1, default segments"] == 12
+def test_rates_stand_beside_that_of_cat() -> None:
+    times = {"cat": [1.0, 2.0, 4.0], "fused": [1.0, 1.0, 1.0]}
+    rows = list(measure_cases.flat_speed_rows({"ms": times, "flops": 10**9}))
+    values = {(r.system, r.quantity): r.value for r in rows}
+    assert values["cat", "rate, case 1"] == pytest.approx(0.5)  # 1e9 FLOPs in 2 ms
+    assert values["fused", "rate beside cat's, case 1"] == 2.0
 
 
 def test_a_difference_of_the_allocator_model_is_missed() -> None:
@@ -227,7 +217,7 @@ def test_the_report_has_every_row_and_every_step_that_was_not_run(
     path.write_text(json.dumps({"of": {}, "steps": done}))
     progress = Progress(path, {})
     error = "llama_speed.py: exit 1\nTraceback\nOutOfMemoryError: 80 GiB\n"
-    outcome = Outcome(failed={"speed": error})
+    outcome = Outcome(failed={"speed-plain": error})
     planned = steps(FULL)
     rows = {step.what: check.rows_of_step(step, progress, outcome) for step in planned}
     text = check.report(rows, {"GPU": "one"}, tmp_path)
