@@ -61,6 +61,9 @@ at::Tensor HostCall::phantom(const at::Tensor& tensor) {
   for (const TensorPair& pair : tensors_) {
     if (pair.host.is_same(tensor)) return pair.phantom;
   }
+  for (const TensorPair& pair : tensors_) {
+    if (pair.host.is_alias_of(tensor)) return view_like(pair.phantom, tensor);
+  }
   for (const StoragePair& pair : storages_) {
     if (pair.host.is_alias_of(tensor.storage())) {
       return tensor_like(pair.phantom, DispatchKey::PrivateUse1, tensor);

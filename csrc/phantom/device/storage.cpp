@@ -19,19 +19,34 @@ c10::Storage make_storage(std::size_t bytes) {
       /*resizable=*/true));
 }
 
-at::Tensor tensor_like(c10::Storage storage, c10::DispatchKey key,
-                       const at::Tensor& like) {
-  auto tensor = at::detail::make_tensor<c10::TensorImpl>(
-      std::move(storage), c10::DispatchKeySet(key), like.dtype());
+namespace {
+
+at::Tensor with_geometry_of(const at::Tensor& like, at::Tensor tensor) {
   auto* const impl = tensor.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(like.sizes(), like.strides(),
                               like.storage_offset());
   if (like.unsafeGetTensorImpl()->is_wrapped_number()) {
     impl->set_wrapped_number(true);
   }
-  if (like.is_conj()) impl->_set_conj(true);
-  if (like.is_neg()) impl->_set_neg(true);
+  impl->_set_conj(like.is_conj());
+  impl->_set_neg(like.is_neg());
   return tensor;
+}
+
+}  // namespace
+
+at::Tensor tensor_like(c10::Storage storage, c10::DispatchKey key,
+                       const at::Tensor& like) {
+  return with_geometry_of(
+      like, at::detail::make_tensor<c10::TensorImpl>(
+                std::move(storage), c10::DispatchKeySet(key), like.dtype()));
+}
+
+at::Tensor view_like(const at::Tensor& base, const at::Tensor& like) {
+  return with_geometry_of(
+      like, at::detail::make_tensor<c10::TensorImpl>(
+                c10::TensorImpl::VIEW, c10::Storage(base.storage()),
+                base.key_set(), like.dtype()));
 }
 
 at::Tensor host_view(const at::Tensor& tensor) {

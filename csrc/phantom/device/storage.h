@@ -16,6 +16,10 @@ c10::Storage make_storage(std::size_t bytes);
 at::Tensor tensor_like(c10::Storage storage, c10::DispatchKey key,
                        const at::Tensor& like);
 
+// A view of `base` with the dtype, sizes, strides and flags of `like`.  As on
+// other devices it is an inference tensor only if `base` is one.
+at::Tensor view_like(const at::Tensor& base, const at::Tensor& like);
+
 // In exact mode, a CPU tensor over the bytes of `tensor`, which it keeps alive.
 // Tensors of other devices are returned as they are.
 at::Tensor host_view(const at::Tensor& tensor);

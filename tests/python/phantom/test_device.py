@@ -384,3 +384,22 @@ def test_settings_are_checked(arguments, text):
     with pytest.raises(ValueError) as raised:  # noqa: PT011
         lowtide.phantom.install(**arguments)
     assert str(raised.value) == text
+
+
+# -- inference mode -----------------------------------------------------------------
+
+
+def made_in_inference_mode(device: str) -> list[object]:
+    weight = torch.ones(4, 2, device=device)
+    with torch.inference_mode():
+        x = torch.ones(3, 2, device=device)
+        views = weight.t(), weight.view(2, 4), weight[1], weight.detach(), x.t()
+        values = x + 1, torch.nn.functional.linear(x, weight)
+    return [tensor.is_inference() for tensor in (*views, *values)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_views_in_inference_mode_are_what_their_base_is(phantom, mode):
+    on_cpu = made_in_inference_mode("cpu")
+    assert phantom(mode, **PLAIN).run(made_in_inference_mode, "phantom") == on_cpu
+    assert on_cpu == [False, False, False, False, True, True, True]
