@@ -25,6 +25,15 @@ allocation is counted, and says what it takes on one GPU.
 _OF_MODEL_FILES = (
     *("config", "system", "sequence", "batch", "checkpoint", "loss", "microbatches"),
 )
+# What starts scripts, each rank in a process of its own.
+_LAUNCHERS = (
+    *("python", "python3", "torchrun", "accelerate", "deepspeed", "mpirun", "srun"),
+    *(
+        "torch.distributed.run",
+        "torch.distributed.launch",
+        "accelerate.commands.launch",
+    ),
+)
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -37,7 +46,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("file", metavar="FILE", help="a model file, or -- and a script")
     parser.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
     add = parser.add_argument
-    add("--world", type=int, default=1, metavar="N", help="ranks; default 1")
+    add("--world", type=int, metavar="N", help="ranks, as under torchrun; default 1")
     add("--rank", type=int, default=0, metavar="R", help="whose memory; default 0")
     add("--steps", type=int, default=3, metavar="N", help="optimizer steps; default 3")
     add("--device-memory", metavar="SIZE", help="of the GPU, such as 80GiB")
@@ -48,7 +57,11 @@ def add_parser(subparsers: Subparsers) -> None:
         default=[],
         help="an operator, aten::foo, whose outputs alone are counted; may be repeated",
     )
-    add("--allocator", metavar="CONF", help="expandable, or as PYTORCH_ALLOC_CONF")
+    add(
+        "--allocator",
+        metavar="CONF",
+        help="expandable, or as PYTORCH_ALLOC_CONF; default: what the environment has",
+    )
     add("--events", choices=("immediate", "at_sync"), default="immediate")
     outputs = parser.add_argument_group("output")
     add = outputs.add_argument
@@ -98,9 +111,10 @@ def request_of(options: argparse.Namespace) -> Request:
     from lowtide.planning.report import parse_bytes
     from lowtide.planning.request import ModelFile, Request
 
-    if not 0 <= options.rank < options.world:
+    world = 1 if options.world is None else options.world
+    if not 0 <= options.rank < world:
         raise ValueError(
-            f"lowtide: plan --rank: expected one of the {options.world} ranks, got "
+            f"lowtide: plan --rank: expected one of the {world} ranks, got "
             f"{options.rank}. Pass --world too."
         )
     if options.steps < 1:
@@ -129,8 +143,9 @@ def request_of(options: argparse.Namespace) -> Request:
     memory = options.device_memory
     return Request(
         program,
-        world=options.world,
+        world=world,
         rank=options.rank,
+        torchrun=options.world is not None,
         steps=options.steps,
         device_memory=None if memory is None else parse_bytes(memory),
         allocator=_allocator(options),
@@ -153,6 +168,13 @@ def _program_of(options: argparse.Namespace, given: list[str]) -> Script | Modul
             "itself how it trains. Leave the option out, or give it to the script."
         )
     first, rest = options.file, tuple(options.arguments)
+    launched = rest[0] if first == "-m" and rest else first
+    if launched in _LAUNCHERS:
+        raise ValueError(
+            "lowtide: plan: expected what the launcher is given after `--`, got "
+            f"{' '.join([first, *rest])}. Leave it and its options out: --world says "
+            "how many ranks there are."
+        )
     if first == "-m" and rest:
         return Module(rest[0], rest[1:])
     if first.startswith("-"):
@@ -201,7 +223,7 @@ def _accelerator(options: argparse.Namespace) -> str | None:
 def _allocator(options: argparse.Namespace) -> dict[str, Any]:
     from lowtide.phantom import alloc_conf
 
-    conf = options.allocator or ""
+    conf = options.allocator or alloc_conf.environment()
     if conf == "expandable":
         conf = "expandable_segments:True"
     settings = alloc_conf.parse(conf) if conf else {}

@@ -1,5 +1,6 @@
 """``PYTORCH_ALLOC_CONF`` read as torch 2.11 reads it."""
 
+import os
 import re
 from typing import Any
 
@@ -23,6 +24,12 @@ _FRACTIONS = {
     "garbage_collection_threshold": "garbage_collection_threshold",
     "per_process_memory_fraction": "memory_fraction",
 }
+
+
+def environment() -> str:
+    """What torch's CUDA would read, "" for nothing."""
+    conf = os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    return os.environ.get("PYTORCH_ALLOC_CONF", "") if conf is None else conf
 
 
 def parse(conf: str) -> dict[str, Any]:

@@ -21,6 +21,8 @@ def install(
     roundup_power2_divisions: int | Sequence[int] | None = None,
     memory_fraction: float = 1.0,
     garbage_collection_threshold: float = 0.0,
+    large_segment: int = 20 << 20,
+    max_non_split_rounding: int | None = None,
     events: Literal["immediate", "at_sync"] = "immediate",
     cublas_workspace: int | None = None,
     allow: Sequence[str] = (),
@@ -37,7 +39,8 @@ def install(
         capacity: Bytes the device has; beyond them allocations raise
             ``torch.OutOfMemoryError``. None: no limit.
         expandable, max_split, roundup_power2_divisions, memory_fraction,
-            garbage_collection_threshold, events: As for
+            garbage_collection_threshold, large_segment, max_non_split_rounding,
+            events: As for
             :class:`lowtide.phantom.AllocatorModel`.
         cublas_workspace: Bytes of each cuBLAS workspace, 0 for none, of cuBLASLt
             neither. None: what ``CUBLAS_WORKSPACE_CONFIG`` says, else 32 MiB as on
@@ -56,6 +59,8 @@ def install(
         roundup_power2_divisions=roundup_power2_divisions,
         memory_fraction=memory_fraction,
         garbage_collection_threshold=garbage_collection_threshold,
+        large_segment=large_segment,
+        max_non_split_rounding=max_non_split_rounding,
     )
     _phantom.install(
         mode=mode,

@@ -5,46 +5,40 @@ device whatever index is asked for.
 """
 
 import functools
-import os
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
 from torch.overrides import TorchFunctionMode
 
-from lowtide.phantom import device_module, init_world
+from lowtide.phantom import alloc_conf, device_module
+from lowtide.phantom.allocator import AllocatorModel
 from lowtide.planning import finiteness
+from lowtide.planning.decisions import Decisions
 
-_RANKS_PER_NODE = 8
 _Device = torch.device
+_Generator = torch.Generator
+_IS_CUDA = torch.Tensor.is_cuda.__get__
 
 
-def set_up(*, world: int, rank: int, memory: int | None, notes: list[str]) -> None:
+def set_up(
+    *, num_devices: int, memory: int | None, decisions: Decisions, notes: list[str]
+) -> None:
     """For the rest of the process, after :func:`lowtide.phantom.install`. What is
     ignored is said in ``notes``, each thing once."""
-    local = rank % _RANKS_PER_NODE
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(world),
-        LOCAL_RANK=str(local),
-        LOCAL_WORLD_SIZE=str(min(world, _RANKS_PER_NODE)),
-        GROUP_RANK=str(rank // _RANKS_PER_NODE),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="29500",
-    )
-    _put(torch, "device", _DeviceType("device", (), {}))
-    _CudaIsPhantom().__enter__()
-    _replace_cuda_module(memory)
+    put(torch, "device", _DeviceType("device", (), {}))
+    put(torch, "Generator", _GeneratorType("Generator", (), {}))
+    _CudaIsPhantom(decisions).__enter__()
+    _replace_threads(decisions)
+    _replace_cuda_module(num_devices, memory, notes)
     _replace_amp()
-    _replace_distributed(world, rank)
-    _replace_ddp(notes)
     _replace_compile(notes)
+    torch.serialization.register_package(15, lambda storage: None, _restored)
 
 
-def _put(owner: Any, name: str, value: Any) -> None:
+def put(owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
@@ -54,11 +48,14 @@ def _put(owner: Any, name: str, value: Any) -> None:
 def phantom_of(value: Any) -> Any:
     """``value``, or the phantom device if it names a CUDA device."""
     if isinstance(value, str):
-        is_cuda = value == "cuda" or value.startswith("cuda:")
-        return "phantom" if is_cuda else value
-    if type(value) is _Device and value.type == "cuda":
-        return _Device("phantom", 0)
+        return "phantom" if _is_cuda(value) else value
+    if type(value) is _Device and value.type in ("cuda", "phantom"):
+        return _Device("phantom", 0) if value.type == "cuda" or value.index else value
     return value
+
+
+def _is_cuda(name: str) -> bool:
+    return name == "cuda" or name.startswith("cuda:")
 
 
 class _DeviceType(type):
@@ -79,40 +76,95 @@ class _DeviceType(type):
         return issubclass(subclass, _Device)
 
 
+class _GeneratorType(type):
+    """Makes generators like ``torch.Generator``."""
+
+    def __call__(cls, device: Any = "cpu") -> torch.Generator:
+        return _Generator(torch.device(device))
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _Generator)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, _Generator)
+
+
 class _CudaIsPhantom(TorchFunctionMode):
     """Maps devices among the arguments of torch's functions and tensor methods, and
-    follows what is known of the values."""
+    follows what is known of the values. Of one thread."""
+
+    def __init__(self, decisions: Decisions) -> None:
+        super().__init__()
+        self._decisions = decisions
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is torch.Tensor.cuda:
             return args[0].to("phantom", **_only(kwargs, "non_blocking"))
-        if func is torch.Tensor.is_cuda.__get__:
+        if func == _IS_CUDA:
             return args[0].device.type == "phantom"
         args = tuple(phantom_of(a) for a in args)
         kwargs = {name: phantom_of(v) for name, v in (kwargs or {}).items()}
-        return finiteness.follow(func, args, kwargs, func(*args, **kwargs))
+        if func is torch.Tensor.to and len(args) > 1 and type(args[1]) is int:
+            args = (args[0], "phantom", *args[2:])
+        if type(kwargs.get("device")) is int:  # an index, of a rank's own device
+            kwargs["device"] = "phantom"
+        result = func(*args, **kwargs)
+        self._decisions.notice(func, args, result)
+        return finiteness.follow(func, args, kwargs, result)
 
 
 def _only(kwargs: dict[str, Any] | None, *names: str) -> dict[str, Any]:
     return {name: v for name, v in (kwargs or {}).items() if name in names}
 
 
+def _replace_threads(decisions: Decisions) -> None:
+    start = threading.Thread.start
+
+    def start_on_phantom(self: threading.Thread) -> None:
+        run = self.run
+
+        def run_on_phantom() -> None:
+            with _CudaIsPhantom(decisions):
+                run()
+
+        put(self, "run", run_on_phantom)
+        start(self)
+
+    put(threading.Thread, "start", start_on_phantom)
+
+
+def _restored(storage: Any, location: str) -> Any:
+    """Of torch.load: what was saved on a GPU, or is asked for on one."""
+    return storage.to(device=_Device("phantom", 0)) if _is_cuda(location) else None
+
+
 # -- torch.cuda ----------------------------------------------------------------------
 
 
-def _replace_cuda_module(memory: int | None) -> None:
+def _replace_cuda_module(
+    num_devices: int, memory: int | None, notes: list[str]
+) -> None:
     total = memory or 80 << 30
+
+    def skip_fraction(fraction: float, device: Any = None) -> None:
+        notes.append(
+            f"set_per_process_memory_fraction({fraction}) was skipped: pass that share "
+            "as --device-memory"
+        )
+
     properties = types.SimpleNamespace(
         name="lowtide phantom",
         major=9,
         minor=0,
         total_memory=total,
         multi_processor_count=132,
+        max_threads_per_multi_processor=2048,
+        warp_size=32,
+        L2_cache_size=50 << 20,
         gcnArchName="",
     )
-    local_world = int(os.environ["LOCAL_WORLD_SIZE"])
     ours: dict[str, Any] = {
         name: getattr(device_module, name)
         for name in dir(device_module)
@@ -123,7 +175,7 @@ def _replace_cuda_module(memory: int | None) -> None:
     ours |= {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "device_count": lambda: local_world,
+        "device_count": lambda: num_devices,
         "current_device": lambda: 0,
         "set_device": lambda device: None,
         "device": _AnyDevice,
@@ -137,14 +189,18 @@ def _replace_cuda_module(memory: int | None) -> None:
         "stream": lambda stream: device_module.stream(stream),
         "is_current_stream_capturing": lambda: False,
         "ipc_collect": lambda: None,
+        "set_per_process_memory_fraction": skip_fraction,
     }
     for name, value in ours.items():
-        setattr(torch.cuda, name, _for_any_device(name, value))
-    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved"):
-        setattr(torch.cuda.memory, name, getattr(torch.cuda, name))
+        stand_in = _for_any_device(name, value)
+        setattr(torch.cuda, name, stand_in)
+        if hasattr(torch.cuda.memory, name):
+            setattr(torch.cuda.memory, name, stand_in)
+    put(torch.cuda.memory, "_record_memory_history", lambda *args, **kwargs: None)
+    put(torch.cuda.memory, "_set_allocator_settings", _set_allocator)
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, lambda *args: 0)
-    _put(torch.nn.Module, "cuda", lambda self, device=None: self.to("phantom"))
+    put(torch.nn.Module, "cuda", lambda self, device=None: self.to("phantom"))
 
 
 _ONE_DEVICE = {
@@ -172,23 +228,40 @@ class _AnyDevice(device_module.device):
         super().__init__(None)
 
 
+def _set_allocator(conf: str) -> None:
+    settings = alloc_conf.parse(conf)
+    if settings.keys() != {"expandable"}:
+        raise ValueError(
+            "lowtide: plan: expected a program that switches expandable_segments alone "
+            f"while it runs, got {conf!r}. Pass --allocator {conf} and leave it out."
+        )
+    AllocatorModel.of_device().set_expandable(settings["expandable"])
+
+
 # -- autocast ------------------------------------------------------------------------
 
 
 def _replace_amp() -> None:
-    _map_first_argument(torch.amp.autocast_mode.autocast, "__init__", "device_type")
-    _map_first_argument(torch.amp.grad_scaler.GradScaler, "__init__", "device")
-    for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled"):
-        _map_function(torch, name)
+    map_first_argument(torch.amp.autocast_mode.autocast, "__init__", "device_type")
+    map_first_argument(torch.amp.grad_scaler.GradScaler, "__init__", "device")
+    for name in ("get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype"):
+        map_function(torch, name)
+    is_enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+    put(
+        torch,
+        "is_autocast_enabled",
+        lambda device_type="cuda": is_enabled(phantom_of(device_type)),
+    )
+    put(torch, "get_autocast_gpu_dtype", lambda: dtype("cuda"))
 
     def step(self: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
         sum(found.item() for found in state["found_inf_per_device"].values())
         return optimizer.step(*args, **kwargs)  # no value says that it overflowed
 
-    _put(torch.amp.grad_scaler.GradScaler, "_maybe_opt_step", step)
+    put(torch.amp.grad_scaler.GradScaler, "_maybe_opt_step", step)
 
 
-def _map_first_argument(owner: Any, name: str, keyword: str) -> None:
+def map_first_argument(owner: Any, name: str, keyword: str) -> None:
     function = getattr(owner, name)
 
     @functools.wraps(function)
@@ -204,7 +277,7 @@ def _map_first_argument(owner: Any, name: str, keyword: str) -> None:
     setattr(owner, name, mapped)
 
 
-def _map_function(owner: Any, name: str) -> None:
+def map_function(owner: Any, name: str) -> None:
     function: Callable[..., Any] = getattr(owner, name)
 
     @functools.wraps(function)
@@ -215,67 +288,7 @@ def _map_function(owner: Any, name: str) -> None:
     setattr(owner, name, mapped)
 
 
-# -- torch.distributed ---------------------------------------------------------------
-
-
-def _replace_distributed(world: int, rank: int) -> None:
-    torchs = dist.init_process_group
-
-    def init_process_group(*args: Any, **kwargs: Any) -> None:
-        dist.init_process_group = torchs  # what init_world calls
-        try:
-            init_world(world, rank)
-        finally:
-            dist.init_process_group = init_process_group
-
-    new_group = dist.new_group
-
-    def group_of_one_backend(*args: Any, **kwargs: Any) -> Any:
-        kwargs = {k: v for k, v in kwargs.items() if k not in ("backend", "device_id")}
-        return new_group(*args[:2], **kwargs)
-
-    for module in (dist, dist.distributed_c10d):
-        module.init_process_group = init_process_group
-        module.new_group = group_of_one_backend
-        module.is_nccl_available = lambda: True
-    from torch.distributed import device_mesh
-
-    _map_first_argument(device_mesh.DeviceMesh, "__init__", "device_type")
-    _map_function(device_mesh, "init_device_mesh")
-    dist.init_device_mesh = device_mesh.init_device_mesh
-
-
-def _replace_ddp(notes: list[str]) -> None:
-    """What reads back what other ranks sent: shapes, the order of gradients, and the
-    results of an all-reduce, which the fake group's futures do not have."""
-    from torch.nn.parallel import distributed
-
-    note = "DDP keeps its first bucket instead of cutting it into smaller ones"
-    ddp = distributed.DistributedDataParallel
-    construct, register = ddp.__init__, ddp.register_comm_hook
-
-    def reduced(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    @functools.wraps(construct)
-    def construct_with_hook(self: Any, *args: Any, **kwargs: Any) -> None:
-        construct(self, *args, **kwargs)
-        register(self, None, reduced)
-
-    def ignore_hook(self: Any, state: object, hook: Any) -> None:
-        notes.append(f"DDP's communication hook {hook.__qualname__} was skipped")
-
-    def keep_buckets(self: Any) -> bool:
-        if note not in notes:
-            notes.append(note)
-        return False
-
-    _put(ddp, "__init__", construct_with_hook)
-    _put(ddp, "register_comm_hook", ignore_hook)
-    distributed._verify_param_shape_across_processes = lambda *args, **kwargs: None
-    _put(dist.Reducer, "_rebuild_buckets", keep_buckets)
+# -- torch.compile -------------------------------------------------------------------
 
 
 def _replace_compile(notes: list[str]) -> None:
@@ -284,7 +297,9 @@ def _replace_compile(notes: list[str]) -> None:
     def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
         if note not in notes:
             notes.append(note)
+        if isinstance(model, torch.nn.Module):
+            model.__dict__["_orig_mod"] = model  # what programs save
         return (lambda inner: inner) if model is None else model
 
-    _put(torch, "compile", compile)
-    _put(torch.nn.Module, "compile", lambda self, *args, **kwargs: compile())
+    put(torch, "compile", compile)
+    put(torch.nn.Module, "compile", lambda self, *args, **kwargs: compile())

@@ -20,7 +20,7 @@ def follow(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) 
     """``result`` of a torch function, or what is known of it if a number was read."""
     name = getattr(func, "__name__", "")
     if name in _READS:
-        fact = _fact_of(args[0])
+        fact = fact_of(args[0])
         return result if fact is None else _filled(result, fact)
     operands = [*args, *kwargs.values()][:2] if name in _RULES else ()
     if isinstance(result, torch.Tensor) and any(map(_is_known, operands)):
@@ -43,22 +43,23 @@ def _learn(tensor: Any, fact: Fact) -> None:
 
 
 def _forget(written: Any) -> None:
-    if isinstance(written, torch.Tensor) and _fact_of(written) is not None:
+    if isinstance(written, torch.Tensor) and fact_of(written) is not None:
         written._lowtide_fact = None
 
 
-def _fact_of(value: Any) -> Fact:
+def fact_of(value: Any) -> Fact:
+    """What every element of a tensor, or of all tensors of a list, is."""
     if isinstance(value, torch.Tensor):
         fact: Fact = getattr(value, "_lowtide_fact", None)
         return fact
     if isinstance(value, (list, tuple)):  # of torch.stack
-        facts = {_fact_of(item) for item in value}
+        facts = {fact_of(item) for item in value}
         return facts.pop() if len(facts) == 1 else None
     return bool(value) if isinstance(value, (int, float)) and value in (0, 1) else None
 
 
 def _is_known(value: Any) -> bool:
-    return not isinstance(value, (int, float)) and _fact_of(value) is not None
+    return not isinstance(value, (int, float)) and fact_of(value) is not None
 
 
 def _filled(result: Any, fact: bool) -> Any:
@@ -71,27 +72,27 @@ def _filled(result: Any, fact: bool) -> Any:
 
 
 def _same(args: Sequence[Any]) -> Fact:
-    return _fact_of(args[0])
+    return fact_of(args[0])
 
 
 def _copied(args: Sequence[Any]) -> Fact:
-    return _fact_of(args[1])
+    return fact_of(args[1])
 
 
 def _no(args: Sequence[Any]) -> Fact:
-    fact = _fact_of(args[0])
+    fact = fact_of(args[0])
     return None if fact is None else not fact
 
 
 def _both(args: Sequence[Any]) -> Fact:
-    facts = [_fact_of(value) for value in args]
+    facts = [fact_of(value) for value in args]
     if False in facts:
         return False
     return None if None in facts else True
 
 
 def _either(args: Sequence[Any]) -> Fact:
-    facts = [_fact_of(value) for value in args]
+    facts = [fact_of(value) for value in args]
     if True in facts:
         return True
     return None if None in facts else False
@@ -99,17 +100,17 @@ def _either(args: Sequence[Any]) -> Fact:
 
 def _total(args: Sequence[Any]) -> Fact:
     """How many are true is known only if none is."""
-    return False if _fact_of(args[0]) is False else None
+    return False if fact_of(args[0]) is False else None
 
 
 def _sum_of_two(args: Sequence[Any]) -> Fact:
-    return False if all(_fact_of(value) is False for value in args) else None
+    return False if all(fact_of(value) is False for value in args) else None
 
 
 def _compared(compare: Callable[[Any, Any], bool]) -> Callable[[Sequence[Any]], Fact]:
     def rule(args: Sequence[Any]) -> Fact:
         left, right = (
-            value if isinstance(value, (int, float)) else _fact_of(value)
+            value if isinstance(value, (int, float)) else fact_of(value)
             for value in args
         )
         if left is None or right is None:

@@ -1,6 +1,8 @@
 """What a program allocates on the phantom device, and what is known about it."""
 
+import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +26,10 @@ _PASS_THROUGH = (
     *("UnsafeViewBackward", "ReshapeAliasBackward", "ExpandBackward"),
     *("ToCopyBackward", "AliasBackward"),
 )
+
+
+# How much more often than asked for an optimizer may step while others do not.
+_PATIENCE = 10
 
 
 class Finished(BaseException):
@@ -76,11 +82,15 @@ class Recorder:
     forward_sequences: dict[int, int] = field(default_factory=dict)  # -> allocation
     _in_optimizer: bool = False
     _has_gradients: bool = False
-    _steps: dict[int, int] = field(default_factory=dict)  # of each optimizer
+    _steps: "weakref.WeakKeyDictionary[Optimizer, int]" = field(
+        default_factory=weakref.WeakKeyDictionary
+    )  # of each optimizer that is there
     _leases: "_LeaseWatch" = field(default_factory=lambda: _LeaseWatch())
     _hooks: list[Any] = field(default_factory=list)
+    _construct: Any = None  # torch's own constructor of optimizers
 
     def start(self) -> None:
+        self._watch_optimizers()
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -89,6 +99,7 @@ class Recorder:
 
     def stop(self) -> None:
         _phantom.set_allocation_listener(None)
+        Optimizer.__init__ = self._construct  # type: ignore[method-assign]
         for hook in self._hooks:
             hook.remove()
         self._watch_leases()
@@ -135,6 +146,21 @@ class Recorder:
 
     # -- the optimizer ----------------------------------------------------------------
 
+    def _watch_optimizers(self) -> None:
+        """One that has not stepped yet is waited for."""
+        construct = self._construct = Optimizer.__init__
+
+        @functools.wraps(construct)
+        def construct_and_count(optimizer: Optimizer, *args: Any, **kw: Any) -> None:
+            construct(optimizer, *args, **kw)
+            self._steps.setdefault(optimizer, 0)
+
+        Optimizer.__init__ = construct_and_count  # type: ignore[method-assign,assignment]
+
+    def waiting(self) -> list[str]:
+        """Optimizers that stepped less often than was asked for."""
+        return [type(o).__name__ for o, n in self._steps.items() if n < self.num_steps]
+
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._in_optimizer = True
         self._has_gradients = _has_gradients(optimizer)
@@ -160,18 +186,17 @@ class Recorder:
         self._in_optimizer = False
         if not (self._has_gradients or _has_gradients(optimizer)):
             self.idle_steps.append(type(optimizer).__name__)
-        done = self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
+        done = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if done <= len(self.step_ends):  # another optimizer's part of the step
             self.step_ends.pop()
             self.step_frees.pop()
             self.step_times.pop()
         else:
-            self.progress(done)
+            self.progress(min(done, self.num_steps))
         self.step_frees.append(_num_frees())
         self.step_times.append(_phantom.time_on_device())
         self.step_ends.append(len(self.allocations))
-        # Programs with several optimizers step all of them equally often.
-        if min(self._steps.values()) >= self.num_steps:
+        if not self.waiting() or done >= _PATIENCE * self.num_steps:
             raise Finished
 
     def _label(self, category: str, name: str, tensor: torch.Tensor) -> None:

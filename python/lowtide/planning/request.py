@@ -51,6 +51,7 @@ class Request:
     program: Program
     world: int = 1
     rank: int = 0
+    torchrun: bool = True  # a script's environment: RANK and the like are set
     steps: int = 3
     device_memory: int | None = None
     allocator: dict[str, Any] = field(default_factory=dict)  # of phantom.install

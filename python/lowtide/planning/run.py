@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lowtide.phantom import alloc_conf
 from lowtide.planning import worker
 from lowtide.planning.report import Plan
 from lowtide.planning.request import Functions, ModelFile, Request
@@ -43,7 +44,8 @@ def plan(
         allow: Operators, ``"aten::foo"``, whose memory on CUDA was not reviewed; their
             outputs are counted, but not what they take while they run.
         allocator: ``expandable=True`` and the other settings of
-            :func:`lowtide.phantom.install`.
+            :func:`lowtide.phantom.install`. None: what ``PYTORCH_CUDA_ALLOC_CONF`` or
+            ``PYTORCH_ALLOC_CONF`` say.
 
     Raises:
         PlanError: When the program fails, or never steps an optimizer.
@@ -59,7 +61,7 @@ def plan(
             steps=steps,
             device_memory=device_memory,
             allow=tuple(allow),
-            allocator=allocator,
+            allocator=allocator or alloc_conf.parse(alloc_conf.environment()),
         )
     )
 

@@ -12,18 +12,19 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-import torch
-
 import lowtide.phantom
+from lowtide.phantom import alloc_conf
 from lowtide.phantom.allocator import AllocatorModel
-from lowtide.planning import cuda, snapshot, step_times
+from lowtide.planning import cuda, process_group, snapshot, step_times
 from lowtide.planning.analysis import Analysis
 from lowtide.planning.build import build_plan
+from lowtide.planning.decisions import Decisions
 from lowtide.planning.model_file import train_model_file
 from lowtide.planning.recording import Finished, Recorder
 from lowtide.planning.report import Plan
 from lowtide.planning.request import ModelFile, Module, Program, Request, Script
 from lowtide.planning.script import run_module, run_script
+from lowtide.planning.stacks import Line
 
 _MAX_EVENTS = 50_000_000
 
@@ -71,12 +72,17 @@ def run(request: Request, progress: Callable[[int], None]) -> Plan:
     lowtide.phantom.install(mode="meta", **settings)
     allocator = AllocatorModel.of_device()
     allocator.record_history(_MAX_EVENTS)
+    decisions = Decisions()
     cuda.set_up(
-        world=request.world,
-        rank=request.rank,
+        num_devices=process_group.ranks_of_a_node(request.world),
         memory=request.device_memory,
+        decisions=decisions,
         notes=notes,
     )
+    process_group.set_up(
+        world=request.world, rank=request.rank, torchrun=request.torchrun, notes=notes
+    )
+    conf = alloc_conf.environment()
     recorder = Recorder(num_steps=request.steps, progress=progress)
     clock = lowtide.phantom.timeline(request.time) if request.time else None
     recorder.start()
@@ -88,6 +94,9 @@ def run(request: Request, progress: Callable[[int], None]) -> Plan:
         finally:
             recorder.stop()
     _check_steps(request, recorder, notes)
+    _check_allocator(conf)
+    if note := decisions.note():
+        notes.append(note)
     progress(request.steps + 1)
     gc.freeze()
     analysis = Analysis.of(recorder, allocator)
@@ -145,14 +154,36 @@ def _check_steps(request: Request, recorder: Recorder, notes: list[str]) -> None
         raise RuntimeError(
             "lowtide: plan: expected a program that calls the step() of a "
             f"torch.optim.Optimizer, got none when {name_of(request.program)} ended. "
-            "Check its arguments, or that it trains."
+            "Check that it trains with these arguments, and not in processes that it "
+            "starts."
+        )
+    if not recorder.allocations:
+        raise RuntimeError(
+            "lowtide: plan: expected a program that trains on 'cuda', got nothing "
+            f"there in {done} steps of {name_of(request.program)}. Move its model and "
+            "data to 'cuda', or ask for the device in its arguments."
         )
     if done < request.steps:
         notes.append(f"the program ended after {done} of {request.steps} steps")
+    for name in recorder.waiting():
+        notes.append(
+            f"{name} did not step as often: what it holds from its first steps on may "
+            "not be in the figures"
+        )
     for name, count in collections.Counter(recorder.idle_steps).items():
         notes.append(
             f"{name} stepped without gradients, {count} times in {done} steps: what "
             "the program decides by values read back, 1 or False, may have dropped them"
+        )
+
+
+def _check_allocator(before: str) -> None:
+    conf = alloc_conf.environment()
+    if conf != before:
+        raise ValueError(
+            "lowtide: plan: expected PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF to "
+            f"stay what they were, {before!r}, got {conf!r}, which the program set. "
+            "Set it before the command too."
         )
 
 
@@ -161,15 +192,31 @@ def message_of(error: BaseException) -> str:
     text = str(error)
     if text.startswith("lowtide: "):
         return text
-    place = traceback.extract_tb(error.__traceback__)
-    own = os.path.dirname(os.path.abspath(lowtide.__file__))
-    torch_files = os.path.dirname(torch.__file__)
-    users = [f for f in place if not f.filename.startswith((own, torch_files, "<"))]
-    where = f" at {users[-1].filename}:{users[-1].lineno}" if users else ""
+    if on_cuda := "NVIDIA driver" in text or "CUDA driver" in text:
+        text = text.splitlines()[0]
+    where = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if Line(frame.filename, frame.lineno or 0, frame.name).is_in_program:
+            where = f" at {frame.filename}:{frame.lineno}"
     return (
         "lowtide: plan: expected the program to train, got "
-        f"{type(error).__name__}{where}: {text}. Values on the device are 1 or False; "
-        "run the program on the CPU to see whether it fails there too."
+        f"{type(error).__name__}{where}: {text}. {_next_step(error, on_cuda)}"
+    )
+
+
+def _next_step(error: BaseException, on_cuda: bool) -> str:
+    if isinstance(error, SystemExit):
+        return "Check its arguments; --output FILE has what it printed."
+    if isinstance(error, KeyError) and error.args[0] in process_group.VARIABLES:
+        return "Pass --world N, which sets it as torchrun does."
+    if on_cuda:
+        return (
+            "The phantom device has nothing in place of this part of CUDA: leave it "
+            "out where torch.cuda.get_device_name() is 'lowtide phantom'."
+        )
+    return (
+        "Values on the device are 1 or False; run the program on the CPU to see "
+        "whether it fails there too."
     )
 
 

@@ -136,6 +136,34 @@ def test_allowed_operators_are_said(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("environment", "given", "expandable"),
+    [
+        ({}, [], False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, [], True),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, [], True),
+        (
+            {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+            ["--allocator", "large_segment_size_mb:40"],
+            False,
+        ),
+    ],
+)
+def test_settings_of_the_allocator(
+    tmp_path, monkeypatch, environment, given, expandable
+):
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "train.py").write_text(TOPK.replace(".topk(2)[0]", ""))
+    done = run(*given, "--json", "plan.json", "--", "train.py", directory=tmp_path)
+    assert done.returncode == 0, done.stderr
+    settings = plan_in(tmp_path).allocator
+    assert settings["expandable"] is expandable
+    assert settings["large_segment"] == (40 << 20 if given else 20 << 20)
+
+
 def test_a_module(tmp_path):
     (tmp_path / "package").mkdir()
     (tmp_path / "package/__init__.py").touch()

@@ -100,9 +100,11 @@ def test_sharding_divides_what_is_held():
 
 
 def train_without_listener(system: str, world: int) -> None:
-    from lowtide.planning import cuda, model_file
+    from lowtide.planning import cuda, model_file, process_group
+    from lowtide.planning.decisions import Decisions
 
-    cuda.set_up(world=world, rank=0, memory=None, notes=[])
+    cuda.set_up(num_devices=world, memory=None, decisions=Decisions(), notes=[])
+    process_group.set_up(world=world, rank=0, torchrun=True, notes=[])
     recorder = Recorder(num_steps=3)  # not started
     program = ModelFile(planned.LLAMA, "bytes", system, sequence=256)  # type: ignore
     try:

@@ -50,11 +50,12 @@ def test_a_step_is_kept(tmp_path, decide):
 
 def test_steps_without_gradients_are_said(tmp_path):
     decide = "if not clip(parameters, 1.0) < 5: optimizer.zero_grad()"
-    plan = planned(tmp_path, BUILD + STEPS.format(decide=decide))
-    assert plan.notes == [
+    without, decided = planned(tmp_path, BUILD + STEPS.format(decide=decide)).notes
+    assert without == (
         "AdamW stepped without gradients, 3 times in 3 steps: what the program decides "
         "by values read back, 1 or False, may have dropped them"
-    ]
+    )
+    assert "train.py:10: they read as False" in decided
 
 
 EXPRESSIONS = {

@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
 import lowtide
 from lowtide.cli import main
@@ -113,8 +114,25 @@ def test_program_that_never_steps():
         lowtide.plan(planned.build, planned.step_without_optimizer)
     assert str(raised.value) == (
         "lowtide: plan: expected a program that calls the step() of a "
-        "torch.optim.Optimizer, got none when step_without_optimizer ended. Check its "
-        "arguments, or that it trains."
+        "torch.optim.Optimizer, got none when step_without_optimizer ended. Check that "
+        "it trains with these arguments, and not in processes that it starts."
+    )
+
+
+def test_program_on_the_cpu(capsys, tmp_path):
+    text = (
+        "import torch\n"
+        "w = torch.nn.Linear(8, 8)\n"
+        "opt = torch.optim.SGD(w.parameters(), lr=1)\n"
+        "while True:\n"
+        "    w(torch.ones(1, 8)).sum().backward()\n"
+        "    opt.step()\n"
+    )
+    path = script(tmp_path, text)
+    assert complaint(capsys, "--", path) == (
+        "lowtide: plan: expected a program that trains on 'cuda', got nothing there in "
+        f"3 steps of {path}. Move its model and data to 'cuda', or ask for the device "
+        "in its arguments."
     )
 
 
@@ -252,3 +270,67 @@ def test_the_message_names_what_allows_an_operator(tmp_path):
     path = script(tmp_path, TOPK)
     with pytest.raises(PlanError, match="--allow aten::topk to `lowtide plan`"):
         plan_request(Request(Script(path)))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["torchrun", "--nproc-per-node", "8", "train.py"],
+        ["python", "train.py"],
+        ["-m", "torch.distributed.run", "train.py"],
+    ],
+)
+def test_a_launcher(capsys, given):
+    assert complaint(capsys, "--", *given) == (
+        "lowtide: plan: expected what the launcher is given after `--`, got "
+        f"{' '.join(given)}. Leave it and its options out: --world says how many ranks "
+        "there are."
+    )
+
+
+def test_arguments_that_the_program_refuses(capsys, tmp_path):
+    text = "import argparse\nargparse.ArgumentParser().parse_args()\n"
+    path = script(tmp_path, text)
+    assert complaint(capsys, "--", path, "--lr") == (
+        f"lowtide: plan: expected the program to train, got SystemExit at {path}:2: 2. "
+        "Check its arguments; --output FILE has what it printed."
+    )
+
+
+def test_a_script_for_torchrun_without_a_world(capsys, monkeypatch, tmp_path):
+    monkeypatch.delenv("RANK", raising=False)
+    path = script(tmp_path, "import os\nrank = os.environ['RANK']\n")
+    assert complaint(capsys, "--", path) == (
+        f"lowtide: plan: expected the program to train, got KeyError at {path}:2: "
+        "'RANK'. Pass --world N, which sets it as torchrun does."
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA to call")
+def test_what_only_cuda_has(capsys, tmp_path):
+    path = script(tmp_path, "import torch\ntorch.cuda.CUDAGraph()\n")
+    message = complaint(capsys, "--", path)
+    assert message.startswith(
+        f"lowtide: plan: expected the program to train, got AcceleratorError at {path}:"
+        "2: CUDA error: "
+    )
+    assert message.endswith(
+        ". The phantom device has nothing in place of this part of CUDA: leave it out "
+        "where torch.cuda.get_device_name() is 'lowtide phantom'."
+    )
+
+
+def test_a_program_that_sets_the_allocator(capsys, monkeypatch, tmp_path):
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    text = (
+        "import os\n"
+        "os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments:True'\n"
+    )
+    path = script(tmp_path, text + TOPK.replace(".topk(2)[0]", ""))
+    assert complaint(capsys, "--", path) == (
+        "lowtide: plan: expected PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF to "
+        "stay what they were, '', got 'expandable_segments:True', which the program "
+        "set. Set it before the command too."
+    )
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert main(["plan", "--", path]) == 0

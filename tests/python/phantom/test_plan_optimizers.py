@@ -1,0 +1,75 @@
+"""When a step is over in programs with several optimizers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lowtide.planning import Plan, plan_request
+from lowtide.planning.request import Request, Script
+
+WEIGHT = 512 * 512 * 4
+BUILD = """
+import torch
+from torch import nn
+
+def step(optimizer, *models):
+    x = torch.ones(4, 512, device="cuda")
+    for model in models:
+        x = model(x)
+    x.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+a, b = (nn.Linear(512, 512, bias=False).cuda() for _ in range(2))
+of_a, of_b = (torch.optim.Adam(m.parameters()) for m in (a, b))
+"""
+
+
+def planned(folder: Path, text: str, **settings) -> Plan:
+    (folder / "train.py").write_text(BUILD + text)
+    return plan_request(Request(Script(str(folder / "train.py")), **settings))
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("repeats", [1, 5])
+def test_every_optimizer_has_its_steps(tmp_path, steps, repeats):
+    text = f"""
+while True:
+    for _ in range({repeats}):
+        step(of_a, a)
+    step(of_b, a, b)
+"""
+    plan = planned(tmp_path, text, steps=steps)
+    assert plan.by_category["optimizer_state"] >= 4 * WEIGHT
+    assert plan.steps == steps * repeats
+    assert plan.notes == []
+
+
+def test_an_optimizer_for_each_parameter(tmp_path):
+    text = """
+model = nn.Sequential(a, b)
+optimizers = {p: torch.optim.Adam([p]) for p in model.parameters()}
+del of_a, of_b
+
+def update(parameter):
+    optimizers[parameter].step()
+    optimizers[parameter].zero_grad()
+
+for parameter in model.parameters():
+    parameter.register_post_accumulate_grad_hook(update)
+while True:
+    model(torch.ones(4, 512, device="cuda")).sum().backward()
+"""
+    plan = planned(tmp_path, text, steps=1)
+    assert plan.by_category["optimizer_state"] >= 4 * WEIGHT
+
+
+def test_an_optimizer_that_never_steps_is_said(tmp_path):
+    plan = planned(tmp_path, "while True: step(of_a, a)\n")
+    assert plan.steps == 30
+    assert plan.notes == [
+        "Adam did not step as often: what it holds from its first steps on may not be "
+        "in the figures"
+    ]
