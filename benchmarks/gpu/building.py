@@ -90,7 +90,12 @@ class CppTests:
     seconds: int = 25
 
     def run(self, processes: Processes) -> Figures:
-        if CONFIGURED_FOR_TESTS not in (BUILD / "CMakeCache.txt").read_text():
+        cache = BUILD / "CMakeCache.txt"
+        if not cache.exists():
+            raise RuntimeError(
+                "tests: expected what the step build leaves, got none. Run it first."
+            )
+        if CONFIGURED_FOR_TESTS not in cache.read_text():
             return {"missing": NO_GTEST}
         make(processes, *(f"{room}_test" for room in ROOMS))
         ctest = Path(sysconfig.get_path("scripts"), "ctest")

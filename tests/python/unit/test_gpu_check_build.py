@@ -88,6 +88,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_tests_are_compiled_by_their_own_step(cache: Path) -> None:
     """If they do not compile, the rest is measured all the same."""
     processes: Any = FakeProcesses(("--build", 0, ""), ("--test-dir", 0, CTEST))
+    with pytest.raises(RuntimeError, match="^tests: expected what the step build"):
+        building.CppTests().run(processes)
     cache.write_text("LOWTIDE_TESTS:BOOL=OFF\n")
     assert building.CppTests().run(processes) == {"missing": building.NO_GTEST}
     assert processes.commands == []
