@@ -20,11 +20,12 @@ bool inside_recomputation() {
   return false;
 }
 
-c10::Device device_of(const std::vector<at::Tensor>& inputs) {
+c10::Device device_of(const std::vector<at::Tensor>& inputs,
+                      const Replay& replay) {
   for (const auto& input : inputs) {
     if (!input.is_cpu()) return input.device();
   }
-  return c10::Device(c10::kCPU);
+  return replay.device();
 }
 
 // The reason for a value whose producer the recomputation never reaches.
@@ -67,7 +68,7 @@ Frame::Frame(std::shared_ptr<Region> region,
       replay_(std::move(replay)),
       nested_recomputation_(inside_recomputation()),
       hooked_(!at::SavedTensorDefaultHooks::get_tls_state().stack.empty()),
-      state_(device_of(inputs)) {
+      state_(device_of(inputs, *replay_)) {
   inputs_.reserve(inputs.size());
   for (const auto& input : inputs) hold_input(input);
 }
@@ -278,7 +279,7 @@ void Frame::store_waiting() {
 
 void Frame::end_forward() {
   watcher_ = nullptr;
-  ++region_->num_calls;
+  if (!nested_recomputation_) ++region_->num_calls;
   for (; num_stored_ < stored_.size(); ++num_stored_) {
     stored_[num_stored_].tensors.clear();
     refuse(stored_[num_stored_].name, kNotNeeded);

@@ -62,6 +62,9 @@ class Recomputation : public std::enable_shared_from_this<Recomputation> {
 class Replay {
  public:
   virtual ~Replay() = default;
+  // Where the forward runs if all of its arguments are on the host: its hooks
+  // may move them.
+  virtual c10::Device device() const { return c10::Device(c10::kCPU); }
   // With grad mode on and autocast and generators restored: runs the forward on
   // `inputs`, giving `recomputation` every tensor autograd saves, and stops
   // quietly where it says so.

@@ -67,7 +67,8 @@ class Region {
   // forward has shown that all listed names are inputs, and again when one is
   // not.
   bool watches_interior = true;
-  // Forwards that returned, since the last reset.
+  // Forwards that returned, without those of regions around that were computed
+  // again, since the last reset.
   std::int64_t num_calls = 0;
 
  private:

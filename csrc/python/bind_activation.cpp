@@ -170,15 +170,17 @@ void bind_activation(py::module_& module) {
   py::class_<RegionCallbacks>(module, "RegionCallbacks")
       .def(py::init([](py::object call, py::object surroundings,
                        py::object recorder, py::object replayer,
-                       py::object is_state, py::object first_backward) {
+                       py::object is_state, py::object device_of,
+                       py::object first_backward) {
              return RegionCallbacks{
-                 std::move(call),     std::move(surroundings),
-                 std::move(recorder), std::move(replayer),
-                 std::move(is_state), std::move(first_backward)};
+                 std::move(call),          std::move(surroundings),
+                 std::move(recorder),      std::move(replayer),
+                 std::move(is_state),      std::move(device_of),
+                 std::move(first_backward)};
            }),
            py::kw_only(), py::arg("call"), py::arg("surroundings"),
            py::arg("recorder"), py::arg("replayer"), py::arg("is_state"),
-           py::arg("first_backward"));
+           py::arg("device_of"), py::arg("first_backward"));
 
   py::class_<CheckpointedCall>(module, "Region")
       .def(py::init([](std::string who,

@@ -1,5 +1,6 @@
 #include "python/checkpointed_call.h"
 
+#include <ATen/DeviceAccelerator.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/grad_mode.h>
 #include <pybind11/stl.h>
@@ -101,6 +102,11 @@ class CheckpointedCall::PythonReplay final : public activation::Replay {
     const py::gil_scoped_acquire gil;
     state_.reset();
     callbacks_.reset();
+  }
+
+  c10::Device device() const override {
+    if (!at::getAccelerator()) return c10::Device(c10::kCPU);
+    return callbacks_->device_of(state_->module).cast<c10::Device>();
   }
 
   void run(const std::vector<at::Tensor>& inputs,

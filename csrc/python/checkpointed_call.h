@@ -28,6 +28,8 @@ struct RegionCallbacks {
   pybind11::object replayer;
   // (module, tensor) -> whether it shows bytes of a parameter or buffer.
   pybind11::object is_state;
+  // (module) -> where its parameters are.
+  pybind11::object device_of;
   // (module), once, in the first backward that computes it again.
   pybind11::object first_backward;
 };

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from lowtide._state import activation_report as activations
+from lowtide._state.activation import device_of
 from lowtide._state.activation_report import ActivationReport
 from lowtide._state.memory import ledger
 from lowtide._state.unit import UnitState, unit_state
@@ -81,7 +82,7 @@ def memory_report(model: nn.Module, *, reset_peaks: bool = False) -> MemoryRepor
             f"lowtide, got {type(model).__name__} without a unit or a checkpointed "
             "module. Call lowtide.fully_shard or lowtide.checkpoint first."
         )
-    device = states[0].device if states else activations.device_of(model)
+    device = states[0].device if states else device_of(model)
     book = ledger(device)
     live, peak, at_peak = book.live(), book.peak(), book.at_total_peak()
     units = {state.name: state.materialized().plan() for state in states}

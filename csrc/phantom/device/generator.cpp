@@ -47,8 +47,8 @@ std::uint64_t PhantomGenerator::seed() {
 
 void PhantomGenerator::restore(Key key) {
   std::tie(seed_, offset_) = key;
-  const auto known = remembered_.find(key);
-  if (known != remembered_.end()) {
+  const auto known = remembered_->find(key);
+  if (known != remembered_->end()) {
     host_.set_state(known->second);
   } else {
     host_.set_current_seed(offset_ == 0 ? seed_ : mix(seed_, offset_));
@@ -72,10 +72,10 @@ void PhantomGenerator::set_state(const c10::TensorImpl& state) {
 }
 
 c10::intrusive_ptr<c10::TensorImpl> PhantomGenerator::get_state() const {
-  while (remembered_.size() >= kRemembered) {
-    remembered_.erase(remembered_.begin());
+  while (remembered_->size() >= kRemembered) {
+    remembered_->erase(remembered_->begin());
   }
-  remembered_[{seed_, offset_}] = host_.get_state();
+  (*remembered_)[{seed_, offset_}] = host_.get_state();
   const auto state = at::empty({kStateBytes}, at::kByte);
   auto* const bytes = static_cast<char*>(state.mutable_data_ptr());
   std::memcpy(bytes, &seed_, sizeof seed_);

@@ -5,6 +5,7 @@
 #include <ATen/core/Generator.h>
 
 #include <map>
+#include <memory>
 #include <utility>
 
 namespace lowtide::phantom {
@@ -45,7 +46,10 @@ class PhantomGenerator final : public c10::GeneratorImpl {
   at::Generator host_;
   std::uint64_t seed_;
   std::uint64_t offset_ = 0;
-  mutable std::map<Key, at::Tensor> remembered_;
+  // Shared with clones: a state that one of them has handed out is restored by
+  // another.
+  std::shared_ptr<std::map<Key, at::Tensor>> remembered_ =
+      std::make_shared<std::map<Key, at::Tensor>>();
 };
 
 // Of the device; owned by the library.

@@ -85,6 +85,7 @@ class RegionState:
                 recorder=Recorder,
                 replayer=Replayer,
                 is_state=_is_state,
+                device_of=device_of,
                 first_backward=_check_after_backward,
             ),
         )
@@ -133,6 +134,12 @@ def _is_state(module: nn.Module, tensor: torch.Tensor) -> bool:
         getattr(own, "_local_tensor", own).untyped_storage()._cdata == storage
         for own in itertools.chain(module.parameters(), module.buffers())
     )
+
+
+def device_of(module: nn.Module) -> torch.device:
+    for parameter in module.parameters():
+        return parameter.device
+    return torch.device("cpu")
 
 
 def _device_context() -> contextlib.AbstractContextManager[Any] | None:

@@ -201,9 +201,3 @@ def lines(report: ActivationReport, human: Callable[[int], str]) -> Iterable[str
 
 def _seconds(value: float | None) -> str:
     return "not measured on this device" if value is None else f"{value * 1e3:.1f} ms"
-
-
-def device_of(model: nn.Module) -> torch.device:
-    for parameter in model.parameters():
-        return parameter.device
-    return torch.device("cpu")

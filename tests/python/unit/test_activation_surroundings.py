@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from lowtide import checkpoint
+from lowtide import ActivationPolicy, checkpoint
+from lowtide._state.activation import region_state
+from lowtide._state.activation_report import planned_bytes
 from support.blocks import Mlp, assert_same_bits, gradients, rows, stack, step
 from support.regions import leaf, region
 
@@ -31,6 +33,15 @@ def test_nested_regions():
     ours = nested(4, wrap=True)
     for _ in range(2):
         assert_same_bits(step(ours), step(plain))
+
+
+def test_a_forward_that_is_computed_again_is_not_another_call():
+    inner = checkpoint(Mlp(), ActivationPolicy(offload=["input"]))
+    module = checkpoint(nn.Sequential(Mlp(), inner, Mlp()))
+    step(module)
+    assert region_state(inner).region.num_calls == 1
+    x = rows()
+    assert planned_bytes(module) == 2 * x.nbytes  # the region's and the one ahead
 
 
 def test_nested_regions_do_not_keep_inner_inputs():
