@@ -68,6 +68,11 @@ def run(request: Request, progress: Callable[[int], None]) -> Plan:
             "of operators that were allowed only the outputs are counted, not what "
             f"they take while they run: {', '.join(request.allow)}"
         )
+    if (fraction := request.allocator.get("memory_fraction", 1.0)) != 1.0:
+        raise ValueError(
+            "lowtide: plan: expected an allocator without per_process_memory_fraction, "
+            f"got {fraction}. Pass that share of the GPU as --device-memory."
+        )
     settings = {"allow": list(request.allow), **request.allocator}
     lowtide.phantom.install(mode="meta", **settings)
     allocator = AllocatorModel.of_device()

@@ -334,3 +334,12 @@ def test_a_program_that_sets_the_allocator(capsys, monkeypatch, tmp_path):
     )
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     assert main(["plan", "--", path]) == 0
+
+
+def test_a_share_of_the_memory(capsys, monkeypatch, tmp_path):
+    conf = "per_process_memory_fraction:0.8"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", conf)
+    assert complaint(capsys, "--", script(tmp_path, "x = 1\n")) == (
+        "lowtide: plan: expected an allocator without per_process_memory_fraction, got "
+        "0.8. Pass that share of the GPU as --device-memory."
+    )
