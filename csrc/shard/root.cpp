@@ -304,9 +304,9 @@ void Root::open_backward() {
   if (backward_ != -1) {
     return;
   }
+  extend_plans();
   backward_ = current_backward();
   LOWTIDE_INVARIANT(backward_ != -1, "autograd runs on this thread");
-  extend_plans();
   in_backward_ = participants();
   std::vector<UnitGradients*> streamed;
   for (auto* unit : in_backward_) {

@@ -3,7 +3,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Logging.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <numeric>
@@ -89,85 +88,10 @@ void Unit::attach(std::vector<at::Tensor> shards, std::vector<at::Tensor> full,
   }
 }
 
-void Unit::plan_gradients(std::int64_t budget_bytes) {
-  if (gradient_order_.size() != shards_.size()) {
-    // Backward completes a module's parameters roughly in reverse.
-    gradient_order_.resize(shards_.size());
-    std::iota(gradient_order_.rbegin(), gradient_order_.rend(), 0);
-  }
-  gradients_.plan(trainable(), gradient_order_, budget_bytes);
-  list_fused();
-}
-
-void Unit::expect_gradients(std::vector<std::int32_t> order) {
-  gradient_order_ = std::move(order);
-}
-
 void Unit::detach() {
   view_.reset();
   shards_.clear();
   gradients_.sharded().set_parameters({});
-}
-
-void Unit::extend_plan(std::int64_t budget_bytes) {
-  gradients_.extend_plan(trainable(), gradient_order_, budget_bytes);
-}
-
-// Makes autograd deliver gradients here.  Once a parameter, for forwards before
-// and after another plan, whose gradients may be summed in one backward.
-void Unit::install_nodes() {
-  nodes_.assign(full_.size(), nullptr);
-  for (std::size_t i = 0; i < full_.size(); ++i) {
-    if (torch::autograd::isDifferentiableType(full_[i].scalar_type())) {
-      nodes_[i] = install_gradient_node(full_[i], weak_from_this(),
-                                        static_cast<std::int32_t>(i));
-    }
-  }
-}
-
-void Unit::list_fused() {
-  listed_.clear();
-  for (std::size_t i = 0; i < full_.size(); ++i) {
-    const auto index = static_cast<std::int32_t>(i);
-    if (nodes_[i] && gradients_.parameter(index).fused) {
-      listed_.emplace_back(full_[i], weak_from_this(), index, nodes_[i]);
-    }
-  }
-}
-
-// [Note: Frozen and shown]
-// `requires_grad` is changed at what the module shows.  As in FSDP2, a full
-// parameter takes it over from its shard whenever it begins to be shown; what
-// changes while it is shown counts until it is not.
-void Unit::follow_shards() {
-  for (std::size_t i = 0; i < shards_.size(); ++i) {
-    const bool trainable = shards_[i].requires_grad();
-    if (full_[i].requires_grad() != trainable) {
-      full_[i].set_requires_grad(trainable);
-    }
-  }
-}
-
-bool Unit::may_want_gradient(std::size_t i) const {
-  return shards_[i].requires_grad() || (shown_ && full_[i].requires_grad());
-}
-
-bool Unit::plan_lacks_any() const {
-  for (std::size_t i = 0; i < shards_.size(); ++i) {
-    if (may_want_gradient(i) &&
-        gradients_.parameter(static_cast<std::int32_t>(i)).lane < 0) {
-      return true;
-    }
-  }
-  return false;
-}
-
-void Unit::follow_current_stream() {
-  for (const auto& node : nodes_) {
-    if (node) {
-      shard::follow_current_stream(*node);
-    }
-  }
 }
 
 void Unit::rename(std::string name,
@@ -184,15 +108,6 @@ void Unit::use_groups(UnitGroups groups) {
 void Unit::join(std::shared_ptr<Root> root, std::int32_t number) {
   root_ = std::move(root);
   number_ = number;
-}
-
-std::vector<bool> Unit::trainable() const {
-  std::vector<bool> trainable;
-  trainable.reserve(shards_.size());
-  for (std::size_t i = 0; i < shards_.size(); ++i) {
-    trainable.push_back(may_want_gradient(i));
-  }
-  return trainable;
 }
 
 // --- parameters -------------------------------------------------------------
@@ -417,6 +332,8 @@ void Unit::abort(bool drop_gradients) {
   in_backward_ = output_gradient_ = false;
   calls_without_grad_ = nested_calls_done_ = calls_without_inputs_ = 0;
   open_calls_.clear();
+  done_now_.clear();
+  done_before_.clear();
   for (std::size_t i = 0; i < main_gradients_.size(); ++i) {
     close_main_gradient(static_cast<std::int32_t>(i));
   }

@@ -300,6 +300,10 @@ class Unit final : public BackwardReceiver,
   // Forward calls whose inputs' gradients have not been seen, and calls that
   // ran without grad inside a recorded forward (re-entrant checkpoints).
   std::vector<WeakNodePtr> open_calls_;
+  // Those whose have been seen, in this backward and in earlier ones: of a
+  // graph that is retained they come again.
+  std::vector<WeakNodePtr> done_now_;
+  std::vector<WeakNodePtr> done_before_;
   std::int64_t calls_without_grad_ = 0;
   std::int64_t nested_calls_done_ = 0;
   // Recorded calls none of whose inputs required grad: nothing tells when their

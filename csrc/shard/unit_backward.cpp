@@ -95,12 +95,6 @@ void Unit::begin_backward() {
   }
 }
 
-// Not if it has been frozen since its forward: AccumulateGrad ignores it, too.
-bool Unit::wants_gradient(std::int32_t i) const {
-  const auto& decides = (shown_ ? full_ : shards_)[static_cast<std::size_t>(i)];
-  return gradients_.parameter(i).lane >= 0 && decides.requires_grad();
-}
-
 void Unit::on_parameter_gradient(std::int32_t i, at::Tensor gradient) {
   root_->open_backward();
   begin_backward();
@@ -158,16 +152,21 @@ void Unit::on_inputs_done(const torch::autograd::Node* node) {
   }
   bool more_to_come =
       calls_without_inputs_ > 0 || calls_without_grad_ > nested_calls_done_;
-  std::erase_if(open_calls_, [&](const WeakNodePtr& weak) {
+  const auto is_over = [&](const WeakNodePtr& weak, bool open) {
     const auto call = weak.lock();
     if (!call || call.get() == node) {
+      if (call) done_now_.push_back(weak);
       return true;
     }
     // Other calls count if this backward reaches them; of the outer graph a
     // nested backward only knows that they are open.
-    more_to_come |= nested || in_current_backward(call.get());
+    more_to_come |= nested ? open : in_current_backward(call.get());
     return false;
-  });
+  };
+  std::erase_if(open_calls_,
+                [&](const auto& weak) { return is_over(weak, true); });
+  std::erase_if(done_before_,
+                [&](const auto& weak) { return is_over(weak, false); });
   if (!more_to_come) {
     finish_backward();
   }
@@ -242,8 +241,12 @@ void Unit::end_backward(bool more_backwards) {
   if (!more_backwards) {
     calls_without_inputs_ = 0;
   }
-  std::erase_if(open_calls_,
-                [](const WeakNodePtr& call) { return call.expired(); });
+  const auto expired = [](const WeakNodePtr& call) { return call.expired(); };
+  std::erase_if(open_calls_, expired);
+  std::move(done_now_.begin(), done_now_.end(),
+            std::back_inserter(done_before_));
+  done_now_.clear();
+  std::erase_if(done_before_, expired);
   if (state() == UnitState::reducing) {
     state_.on(UnitEvent::drain);
   }

@@ -88,6 +88,17 @@ def retained_graph(system: System, record: Recorder) -> None:
         finish_step(model, optimizer, record)
 
 
+def retained_graph_summed(system: System, record: Recorder) -> None:
+    """A graph takes part in another backward together with a new one."""
+    model = llama(system)
+    optimizer = adamw(model)
+    for step in range(NUM_STEPS):
+        first = loss_of(model, step, 0)
+        first.backward(retain_graph=True)
+        (first + loss_of(model, step, 1)).backward()
+        finish_step(model, optimizer, record)
+
+
 def no_sync_steps_of_changing_length(system: System, record: Recorder) -> None:
     model = llama(system)
     optimizer = adamw(model)
@@ -318,6 +329,7 @@ PATTERNS: dict[str, Pattern] = {
         two_forwards_then_two_backwards,
         two_forwards_one_backward,
         retained_graph,
+        retained_graph_summed,
         no_sync_steps_of_changing_length,
         layers_left_out,
         sync_of_some_units,
