@@ -1,4 +1,4 @@
-"""Where FSDP2 goes wrong without an error, beside what lowtide does.
+"""Where FSDP2 goes wrong without an error, or does too much, beside what lowtide does.
 
 Weights tied over units: test_tied_weights.py.
 """
@@ -141,6 +141,65 @@ def test_lowtide_keeps_them_apart(pool_of, num_ranks):
     for grads in pool_of(num_ranks).run(use_one_expert_each, "lowtide"):
         for grad, expected in zip(grads, expected_gradients(num_ranks), strict=True):
             assert same_bits(grad, expected)
+
+
+# -- a unit called twice, after a microbatch without sync ---------------------------
+
+
+class Recurrent(nn.Module):
+    """One block that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.block = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.block(torch.tanh(self.block(self.stem(x)))))
+
+
+def microbatch(index: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * index + dist.get_rank())
+    return torch.randn(3, 4, generator=generator)
+
+
+def accumulated(system_name: str) -> torch.Tensor:
+    """The full gradient of the block's weight after two microbatches."""
+    torch.manual_seed(0)
+    model = Recurrent()
+    model = sharded(system_name, model, [model.block])
+    for index in range(2):
+        model.set_requires_gradient_sync(index == 1)
+        model(microbatch(index)).sum().backward()
+    return model.block.weight.grad.full_tensor()
+
+
+def reduced(apart: bool) -> torch.Tensor:
+    """The same by hand: every microbatch averaged over ranks, or their sum."""
+    torch.manual_seed(0)
+    model = Recurrent()
+    gradients = []
+    for index in range(2):
+        model(microbatch(index)).sum().backward()
+        gradients.append(model.block.weight.grad)
+        model.zero_grad()
+    means = gradients if apart else [gradients[0] + gradients[1]]
+    for gradient in means:
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
+    return means[0] + means[1] if apart else means[0]
+
+
+def test_a_unit_called_twice_is_reduced_once_where_fsdp2_reduces_it_apart(pool_of):
+    """FSDP2 sends what was accumulated after the first call, the rest after the second:
+    two collectives, and other last digits."""
+    pool = pool_of(2)
+    apart, together = pool.run(reduced, True), pool.run(reduced, False)
+    assert not same_bits(apart[0], together[0])
+    for mine, expected in zip(pool.run(accumulated, "lowtide"), together, strict=True):
+        assert same_bits(mine, expected)
+    for theirs, expected in zip(pool.run(accumulated, "fsdp2"), apart, strict=True):
+        assert same_bits(theirs, expected)
 
 
 # -- NaN on one rank ----------------------------------------------------------------
