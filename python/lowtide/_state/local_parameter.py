@@ -68,6 +68,13 @@ class LocalParameter(nn.Parameter):
             )
         self._sharded.grad = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Rows of its own, which belong to no sharded parameter."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        copy: nn.Parameter = memo[id(self)]
+        return copy
+
 
 # Optimizers loop over parameters of types that are not in it, as DTensor is.
 _foreach_supported_types.append(LocalParameter)

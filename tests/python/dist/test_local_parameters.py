@@ -3,6 +3,7 @@ DTensors."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -186,3 +187,25 @@ def test_they_are_the_shards_bytes(pool_of):
             "tensor. Change the gradient in place, or set the sharded parameter's; "
             "a state dict is taken inside `with lowtide.sharded_optimizer(...)`.",
         ]
+
+
+def averages_of() -> list[Any]:
+    """Copies as an exponential moving average keeps them."""
+    model, _ = make("local", Run(TINY, 2), "loop")
+    originals = lowtide.local_parameters(model)
+    copies = copy.deepcopy([originals[0], originals[0], originals[1]])
+    copies[0].data.add_(1.0)
+    copies[0].grad = torch.ones_like(copies[0])
+    return [
+        type(copies[0]) is nn.Parameter,
+        copies[0] is copies[1],
+        bool((copies[0] == originals[0] + 1.0).all()),
+        copies[0].requires_grad,
+        originals[0].grad is None,
+        copies[2].grad is None,
+    ]
+
+
+def test_copies_are_parameters_of_their_own(pool_of):
+    for facts in pool_of(2).run(averages_of):
+        assert facts == [True] * 6
