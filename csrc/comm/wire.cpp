@@ -2,6 +2,8 @@
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include "device/current_stream.h"
+
 namespace lowtide::comm {
 namespace {
 
@@ -17,11 +19,6 @@ c10::Stream new_stream(c10::Device device) {
 
 Wire::Wire(c10::Device device) : stream_(new_stream(device)) {}
 
-c10::Stream Wire::current() const {
-  return c10::impl::getDeviceGuardImpl(stream_.device_type())
-      ->getStream(stream_.device());
-}
-
 c10::Event Wire::point_on(const c10::Stream& stream) {
   if (spare_.empty()) spare_.emplace_back(stream_.device_type());
   c10::Event point = std::move(spare_.back());
@@ -31,13 +28,13 @@ c10::Event Wire::point_on(const c10::Stream& stream) {
 }
 
 void Wire::follow_current() {
-  auto point = point_on(current());
+  auto point = point_on(device::current_stream(stream_.device()));
   point.block(stream_);
   spare_.push_back(std::move(point));
 }
 
 void Wire::wait(c10::Event point) {
-  point.block(current());
+  point.block(device::current_stream(stream_.device()));
   spare_.push_back(std::move(point));
 }
 

@@ -47,7 +47,6 @@ class Wire {
  private:
   void follow_current();
   c10::Event point_on(const c10::Stream& stream);
-  c10::Stream current() const;
 
   c10::Stream stream_;
   std::vector<c10::Event> spare_;  // making one costs as much as recording it
