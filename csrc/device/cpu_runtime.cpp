@@ -10,7 +10,7 @@
 namespace lowtide::device {
 namespace {
 
-thread_local Stream current_stream = Stream::compute;
+thread_local Stream thread_stream = Stream::compute;
 
 }  // namespace
 
@@ -41,15 +41,15 @@ void CpuRuntime::synchronize(Stream /*stream*/) {}
 std::int64_t CpuRuntime::enter(Stream stream) {
   LOWTIDE_INVARIANT(stream != Stream::wire,
                     "only a process group runs on the wire stream");
-  const auto previous = static_cast<std::int64_t>(current_stream);
-  current_stream = stream;
+  const auto previous = static_cast<std::int64_t>(thread_stream);
+  thread_stream = stream;
   return previous;
 }
 
 void CpuRuntime::leave(std::int64_t previous) {
-  current_stream = static_cast<Stream>(previous);
+  thread_stream = static_cast<Stream>(previous);
 }
 
-Stream CpuRuntime::current() const { return current_stream; }
+Stream CpuRuntime::current() const { return thread_stream; }
 
 }  // namespace lowtide::device
