@@ -3,19 +3,11 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "python/plain_value.h"
+
 namespace py = pybind11;
 
 namespace lowtide::python {
-namespace {
-
-// Never holds a tensor: what most non-tensor arguments are.
-bool is_plain(PyObject* object) {
-  return object == Py_None || PyLong_Check(object) || PyFloat_Check(object) ||
-         PyUnicode_Check(object);
-}
-
-}  // namespace
-
 ArgumentTree::ArgumentTree(py::handle tree, std::vector<at::Tensor>& tensors) {
   read(tree, tensors);
 }

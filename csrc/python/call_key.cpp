@@ -18,7 +18,14 @@ using activation::combine;
 using activation::Lineage;
 
 // Told apart from other values of the same bits.
-enum class Kind : std::uint64_t { tensor, several, integer, real, other, type };
+enum class ValueKind : std::uint64_t {
+  tensor,
+  several,
+  integer,
+  real,
+  other,
+  type
+};
 
 // The metaclass's answer takes long, and most tensors are no parameters.
 bool is_parameter(PyObject* tensor) {
@@ -53,27 +60,28 @@ class Key {
     if (THPVariable_Check(object)) {
       const at::Tensor& tensor = THPVariable_Unpack(object);
       if (is_parameter(object)) lineage_.given(tensor);
-      add(Kind::tensor, lineage_.of(tensor));
+      add(ValueKind::tensor, lineage_.of(tensor));
     } else if (PyTuple_Check(object) || PyList_Check(object)) {
-      add(Kind::several, py::len(value));
+      add(ValueKind::several, py::len(value));
       for (const auto item : value) add(item);
     } else if (PyLong_Check(object)) {
-      add(Kind::integer, PyLong_AsUnsignedLongLongMask(object));
+      add(ValueKind::integer, PyLong_AsUnsignedLongLongMask(object));
     } else if (PyFloat_Check(object)) {
       // A NaN too is the same when it comes again.
-      add(Kind::real, std::bit_cast<std::uint64_t>(PyFloat_AS_DOUBLE(object)));
+      add(ValueKind::real,
+          std::bit_cast<std::uint64_t>(PyFloat_AS_DOUBLE(object)));
     } else if (has_value(object)) {
-      add(Kind::other, static_cast<std::uint64_t>(py::hash(value)));
+      add(ValueKind::other, static_cast<std::uint64_t>(py::hash(value)));
     } else if (THPGenerator_Check(object)) {
-      add(Kind::other,
+      add(ValueKind::other,
           address(THPGenerator_Unwrap(object).unsafeGetGeneratorImpl()));
     } else {
-      add(Kind::type, address(Py_TYPE(object)));
+      add(ValueKind::type, address(Py_TYPE(object)));
     }
   }
 
  private:
-  void add(Kind kind, std::uint64_t value) {
+  void add(ValueKind kind, std::uint64_t value) {
     hash_ = combine(combine(hash_, static_cast<std::uint64_t>(kind)), value);
   }
 

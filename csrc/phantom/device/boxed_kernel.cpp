@@ -51,8 +51,7 @@ void require_one_device(const c10::OperatorHandle& op, const Stack& stack) {
   for (const IValue& value : torch::jit::last(stack, num_arguments)) {
     if (!value.isTensor()) continue;
     const at::Tensor& tensor = value.toTensor();
-    if (!tensor.defined() || tensor.device().type() == kPhantom ||
-        tensor.dim() == 0) {
+    if (!tensor.defined() || is_phantom(tensor) || tensor.dim() == 0) {
       continue;
     }
     throw Error(base::error_text(

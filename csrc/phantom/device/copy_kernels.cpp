@@ -16,10 +16,6 @@ namespace {
 
 using at::Tensor;
 
-bool is_phantom(const Tensor& tensor) {
-  return tensor.device().type() == kPhantom;
-}
-
 void synchronize_current_stream() {
   phantom_device().memory().synchronize(current_stream());
   if (auto timeline = device_clock().timeline()) {

@@ -26,7 +26,7 @@ void report(PhantomDevice& device, void* data, std::int64_t bytes) {
 }
 
 // Runs wherever a tensor dies: logs, never throws.
-void release(void* data) {
+void give_back(void* data) {
   try {
     PhantomDevice& device = phantom_device();
     const auto bytes =
@@ -86,14 +86,14 @@ class Allocator final : public c10::DeviceAllocator {
     PhantomDevice& device = phantom_device();
     const Address address = malloc(device, bytes);
     auto* const data = reinterpret_cast<void*>(address);
-    c10::DataPtr owner(data, data, &release, kPhantomDevice);
+    c10::DataPtr owner(data, data, &give_back, kPhantomDevice);
     report(device, data,
            static_cast<std::int64_t>(device.memory().block_size(address)));
     tell_listener(address, bytes);
     return owner;
   }
 
-  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  c10::DeleterFnPtr raw_deleter() const override { return &give_back; }
 
   void copy_data(void* to, const void* from, std::size_t bytes) const override {
     if (phantom_device().exact()) std::memcpy(to, from, bytes);
@@ -150,7 +150,7 @@ c10::DeviceAllocator& device_allocator() {
 }
 
 void record_stream(const c10::DataPtr& data, c10::Stream stream) {
-  if (data.get_deleter() != &release) return;
+  if (data.get_deleter() != &give_back) return;
   phantom_device().memory().record_stream(address_of(data.get_context()),
                                           stream.id());
 }

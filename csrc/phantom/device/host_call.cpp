@@ -45,7 +45,7 @@ c10::Storage HostCall::host_storage(const c10::Storage& phantom) {
 }
 
 at::Tensor HostCall::host(const at::Tensor& tensor) {
-  if (!tensor.defined() || tensor.device().type() != kPhantom) return tensor;
+  if (!tensor.defined() || !is_phantom(tensor)) return tensor;
   for (const TensorPair& pair : tensors_) {
     if (pair.phantom.is_same(tensor)) return pair.host;
   }
@@ -57,7 +57,7 @@ at::Tensor HostCall::host(const at::Tensor& tensor) {
 }
 
 at::Tensor HostCall::phantom(const at::Tensor& tensor) {
-  if (!tensor.defined() || tensor.device().type() == kPhantom) return tensor;
+  if (!tensor.defined() || is_phantom(tensor)) return tensor;
   for (const TensorPair& pair : tensors_) {
     if (pair.host.is_same(tensor)) return pair.phantom;
   }

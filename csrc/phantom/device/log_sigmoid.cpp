@@ -16,7 +16,7 @@ namespace {
 
 using at::Tensor;
 
-std::tuple<Tensor, Tensor> forward(const Tensor& self) {
+std::tuple<Tensor, Tensor> log_sigmoid_forward(const Tensor& self) {
   HostCall call;
   const auto [output, buffer] = at::log_sigmoid_forward(call.host(self));
   if (phantom_device().exact()) {
@@ -27,8 +27,8 @@ std::tuple<Tensor, Tensor> forward(const Tensor& self) {
   return {result, at::empty({0}, self.options())};
 }
 
-Tensor backward(const Tensor& gradient, const Tensor& self,
-                const Tensor& buffer) {
+Tensor log_sigmoid_backward(const Tensor& gradient, const Tensor& self,
+                            const Tensor& buffer) {
   HostCall call;
   const Tensor result = call.phantom(at::log_sigmoid_backward(
       call.host(gradient), call.host(self), call.host(buffer)));
@@ -39,8 +39,8 @@ Tensor backward(const Tensor& gradient, const Tensor& self,
 }  // namespace
 
 void register_log_sigmoid(torch::Library& aten) {
-  aten.impl("log_sigmoid_forward", &forward);
-  aten.impl("log_sigmoid_backward", &backward);
+  aten.impl("log_sigmoid_forward", &log_sigmoid_forward);
+  aten.impl("log_sigmoid_backward", &log_sigmoid_backward);
 }
 
 }  // namespace lowtide::phantom

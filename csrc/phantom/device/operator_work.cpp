@@ -40,7 +40,7 @@ std::vector<Tensor> tensors_in(const IValue& value) {
   }
   // Numbers come as tensors of the host.
   const auto elsewhere = [](const Tensor& tensor) {
-    return !tensor.defined() || tensor.device().type() != kPhantom;
+    return !tensor.defined() || !is_phantom(tensor);
   };
   found.erase(std::remove_if(found.begin(), found.end(), elsewhere),
               found.end());

@@ -4,6 +4,7 @@
 // guard and hooks are process-wide; they all ask here.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
 #include <cstddef>
@@ -17,6 +18,10 @@ namespace lowtide::phantom {
 
 inline constexpr auto kPhantom = c10::DeviceType::PrivateUse1;
 inline const c10::Device kPhantomDevice(kPhantom, 0);
+
+inline bool is_phantom(const at::Tensor& tensor) {
+  return tensor.device().type() == kPhantom;
+}
 
 class PhantomDevice {
  public:

@@ -42,7 +42,7 @@ Ranges& ranges() {
   return *ranges;
 }
 
-void release(void* data) {
+void unpin(void* data) {
   ranges().remove(data);
   c10::free_cpu(data);
 }
@@ -53,10 +53,10 @@ class Pinned final : public c10::Allocator {
     if (bytes == 0) return {nullptr, c10::Device(c10::DeviceType::CPU)};
     void* const data = c10::alloc_cpu(bytes);
     ranges().add(data, bytes);
-    return {data, data, &release, c10::Device(c10::DeviceType::CPU)};
+    return {data, data, &unpin, c10::Device(c10::DeviceType::CPU)};
   }
 
-  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  c10::DeleterFnPtr raw_deleter() const override { return &unpin; }
 
   void copy_data(void* to, const void* from, std::size_t bytes) const override {
     std::memcpy(to, from, bytes);

@@ -50,7 +50,7 @@ at::Tensor view_like(const at::Tensor& base, const at::Tensor& like) {
 }
 
 at::Tensor host_view(const at::Tensor& tensor) {
-  if (tensor.device().type() != kPhantom) return tensor;
+  if (!is_phantom(tensor)) return tensor;
   auto owner = std::make_unique<c10::Storage>(tensor.storage());
   void* const data = owner->mutable_data();
   const std::size_t bytes = owner->nbytes();

@@ -1,26 +1,55 @@
 """LOWTIDE_UNITY: files that are compiled together do not name things alike."""
 
+import json
+import shlex
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 
 
-def test_the_libraries_are_joined_and_the_tests_are_not(tmp_path: Path) -> None:
-    """Files of a room of tests have helpers of the same names."""
+def configure(build: Path, *options: str) -> None:
     subprocess.run(
         [
-            *(SCRIPTS / "cmake", "-S", ROOT, "-B", tmp_path, "-G", "Ninja"),
+            *(SCRIPTS / "cmake", "-S", ROOT, "-B", build, "-G", "Ninja"),
             f"-DCMAKE_MAKE_PROGRAM={SCRIPTS / 'ninja'}",
             f"-DPython_EXECUTABLE={sys.executable}",
-            *("-DLOWTIDE_CUDA=OFF", "-DLOWTIDE_UNITY=ON", "-DLOWTIDE_TESTS=ON"),
+            "-DLOWTIDE_UNITY=ON",
+            *options,
         ],
         check=True,
         capture_output=True,
     )
+
+
+def test_the_libraries_are_joined_and_the_tests_are_not(tmp_path: Path) -> None:
+    """Files of a room of tests have helpers of the same names."""
+    configure(tmp_path, "-DLOWTIDE_CUDA=OFF", "-DLOWTIDE_TESTS=ON")
     rules = (tmp_path / "build.ninja").read_text()
     assert "lowtide_core.dir/Unity/" in rules
     assert "_test.dir/" in rules and "_test.dir/Unity/" not in rules
+
+
+@pytest.mark.timeout(900)  # reads all of the C++ once
+def test_all_files_of_a_library_may_be_joined(tmp_path: Path) -> None:
+    """Which eight are joined changes with every new file, and with CUDA."""
+    configure(tmp_path, "-DCMAKE_UNITY_BUILD_BATCH_SIZE=0")
+    commands = json.loads((tmp_path / "compile_commands.json").read_text())
+    joined = [c for c in commands if c["file"].endswith("Unity/unity_0_cxx.cxx")]
+    assert len(joined) >= 4
+    for command in joined:
+        words = shlex.split(command["command"])
+        output = words.index("-o")
+        del words[output : output + 2]
+        checked = subprocess.run(
+            [*words, "-fsyntax-only"],
+            cwd=command["directory"],
+            capture_output=True,
+            text=True,
+        )
+        assert checked.returncode == 0, checked.stderr
