@@ -79,7 +79,7 @@ Unit* Root::enter_forward(Unit& unit) {
     }
     begin_forward(unit);
   }
-  require_stream(unit);
+  require_stream(unit, "its forward");
   const auto next = schedule_.enter_forward(unit.number());
   return next ? units_[static_cast<std::size_t>(*next)] : nullptr;
 }
@@ -87,15 +87,16 @@ Unit* Root::enter_forward(Unit& unit) {
 // [Note: One compute stream]
 // What a unit frees serves whatever comes next on the stream that its bytes are
 // from, and a unit is gathered, with bytes of the stream that is current then,
-// before its own forward begins.
-void Root::require_stream(const Unit& unit) const {
+// before its own forward begins.  A loss that reads rows gathers its neighbours
+// ahead.
+void Root::require_stream(const Unit& unit, const char* what) const {
   if (device::current_stream(memory_->runtime().device()) == forward_stream_) {
     return;
   }
   throw Error(base::error_text(
       base::concat("unit '", unit.name(), "'"),
-      base::concat("its forward on the stream that the forward of '",
-                   forward_root_->name(), "' began on"),
+      base::concat(what, " on the stream that the forward of '", name_,
+                   "' began on"),
       "another stream",
       "Enter the stream around the whole forward, or shard the module that "
       "switches streams instead of those inside it: a unit's own forward may "
@@ -122,8 +123,9 @@ void Root::leave_forward(Unit& unit) {
   }
 }
 
-void Root::recorded_rows(Unit& unit) {
-  schedule_.leave_forward(unit.number(), /*recorded=*/true);
+void Root::enter_rows(const Unit& unit, bool recorded) {
+  require_stream(unit, "its rows to be read");
+  if (recorded) schedule_.leave_forward(unit.number(), recorded);
 }
 
 void Root::replan(Unit& unit) {

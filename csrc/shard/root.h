@@ -40,7 +40,7 @@ class Root : public std::enable_shared_from_this<Root> {
   Unit* enter_forward(Unit& unit);
   void leave_forward(Unit& unit);
   // What a unit that streams its rows calls instead, wherever the loss runs.
-  void recorded_rows(Unit& unit);
+  void enter_rows(const Unit& unit, bool recorded);
   // The unit's plan must be made again, before its next backward.
   void replan(Unit& unit);
   // True while a forward runs that autograd records.
@@ -69,7 +69,7 @@ class Root : public std::enable_shared_from_this<Root> {
   // Lives in the graph task; dies without `close` when the backward raised.
   struct Sentinel;
 
-  void require_stream(const Unit& unit) const;
+  void require_stream(const Unit& unit, const char* what) const;
   void begin_forward(Unit& unit);
   void end_forward();
   void close_backward();

@@ -64,9 +64,7 @@ void RowStream::begin_forward(bool recorded) {
   end();
   backward_ = false;
   rows_at_once_ = block_rows();
-  if (recorded) {
-    unit_.recorded_rows();
-  }
+  unit_.begin_rows_forward(recorded);
 }
 
 void RowStream::begin_backward() {

@@ -88,7 +88,9 @@ std::int64_t Unit::planned_input_bytes() const {
   return planned_gathered_bytes() / groups_.gather->size();
 }
 
-void Unit::recorded_rows() { root_->recorded_rows(*this); }
+void Unit::begin_rows_forward(bool recorded) {
+  root_->enter_rows(*this, recorded);
+}
 
 void Unit::begin_rows_backward() {
   root_->open_backward();

@@ -115,6 +115,17 @@ def test_a_unit_on_another_stream_is_refused(side_streams: dict[str, str]) -> No
     )
 
 
+def test_the_loss_of_a_streamed_head_on_another_stream_is_refused(
+    side_streams: dict[str, str],
+) -> None:
+    """The stream of the forward before it is accepted; another one, though it waits,
+    is not: rows of the next gathers would come from its memory."""
+    assert side_streams["head"].startswith(
+        "side: lowtide: unit 'head': expected its rows to be read on the stream that "
+        "the forward of 'FSDPHeaded' began on, got another stream. "
+    )
+
+
 def test_what_a_graph_can_not_capture_is_refused(stub: CudaStub) -> None:
     waits = capture(stub, READ_BACK)[READ_BACK]["refused"]
     assert waits == "CUDA error: operation not permitted when stream is capturing"

@@ -2,7 +2,8 @@
 
     python side_streams_dry_run.py    prints {what: text}: why weight gradients of
                                       layers on a side stream are not summed in place,
-                                      what compiled ones and units there raise
+                                      what compiled ones, units and the loss of a
+                                      streamed head there raise
 
 Over the stub.
 """
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.losses import linear_cross_entropy
 from support.cuda_steps import start
 
 WIDTH = 128
@@ -69,12 +71,43 @@ def of_units() -> str:
     return "nothing"
 
 
+class Headed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def of_a_streamed_head() -> str:
+    """Its loss runs after the model's forward, on a stream that waits for it."""
+    model: Any = Headed().to("cuda")
+    for unit in (model.head, model):
+        lowtide.fully_shard(unit)
+    targets = torch.zeros(4, dtype=torch.long, device="cuda")
+    side = torch.cuda.Stream()
+    for stream in (torch.cuda.current_stream(), side):
+        hidden = model(torch.zeros(4, WIDTH, device="cuda"))
+        stream.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(stream):
+                linear_cross_entropy(
+                    hidden, model.head, targets, chunking="vocabulary"
+                ).backward()
+        except RuntimeError as error:
+            return f"{'side' if stream == side else 'same'}: {error}"
+    return "nothing"
+
+
 def main() -> None:
     start()
     found = {
         "layers": of_layers(),
         "compiled": of_layers(compiled=True),
         "units": of_units(),
+        "head": of_a_streamed_head(),
     }
     print(json.dumps(found))
     dist.destroy_process_group()
