@@ -58,6 +58,9 @@ std::unique_ptr<comm::Pending> ParameterBuffers::gather_parts(
   try {
     return group.all_gather(outs, ins, *unit_);
   } catch (...) {
+    // The calls before the one that failed already write to these bytes.
+    runtime.wait(device::Stream::compute,
+                 runtime.record(device::Stream::gather));
     release();
     throw;
   }

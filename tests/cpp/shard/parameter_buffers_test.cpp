@@ -338,6 +338,65 @@ TEST_F(ParameterBuffersTest, AFailingIssueLeavesEverythingAsItWas) {
   EXPECT_THAT(runtime_->violations(), IsEmpty());
 }
 
+// Of several calls the first is on its way when the second can not be issued.
+class BrokenOff final : public comm::Collectives {
+ public:
+  BrokenOff(std::int64_t size, std::shared_ptr<device::ScriptedRuntime> runtime)
+      : size_(size), runtime_(std::move(runtime)) {}
+
+  std::int64_t rank() const override { return 0; }
+  std::int64_t size() const override { return size_; }
+  std::string backend() const override { return "broken"; }
+
+  std::unique_ptr<comm::Pending> all_gather(
+      std::vector<at::Tensor>& outs, std::vector<at::Tensor>& /*ins*/,
+      const std::string& /*label*/) override {
+    runtime_->touches(runtime_->current(), outs[0].const_data_ptr(),
+                      outs[0].nbytes(), device::Access::write);
+    throw std::runtime_error("connection reset");
+  }
+
+  MOCK_METHOD(std::unique_ptr<comm::Pending>, reduce_scatter,
+              (at::Tensor&, at::Tensor&, comm::Reduction, const std::string&),
+              (override));
+  MOCK_METHOD(std::unique_ptr<comm::Pending>, reduce_scatter_coalesced,
+              (std::vector<at::Tensor>&, std::vector<at::Tensor>&,
+               comm::Reduction, const std::string&),
+              (override));
+  MOCK_METHOD(std::unique_ptr<comm::Pending>, all_reduce,
+              (at::Tensor&, comm::Reduction, const std::string&), (override));
+  MOCK_METHOD(std::unique_ptr<comm::Pending>, all_to_all,
+              (at::Tensor&, at::Tensor&, const std::string&), (override));
+  MOCK_METHOD(std::vector<std::int64_t>, from_rank_zero,
+              (std::vector<std::int64_t>, const std::string&), (override));
+
+ private:
+  std::int64_t size_;
+  std::shared_ptr<device::ScriptedRuntime> runtime_;
+};
+
+TEST_F(ParameterBuffersTest, BytesOfAGatherThatBrokeOffGoBackBehindIt) {
+  make(mixed_infos(), 0, 2);
+  BrokenOff broken(2, runtime_);
+  EXPECT_THROW(buffers_->gather(broken), std::runtime_error);
+  expect_sharded();
+  gather_and_arrive();
+  EXPECT_TRUE(buffers_->full(0).equal(full_[0].to(at::kBFloat16)));
+  EXPECT_THAT(runtime_->violations(), IsEmpty());
+}
+
+TEST_F(ParameterBuffersTest, BytesOfAGatherOfPartsThatBrokeOffGoBackBehindIt) {
+  make(uniform_infos(), 0, 2);
+  gather_and_arrive();
+  buffers_->keep_part(0, 2);
+  BrokenOff broken(2, runtime_);
+  EXPECT_THROW(buffers_->gather_parts(broken), std::runtime_error);
+  EXPECT_TRUE(buffers_->keeps_part());
+  buffers_->drop_part();
+  expect_sharded();
+  EXPECT_THAT(runtime_->violations(), IsEmpty());
+}
+
 TEST_F(ParameterBuffersTest, AMasterThatDoesNotFitIsAnError) {
   memory_->fail_next_lease(Category::parameters, kUnit);
   EXPECT_THROW(make(uniform_infos(), 0, 2), std::bad_alloc);
