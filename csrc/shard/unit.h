@@ -169,8 +169,8 @@ class Unit final : public BackwardReceiver,
   RowStream& look_up_rows(std::int64_t rows_at_once);
   // Whether the forward that is running, or would run now, reads rows.
   bool looks_up_rows() const;
-  // A forward over the rows begins; if it is recorded, its backward will deliver
-  // their gradient block by block.
+  // A forward over the rows begins; if it is recorded, its backward will
+  // deliver their gradient block by block.
   void begin_rows_forward(bool recorded);
   void begin_rows_backward();
   // What runs before this unit in forward is gathered for its backward, now or
