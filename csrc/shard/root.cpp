@@ -90,9 +90,8 @@ Unit* Root::enter_forward(Unit& unit) {
 // before its own forward begins.  A loss that reads rows gathers its neighbours
 // ahead.
 void Root::require_stream(const Unit& unit, const char* what) const {
-  if (device::current_stream(memory_->runtime().device()) == forward_stream_) {
-    return;
-  }
+  const auto current = device::current_stream(memory_->runtime().device());
+  if (!forward_stream_ || current == *forward_stream_) return;
   throw Error(base::error_text(
       base::concat("unit '", unit.name(), "'"),
       base::concat(what, " on the stream that the forward of '", name_,

@@ -97,7 +97,8 @@ class Root : public std::enable_shared_from_this<Root> {
   std::vector<std::vector<bool>> planned_trainable_;
 
   Unit* forward_root_ = nullptr;  // entered first in the running forward
-  std::optional<c10::Stream> forward_stream_;  // current when it began
+  // Current when the last forward began; none before the first.
+  std::optional<c10::Stream> forward_stream_;
   bool recorded_ = false;
   std::int64_t open_forwards_ = 0;  // recorded ones without a backward so far
   std::vector<std::int32_t> last_order_;
