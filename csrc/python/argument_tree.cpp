@@ -8,6 +8,7 @@
 namespace py = pybind11;
 
 namespace lowtide::python {
+
 ArgumentTree::ArgumentTree(py::handle tree, std::vector<at::Tensor>& tensors) {
   read(tree, tensors);
 }

@@ -97,9 +97,10 @@ void Root::require_stream(const Unit& unit, const char* what) const {
       base::concat(what, " on the stream that the forward of '", name_,
                    "' began on"),
       "another stream",
-      "Enter the stream around the whole forward, or shard the module that "
-      "switches streams instead of those inside it: a unit's own forward may "
-      "use other streams if it waits for them before it returns."));
+      "Enter the stream around the whole forward, its loss included, or shard "
+      "the module that switches streams instead of those inside it: a unit's "
+      "own forward may use other streams if it waits for them before it "
+      "returns."));
 }
 
 void Root::begin_forward(Unit& unit) {

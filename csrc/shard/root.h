@@ -39,7 +39,8 @@ class Root : public std::enable_shared_from_this<Root> {
   // Returns the unit to gather ahead, or null.
   Unit* enter_forward(Unit& unit);
   void leave_forward(Unit& unit);
-  // What a unit that streams its rows calls instead, wherever the loss runs.
+  // What a unit that streams its rows calls instead, inside the forward or
+  // after it, on the same stream; else throws lowtide::Error.
   void enter_rows(const Unit& unit, bool recorded);
   // The unit's plan must be made again, before its next backward.
   void replan(Unit& unit);

@@ -57,7 +57,8 @@ class RowStream {
 
   // A pass over all blocks begins: of a forward, which autograd records or not,
   // or of the backward that delivers gradients.  Throws lowtide::Error before
-  // the root module's first forward.
+  // the root module's first forward; a forward's also on another stream than
+  // the root module's last forward began on.
   void begin_forward(bool recorded);
   void begin_backward();
   // A pass over all rows in blocks of `lookup_rows`, inside the forward of the

@@ -11,19 +11,19 @@ namespace {
 using Tensors = FakeGroup::Tensors;
 using TensorLists = FakeGroup::TensorLists;
 
-double nbytes_of(const at::Tensor& tensor) {
+double phantom_bytes(const at::Tensor& tensor) {
   return is_phantom(tensor) ? static_cast<double>(tensor.nbytes()) : 0;
 }
 
-double nbytes_of(const Tensors& tensors) {
+double phantom_bytes(const Tensors& tensors) {
   double bytes = 0;
-  for (const at::Tensor& tensor : tensors) bytes += nbytes_of(tensor);
+  for (const at::Tensor& tensor : tensors) bytes += phantom_bytes(tensor);
   return bytes;
 }
 
-double nbytes_of(const TensorLists& lists) {
+double phantom_bytes(const TensorLists& lists) {
   double bytes = 0;
-  for (const Tensors& tensors : lists) bytes += nbytes_of(tensors);
+  for (const Tensors& tensors : lists) bytes += phantom_bytes(tensors);
   return bytes;
 }
 
@@ -89,39 +89,45 @@ FakeGroup::Work FakeGroup::timed(CollectiveKind kind, double bytes,
 
 FakeGroup::Work FakeGroup::broadcast(Tensors& tensors,
                                      const c10d::BroadcastOptions& options) {
-  return timed(CollectiveKind::broadcast, nbytes_of(tensors), options.asyncOp);
+  return timed(CollectiveKind::broadcast, phantom_bytes(tensors),
+               options.asyncOp);
 }
 
 FakeGroup::Work FakeGroup::allreduce(Tensors& tensors,
                                      const c10d::AllreduceOptions& options) {
-  return timed(CollectiveKind::all_reduce, nbytes_of(tensors), options.asyncOp);
+  return timed(CollectiveKind::all_reduce, phantom_bytes(tensors),
+               options.asyncOp);
 }
 
 FakeGroup::Work FakeGroup::allreduce_coalesced(
     Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
-  return timed(CollectiveKind::all_reduce, nbytes_of(tensors), options.asyncOp);
+  return timed(CollectiveKind::all_reduce, phantom_bytes(tensors),
+               options.asyncOp);
 }
 
 FakeGroup::Work FakeGroup::reduce(Tensors& tensors,
                                   const c10d::ReduceOptions& options) {
-  return timed(CollectiveKind::broadcast, nbytes_of(tensors), options.asyncOp);
+  return timed(CollectiveKind::broadcast, phantom_bytes(tensors),
+               options.asyncOp);
 }
 
 FakeGroup::Work FakeGroup::allgather(TensorLists& outs, Tensors& ins,
                                      const c10d::AllgatherOptions& options) {
   if (!on_phantom(ins)) copy_to_all(outs.at(0), ins.at(0));
-  return timed(CollectiveKind::all_gather, nbytes_of(outs), options.asyncOp);
+  return timed(CollectiveKind::all_gather, phantom_bytes(outs),
+               options.asyncOp);
 }
 
 FakeGroup::Work FakeGroup::_allgather_base(
     at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions& options) {
   if (!is_phantom(in)) copy_to_all(out.chunk(getSize()), in);
-  return timed(CollectiveKind::all_gather, nbytes_of(out), options.asyncOp);
+  return timed(CollectiveKind::all_gather, phantom_bytes(out), options.asyncOp);
 }
 
 FakeGroup::Work FakeGroup::allgather_coalesced(
     TensorLists& outs, Tensors&, const c10d::AllgatherOptions& options) {
-  return timed(CollectiveKind::all_gather, nbytes_of(outs), options.asyncOp);
+  return timed(CollectiveKind::all_gather, phantom_bytes(outs),
+               options.asyncOp);
 }
 
 FakeGroup::Work FakeGroup::allgather_into_tensor_coalesced(
@@ -129,54 +135,58 @@ FakeGroup::Work FakeGroup::allgather_into_tensor_coalesced(
   for (std::size_t i = 0; i < outs.size() && !on_phantom(ins); ++i) {
     copy_to_all(outs[i].chunk(getSize()), ins[i]);
   }
-  return timed(CollectiveKind::all_gather, nbytes_of(outs), options.asyncOp);
+  return timed(CollectiveKind::all_gather, phantom_bytes(outs),
+               options.asyncOp);
 }
 
 FakeGroup::Work FakeGroup::gather(TensorLists&, Tensors& ins,
                                   const c10d::GatherOptions& options) {
-  const double bytes = nbytes_of(ins) * static_cast<double>(getSize());
+  const double bytes = phantom_bytes(ins) * static_cast<double>(getSize());
   return timed(CollectiveKind::broadcast, bytes, options.asyncOp);
 }
 
 FakeGroup::Work FakeGroup::scatter(Tensors& outs, TensorLists&,
                                    const c10d::ScatterOptions& options) {
-  const double bytes = nbytes_of(outs) * static_cast<double>(getSize());
+  const double bytes = phantom_bytes(outs) * static_cast<double>(getSize());
   return timed(CollectiveKind::broadcast, bytes, options.asyncOp);
 }
 
 FakeGroup::Work FakeGroup::reduce_scatter(
     Tensors&, TensorLists& ins, const c10d::ReduceScatterOptions& options) {
-  return timed(CollectiveKind::reduce_scatter, nbytes_of(ins), options.asyncOp);
+  return timed(CollectiveKind::reduce_scatter, phantom_bytes(ins),
+               options.asyncOp);
 }
 
 FakeGroup::Work FakeGroup::_reduce_scatter_base(
     at::Tensor&, at::Tensor& in, const c10d::ReduceScatterOptions& options) {
-  return timed(CollectiveKind::reduce_scatter, nbytes_of(in), options.asyncOp);
+  return timed(CollectiveKind::reduce_scatter, phantom_bytes(in),
+               options.asyncOp);
 }
 
 FakeGroup::Work FakeGroup::reduce_scatter_tensor_coalesced(
     Tensors&, Tensors& ins, const c10d::ReduceScatterOptions& options) {
-  return timed(CollectiveKind::reduce_scatter, nbytes_of(ins), options.asyncOp);
+  return timed(CollectiveKind::reduce_scatter, phantom_bytes(ins),
+               options.asyncOp);
 }
 
 FakeGroup::Work FakeGroup::alltoall_base(at::Tensor&, at::Tensor& in,
                                          std::vector<std::int64_t>&,
                                          std::vector<std::int64_t>&,
                                          const c10d::AllToAllOptions& options) {
-  return timed(CollectiveKind::all_to_all, nbytes_of(in), options.asyncOp);
+  return timed(CollectiveKind::all_to_all, phantom_bytes(in), options.asyncOp);
 }
 
 FakeGroup::Work FakeGroup::alltoall(Tensors&, Tensors& ins,
                                     const c10d::AllToAllOptions& options) {
-  return timed(CollectiveKind::all_to_all, nbytes_of(ins), options.asyncOp);
+  return timed(CollectiveKind::all_to_all, phantom_bytes(ins), options.asyncOp);
 }
 
 FakeGroup::Work FakeGroup::send(Tensors& tensors, int, int) {
-  return timed(CollectiveKind::send, nbytes_of(tensors), /*async=*/true);
+  return timed(CollectiveKind::send, phantom_bytes(tensors), /*async=*/true);
 }
 
 FakeGroup::Work FakeGroup::recv(Tensors& tensors, int, int) {
-  return timed(CollectiveKind::send, nbytes_of(tensors), /*async=*/true);
+  return timed(CollectiveKind::send, phantom_bytes(tensors), /*async=*/true);
 }
 
 FakeGroup::Work FakeGroup::recvAnysource(Tensors& tensors, int tag) {

@@ -109,9 +109,9 @@ def test_a_unit_on_another_stream_is_refused(side_streams: dict[str, str]) -> No
     assert side_streams["units"] == (
         "lowtide: unit 'aside': expected its forward on the stream that the forward of "
         "'FSDPForked' began on, got another stream. Enter the stream around the whole "
-        "forward, or shard the module that switches streams instead of those inside "
-        "it: a unit's own forward may use other streams if it waits for them before it "
-        "returns."
+        "forward, its loss included, or shard the module that switches streams instead "
+        "of those inside it: a unit's own forward may use other streams if it waits "
+        "for them before it returns."
     )
 
 
