@@ -28,7 +28,7 @@ LOCK = flock $(BUILD)/.lock
 .NOTPARALLEL:
 
 dev: $(CONFIGURED)
-	$(LOCK) $(CMAKE) --build $(BUILD) -j $(JOBS) --target _C _phantom
+	$(LOCK) $(CMAKE) --build $(BUILD) -j $(JOBS) --target dev
 	$(LOCK) $(CMAKE) --install $(BUILD) --prefix python > $(BUILD)/install.log
 
 test: dev $(BUILD)/.tests

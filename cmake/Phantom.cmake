@@ -10,7 +10,7 @@ target_include_directories(lowtide_phantom_models PUBLIC csrc)
 target_link_libraries(lowtide_phantom_models PRIVATE lowtide_warnings)
 
 file(GLOB_RECURSE phantom_sources CONFIGURE_DEPENDS "csrc/phantom/*.cpp")
-list(FILTER phantom_sources EXCLUDE REGEX "/phantom/(allocator|time|python)/")
+list(FILTER phantom_sources EXCLUDE REGEX "/phantom/(allocator|time|driver|observer|python)/")
 add_library(lowtide_phantom SHARED
   ${phantom_sources} $<TARGET_OBJECTS:lowtide_phantom_models>)
 set_target_properties(lowtide_phantom PROPERTIES DEFINE_SYMBOL "")

@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lowtide.cli import env, plan
+from lowtide.cli import env, phantom, plan
 
-COMMANDS = (env, plan)
+COMMANDS = (env, phantom, plan)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,5 +1,5 @@
 """The operators on CUDA without a GPU: which kernels they launch, and what they
-allocate. Over the stub of support/cuda_stub.py, whose kernels compute nothing."""
+allocate. Over the dry driver, whose kernels compute nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from lowtide import _C
 from support import list_operators_dry_run
-from support.cuda_stub import build_cuda_stub
+from support.dry_cuda import run_dry
 
 BLOCK = 512  # bytes, the allocator's least
 
@@ -19,8 +19,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
     """{operator: [launches, bytes, peak bytes]}"""
     if not _C.build_info()["cuda"]:
         return {}
-    stub = build_cuda_stub(tmp_path_factory.mktemp("stub"))
-    printed = stub.run(
+    printed = run_dry(
         [list_operators_dry_run.__file__], memory=1 << 30, events="immediate"
     )
     return json.loads(printed.splitlines()[-1])

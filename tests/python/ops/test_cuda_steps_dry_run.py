@@ -1,7 +1,7 @@
 """Training steps on CUDA without a GPU: when the host waits, whether a CUDA graph can
-capture them, what NCCL is asked for. Over the stub of support/cuda_stub.py: torch's
+capture them, what NCCL is asked for. Over the dry driver: torch's
 operators, allocator, graphs and process groups are the real ones; kernels and NCCL do
-nothing, and the stub refuses what CUDA refuses."""
+nothing, and the driver refuses what CUDA refuses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support import (
     steady_step_dry_run,
 )
 from support.cuda_steps import KINDS
-from support.cuda_stub import CudaStub, build_cuda_stub
+from support.dry_cuda import run_dry
 
 MEMORY = 8 << 30
 READ_BACK, FROM_HOST = "read back", "inputs from the host"
@@ -27,15 +27,10 @@ STEADY = tuple(kind for kind in KINDS if kind not in (READ_BACK, FROM_HOST))
 CAPTURED = tuple(kind for kind in STEADY if kind != DROPOUT)
 
 
-@pytest.fixture(scope="module")
-def stub(tmp_path_factory: pytest.TempPathFactory) -> CudaStub:
-    return build_cuda_stub(tmp_path_factory.mktemp("stub"))
-
-
 @pytest.mark.parametrize("events", ["immediate", "at_sync"])
-def test_the_host_never_waits_in_a_steady_step(stub: CudaStub, events: str) -> None:
+def test_the_host_never_waits_in_a_steady_step(events: str) -> None:
     program = [steady_step_dry_run.__file__]
-    waits = json.loads(stub.run(program, memory=MEMORY, events=events))
+    waits = json.loads(run_dry(program, memory=MEMORY, events=events))
     for kind in STEADY:
         assert waits[kind][1:] == [0] * 5, kind
     assert waits[READ_BACK][1:] == [1] * 5  # the loss's item() is seen
@@ -43,25 +38,23 @@ def test_the_host_never_waits_in_a_steady_step(stub: CudaStub, events: str) -> N
     assert waits[FROM_HOST][1:] == [2] * 5
 
 
-def test_small_gradients_of_a_unit_are_copied_or_added_in_one_launch(
-    stub: CudaStub,
-) -> None:
+def test_small_gradients_of_a_unit_are_copied_or_added_in_one_launch() -> None:
     program = [steady_step_dry_run.__file__, "small"]
-    found = json.loads(stub.run(program, memory=MEMORY, events="immediate"))
+    found = json.loads(run_dry(program, memory=MEMORY, events="immediate"))
     for few_and_many in found.values():
         assert few_and_many["2"] == few_and_many["8"]
     # The third of three backwards: added to what the first two left.
     assert found["False"]["8"] == 1
 
 
-def capture(stub: CudaStub, *kinds: str) -> dict[str, dict[str, int | str]]:
+def capture(*kinds: str) -> dict[str, dict[str, int | str]]:
     program = [capture_dry_run.__file__, *kinds]
-    return json.loads(stub.run(program, memory=MEMORY, events="immediate"))
+    return json.loads(run_dry(program, memory=MEMORY, events="immediate"))
 
 
 @pytest.fixture(scope="module")
-def captured(stub: CudaStub) -> dict[str, dict[str, int | str]]:
-    return capture(stub, *CAPTURED)
+def captured() -> dict[str, dict[str, int | str]]:
+    return capture(*CAPTURED)
 
 
 @pytest.mark.parametrize("kind", CAPTURED)
@@ -72,16 +65,16 @@ def test_a_graph_captures_a_step(captured, kind) -> None:
     assert captured[kind] == {"graphs": 2, "stray": 0}
 
 
-def test_gradients_arrive_on_the_stream_of_their_forward(stub: CudaStub) -> None:
+def test_gradients_arrive_on_the_stream_of_their_forward() -> None:
     program = [gradient_streams_dry_run.__file__]
-    printed = stub.run(program, memory=MEMORY, events="immediate")
+    printed = run_dry(program, memory=MEMORY, events="immediate")
     assert json.loads(printed) == {"exact": [True] * 6, "fused": [True] * 6}
 
 
 @pytest.fixture(scope="module")
-def side_streams(stub: CudaStub) -> dict[str, str]:
+def side_streams() -> dict[str, str]:
     program = [side_streams_dry_run.__file__]
-    return json.loads(stub.run(program, memory=MEMORY, events="immediate"))
+    return json.loads(run_dry(program, memory=MEMORY, events="immediate"))
 
 
 def test_a_fused_weight_on_another_stream_is_left_to_autograd(
@@ -126,10 +119,10 @@ def test_the_loss_of_a_streamed_head_on_another_stream_is_refused(
     )
 
 
-def test_what_a_graph_can_not_capture_is_refused(stub: CudaStub) -> None:
-    waits = capture(stub, READ_BACK)[READ_BACK]["refused"]
+def test_what_a_graph_can_not_capture_is_refused() -> None:
+    waits = capture(READ_BACK)[READ_BACK]["refused"]
     assert waits == "CUDA error: operation not permitted when stream is capturing"
-    assert capture(stub, DROPOUT)[DROPOUT]["refused"] == (
+    assert capture(DROPOUT)[DROPOUT]["refused"] == (
         "lowtide: checkpoint: expected no random numbers in a region that a CUDA graph "
         "captures, got operators that drew some. Computing it again takes the same "
         "numbers, and torch does not let a generator be set back during a capture: set "
@@ -141,9 +134,9 @@ Calls = dict[str, list[nccl_dry_run.Call]]
 
 
 @pytest.fixture(scope="module")
-def nccl(stub: CudaStub) -> Calls:
+def nccl() -> Calls:
     program = [nccl_dry_run.__file__, "calls"]
-    found = json.loads(stub.run(program, memory=MEMORY, events="immediate"))
+    found = json.loads(run_dry(program, memory=MEMORY, events="immediate"))
     return {
         setting: [nccl_dry_run.Call(*call) for call in calls]
         for setting, calls in found.items()
@@ -171,19 +164,17 @@ def test_nccl_runs_on_streams_of_high_priority(nccl: Calls) -> None:
             assert {call.priority for call in step if call.what == what} == {"-1"}
 
 
-def test_parameters_are_shown_behind_their_gather(stub: CudaStub) -> None:
+def test_parameters_are_shown_behind_their_gather() -> None:
     """Also those of comm objects, which run on the stream they are called from."""
     program = [nccl_dry_run.__file__, "unseen"]
-    printed = stub.run(program, memory=MEMORY, events="immediate")
+    printed = run_dry(program, memory=MEMORY, events="immediate")
     units = [0, 0, 0]
     assert json.loads(printed) == {"separate": units, "registered": units, "own": units}
 
 
-def test_a_model_deleted_after_a_failure_is_behind_what_it_started(
-    stub: CudaStub,
-) -> None:
+def test_a_model_deleted_after_a_failure_is_behind_what_it_started() -> None:
     program = [nccl_dry_run.__file__, "deleted"]
-    printed = stub.run(program, memory=MEMORY, events="immediate")
+    printed = run_dry(program, memory=MEMORY, events="immediate")
     assert json.loads(printed) == {
         "forward": [1, 0],
         "backward": [1, 0],
@@ -227,9 +218,9 @@ def test_buffers_may_be_nccls_own_and_registered(nccl: Calls) -> None:
         assert "mem_alloc" not in {call.what for call in nccl[name]}
 
 
-def test_no_block_is_recorded_on_another_stream(stub: CudaStub) -> None:
+def test_no_block_is_recorded_on_another_stream() -> None:
     program = [nccl_dry_run.__file__, "recorded"]
-    printed = stub.run(program, memory=MEMORY, events="at_sync")
+    printed = run_dry(program, memory=MEMORY, events="at_sync")
     assert int(printed) == 1  # the program's own
 
 

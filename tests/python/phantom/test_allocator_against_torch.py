@@ -1,7 +1,7 @@
 """The model against torch's own CUDACachingAllocator, call by call.
 
-libc10_cuda.so of the installed torch runs over a stub of the CUDA runtime and driver
-(support/cuda_stub.cpp), so no GPU is needed. The stub pretends one device of fixed size
+libc10_cuda.so of the installed torch runs over the dry driver
+(csrc/phantom/driver), so no GPU is needed. The driver pretends one device of fixed size
 whose addresses are handed out lowest first, with events that complete at once or only
 when the host waits, and a cudaFree that waits for the device. It decides nothing that
 the allocator decides: which block, which segment, when to flush.
@@ -21,16 +21,10 @@ from lowtide.phantom.histories import trace_of_cuda
 from lowtide.phantom.snapshots import torch_snapshot
 from lowtide.phantom.traces import Operation, Trace, replay
 from support.allocation_traces import random_trace
-from support.cuda_stub import CudaStub, build_cuda_stub
 from support.torch_allocator import Played, checkpoints, play_on_torch
 
 AMPLE = 64 << 30
 TIGHT = 1 << 30  # the random programs want about 2 GiB
-
-
-@pytest.fixture(scope="module")
-def stub(tmp_path_factory: pytest.TempPathFactory) -> CudaStub:
-    return build_cuda_stub(tmp_path_factory.mktemp("stub"))
 
 
 CASES = [
@@ -62,10 +56,10 @@ CASES = [
 
 
 @pytest.mark.parametrize(("conf", "memory", "events"), CASES)
-def test_model_does_what_torch_does(stub, tmp_path, conf, memory, events):
+def test_model_does_what_torch_does(tmp_path, conf, memory, events):
     ample = memory == AMPLE
     trace = random_trace(len(conf), 3000, empty_cache=ample, events=events)
-    torch_says = play_on_torch(stub, trace, tmp_path, conf=conf, memory=memory)
+    torch_says = play_on_torch(trace, tmp_path, conf=conf, memory=memory)
     model = AllocatorModel(events=events, capacity=memory, **alloc_conf.parse(conf))
     compare(trace, torch_says, model)
     assert bool(torch_says.errors) is not ample
@@ -78,10 +72,10 @@ def test_model_does_what_torch_does(stub, tmp_path, conf, memory, events):
     assert replay(from_history).differences == []
 
 
-def test_expandable_segments_switched_on_and_off(stub, tmp_path):
+def test_expandable_segments_switched_on_and_off(tmp_path):
     trace = random_trace(1, 3000, events="at_sync")
     toggles = {500: True, 1000: False, 1200: True, 2500: False}
-    torch_says = play_on_torch(stub, trace, tmp_path, memory=TIGHT, toggles=toggles)
+    torch_says = play_on_torch(trace, tmp_path, memory=TIGHT, toggles=toggles)
     model = AllocatorModel(events="at_sync", capacity=TIGHT)
     compare(trace, torch_says, model, toggles)
 

@@ -1,5 +1,5 @@
 """The program of gpu_check that compares bits: its figures on the CPU, and that it runs
-on CUDA, over the stub, where they mean nothing."""
+on CUDA, over the dry driver, where they mean nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 import bits
 import torch
 
-from support.cuda_stub import build_cuda_stub
 from support.gpu_check import GpuCheck
 
 ON_CPU = {
@@ -52,7 +51,7 @@ def test_differences_are_counted() -> None:
 
 
 def test_it_runs_on_cuda(tmp_path: Path) -> None:
-    seen = GpuCheck.run(build_cuda_stub(tmp_path), tmp_path / "out", "bits", "graphs")
+    seen = GpuCheck.run(tmp_path / "out", "bits", "graphs")
     captured = {"lowtide, captured", "lowtide, offloaded and captured"}
     assert set(seen.figures["bits"]["beside FSDP2"]) == ON_CPU
     assert set(seen.figures["graphs"]["beside FSDP2"]) == captured

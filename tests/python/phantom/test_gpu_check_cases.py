@@ -1,10 +1,9 @@
-"""The two cases that gpu_check runs, tiny, over the stub of the CUDA runtime."""
+"""The two cases that gpu_check runs, tiny, over the dry driver."""
 
 from __future__ import annotations
 
 import pytest
 
-from support.cuda_stub import build_cuda_stub
 from support.gpu_check import GpuCheck
 
 FLAT_SYSTEMS = ("per_parameter", "cat", "flat", "lowtide", "fused")
@@ -13,9 +12,9 @@ LAYERS, RESIDUAL = 4, 256 * 128 * 4  # bytes
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> GpuCheck:
-    folder = tmp_path_factory.mktemp("stub")
+    folder = tmp_path_factory.mktemp("dry")
     steps = ("case1-memory", "case1-speed", "case2-memory", "case2-speed")
-    return GpuCheck.run(build_cuda_stub(folder), folder / "out", *steps)
+    return GpuCheck.run(folder / "out", *steps)
 
 
 def test_flat_gradients(seen: GpuCheck) -> None:
@@ -23,7 +22,7 @@ def test_flat_gradients(seen: GpuCheck) -> None:
     assert peaks["lowtide"]["allocated"] < peaks["cat"]["allocated"]
     times = seen.figures["case1-speed"]["ms"]
     assert set(times) == set(peaks) == {*FLAT_SYSTEMS}
-    assert times["lowtide"] == [1.0, 1.0]  # what the stub's clock says
+    assert times["lowtide"] == [1.0, 1.0]  # what the driver's clock says
 
 
 def test_offload_of_the_residual(seen: GpuCheck) -> None:

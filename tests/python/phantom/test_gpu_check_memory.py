@@ -1,5 +1,5 @@
 """What gpu_check measures in bytes, in tiny sizes on torch's own CUDA operators and
-allocator over the stub of the CUDA runtime: kernels compute nothing there."""
+allocator over the dry driver: kernels compute nothing there."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
-from support.cuda_stub import build_cuda_stub
 from support.gpu_check import GpuCheck
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> GpuCheck:
-    folder = tmp_path_factory.mktemp("stub")
+    folder = tmp_path_factory.mktemp("dry")
     steps = ("memory-full", "replay")
-    return GpuCheck.run(build_cuda_stub(folder), folder / "out", *steps)
+    return GpuCheck.run(folder / "out", *steps)
 
 
 def test_each_step_is_kept(seen: GpuCheck) -> None:

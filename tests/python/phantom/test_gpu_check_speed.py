@@ -1,20 +1,19 @@
-"""The programs of gpu_check whose figures are times, in tiny sizes over the stub of the
-CUDA runtime, where everything between two events takes a millisecond."""
+"""The programs of gpu_check whose figures are times, in tiny sizes over the dry
+driver, where everything between two events takes a millisecond."""
 
 from __future__ import annotations
 
 import pytest
 from scale import TINY
 
-from support.cuda_stub import build_cuda_stub
 from support.gpu_check import GpuCheck
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> GpuCheck:
-    folder = tmp_path_factory.mktemp("stub")
+    folder = tmp_path_factory.mktemp("dry")
     steps = ("speed-plain", "speed-chunked", "links", "kernels", "host")
-    return GpuCheck.run(build_cuda_stub(folder), folder / "out", *steps)
+    return GpuCheck.run(folder / "out", *steps)
 
 
 def test_steps_of_both_systems_take_turns(seen: GpuCheck) -> None:

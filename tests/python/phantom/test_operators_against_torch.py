@@ -1,8 +1,8 @@
 """Operators allocate and free on the phantom what torch's own CUDA operators do, in the
 same order.
 
-The CUDA side is the installed torch, run dry over a stub of the CUDA runtime
-(support/cuda_stub.py): its operators and its allocator are the real ones, only kernels
+The CUDA side is the installed torch, run dry over the dry driver
+(csrc/phantom/driver): its operators and its allocator are the real ones, only kernels
 do nothing.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from support import operator_dry_run
-from support.cuda_stub import build_cuda_stub
+from support.dry_cuda import run_dry
 from support.operator_cases import CASES
 from support.operator_dry_run import Events, dry_run, record_on_phantom
 from support.phantom import Processes
@@ -28,8 +28,7 @@ def run_on_phantom() -> dict[str, tuple[Events, Events]]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    stub = build_cuda_stub(tmp_path_factory.mktemp("stub"))
-    printed = stub.run([operator_dry_run.__file__], memory=80 << 30, events="immediate")
+    printed = run_dry([operator_dry_run.__file__], memory=80 << 30, events="immediate")
     processes = Processes()
     yield json.loads(printed.splitlines()[-1]), processes("meta").run(run_on_phantom)
     processes.close()

@@ -1,8 +1,8 @@
 """Sharded training: what torch's own CUDA operators and allocator reserve, and what the
 phantom says.
 
-The CUDA side is the installed torch, run dry over a stub of the CUDA runtime
-(support/cuda_stub.cpp and cuda_stub_kernels.cpp, which say what they pretend): its
+The CUDA side is the installed torch, run dry over the dry driver
+(csrc/phantom/driver, which says what it pretends): its
 operators, FSDP2 and its allocator are the real ones, only kernels do nothing. The world
 is torch's ``fake`` process group on both sides.
 """
@@ -18,7 +18,7 @@ import pytest
 from lowtide.phantom.histories import trace_of_cuda
 from lowtide.phantom.traces import replay
 from support import sharded_dry_run
-from support.cuda_stub import CudaStub, build_cuda_stub
+from support.dry_cuda import run_dry
 from support.phantom import Process
 from support.ranks import RankPool
 from support.sharded_dry_run import ShardedDryRun, train_dry
@@ -29,18 +29,11 @@ PLAIN = ShardedDryRun(world=64, checkpointed=False, num_steps=2)
 EXPANDABLE = {False: "", True: "expandable_segments:True"}
 
 
-@pytest.fixture(scope="module")
-def stub(tmp_path_factory: pytest.TempPathFactory) -> CudaStub:
-    return build_cuda_stub(tmp_path_factory.mktemp("stub"))
-
-
 def train_on_cuda(
-    stub: CudaStub, run: ShardedDryRun, *, expandable: bool, events: str = "immediate"
+    run: ShardedDryRun, *, expandable: bool, events: str = "immediate"
 ) -> dict[str, Any]:
-    settings = stub.library.with_name("run.json")
-    settings.write_text(json.dumps(dataclasses.asdict(run)))
-    printed = stub.run(
-        [sharded_dry_run.__file__, settings],
+    printed = run_dry(
+        [sharded_dry_run.__file__, json.dumps(dataclasses.asdict(run))],
         memory=MEMORY,
         events=events,
         conf=EXPANDABLE[expandable],
@@ -50,8 +43,8 @@ def train_on_cuda(
 
 @pytest.mark.parametrize("events", ["immediate", "at_sync"])
 @pytest.mark.parametrize("expandable", [False, True])
-def test_model_replays_a_training_run_event_by_event(stub, expandable, events):
-    cuda = train_on_cuda(stub, CHECKPOINTED, expandable=expandable, events=events)
+def test_model_replays_a_training_run_event_by_event(expandable, events):
+    cuda = train_on_cuda(CHECKPOINTED, expandable=expandable, events=events)
     trace = trace_of_cuda(cuda["snapshot"])
     result = replay(trace)
     assert result.differences == []
@@ -71,9 +64,9 @@ def train_on_phantom(run: ShardedDryRun) -> tuple[list[int], list[int]]:
 @pytest.mark.parametrize("run", [CHECKPOINTED, PLAIN], ids=["checkpointed", "plain"])
 @pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("system", ["fsdp2", "lowtide"])
-def test_phantom_shows_the_peaks_of_cuda(stub, system, expandable, run):
+def test_phantom_shows_the_peaks_of_cuda(system, expandable, run):
     run = dataclasses.replace(run, system=system)
-    cuda = train_on_cuda(stub, run, expandable=expandable)
+    cuda = train_on_cuda(run, expandable=expandable)
     with RankPool(1, group=False) as pool:  # nothing cached yet, as on cuda
         phantom = Process(pool, "meta", {"expandable": expandable, "capacity": MEMORY})
         allocated, reserved = phantom.run(train_on_phantom, run)

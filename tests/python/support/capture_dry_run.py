@@ -1,5 +1,5 @@
-"""Captures a sharded training step in a CUDA graph, over the stub, which refuses what
-CUDA refuses.
+"""Captures a sharded training step in a CUDA graph, over the dry driver, which refuses
+what CUDA refuses.
 
     python capture_dry_run.py KIND ...    prints {kind: result}, up to the first that is
                                           refused
@@ -26,7 +26,7 @@ ON_DEFAULT, WARM_UP = 3, 3
 
 
 def stray() -> int:
-    count = ctypes.CDLL(None).cuda_stub_stray
+    count = ctypes.CDLL(None).lowtide_dry_stray
     count.restype = ctypes.c_int64
     return count()
 

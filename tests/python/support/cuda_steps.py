@@ -1,4 +1,4 @@
-"""Training steps on CUDA for the dry runs over the stub."""
+"""Training steps on CUDA for the dry runs over the dry driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/gpu_check.sh in tiny sizes over the stub of the CUDA runtime."""
+"""benchmarks/gpu_check.sh in tiny sizes over the dry driver."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from support.cuda_stub import CudaStub
+from support.dry_cuda import run_dry
 
 CHECK = Path(__file__).parents[3] / "benchmarks" / "gpu" / "check.py"
 MISSED_A_BAR = 1
@@ -30,15 +30,14 @@ esac
 class GpuCheck:
     """What was measured: figures by step, and all rows of the result."""
 
-    stub: CudaStub
     steps: tuple[str, ...]
     out: Path
     figures: dict[str, Any]
     rows: list[dict[str, Any]]
 
     @classmethod
-    def run(cls, stub: CudaStub, out: Path, *steps: str) -> GpuCheck:
-        check = cls(stub, steps, out, {}, [])
+    def run(cls, out: Path, *steps: str) -> GpuCheck:
+        check = cls(steps, out, {}, [])
         check.again()
         stored = json.loads((out / "steps.json").read_text())["steps"]
         check.figures.update({name: step["figures"] for name, step in stored.items()})
@@ -61,7 +60,7 @@ class GpuCheck:
                 (tools / name).chmod(0o755)
             paths = (str(tools), sysconfig.get_path("scripts"), os.environ["PATH"])
             patch.setenv("PATH", os.pathsep.join(paths))
-            printed = self.stub.run(
+            printed = run_dry(
                 [CHECK, *arguments],
                 memory=80 << 30,
                 events="immediate",

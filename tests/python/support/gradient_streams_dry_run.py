@@ -3,7 +3,7 @@
     python gradient_streams_dry_run.py    prints {grads: [same, ...]}, by step: whether
                                           every gradient came on the step's own stream
 
-Over the stub.
+Over the dry driver.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What lowtide's operators on lists launch and allocate on CUDA, over the stub.
+"""What lowtide's operators on lists launch and allocate on CUDA, over the dry driver.
 
     python list_operators_dry_run.py    prints {operator: [launches, bytes, peak bytes]}
 
@@ -20,7 +20,7 @@ ops = torch.ops.lowtide
 
 
 def measure(action: Callable[[], object]) -> list[int]:
-    launches = ctypes.CDLL(None).cuda_stub_launches
+    launches = ctypes.CDLL(None).lowtide_dry_launches
     launches.restype = ctypes.c_int64
     torch.cuda.reset_peak_memory_stats()
     memory, number = torch.cuda.memory_allocated(), launches()

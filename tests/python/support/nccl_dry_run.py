@@ -12,7 +12,7 @@
                                        another stream was recorded on them; one is the
                                        program's own
 
-Over the stub. The last needs events that complete when the host waits.
+Over the dry driver. The last needs events that complete when the host waits.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Call(NamedTuple):
 
 def all_calls() -> list[Call]:
     """Since the process began."""
-    function = ctypes.CDLL(None).cuda_stub_nccl_calls
+    function = ctypes.CDLL(None).lowtide_dry_collectives
     function.restype = ctypes.c_char_p
     calls = []
     for line in function().decode().splitlines():
@@ -65,7 +65,7 @@ REDUCING = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 
 
 def unseen() -> int:
-    function = ctypes.CDLL(None).cuda_stub_unseen_collectives
+    function = ctypes.CDLL(None).lowtide_dry_unseen_collectives
     function.restype = ctypes.c_int64
     return function(ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
 

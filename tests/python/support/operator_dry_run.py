@@ -1,5 +1,5 @@
 """The cases of operator_cases, forward and backward, run for their allocations only:
-on ``cuda`` over the stub, or on ``phantom`` in meta mode.
+on ``cuda`` over the dry driver, or on ``phantom`` in meta mode.
 
     python operator_dry_run.py    on cuda, prints {case: [forward, backward]}
 """

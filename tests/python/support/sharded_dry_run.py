@@ -1,5 +1,5 @@
 """Sharded training of Llama shapes for its allocations only, on ``cuda`` over the
-stub or on ``phantom``: nothing is computed, the world is not there.
+dry driver or on ``phantom``: nothing is computed, the world is not there.
 
     python sharded_dry_run.py run.json   ShardedDryRun on cuda, prints its Measured
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,7 +78,7 @@ def loss_of(model: Llama, tokens: torch.Tensor, checkpointed: bool) -> torch.Ten
 def main() -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    settings = json.loads(Path(sys.argv[1]).read_text())
+    settings = json.loads(sys.argv[1])
     run = ShardedDryRun(**settings | {"config": LlamaConfig(**settings["config"])})
     torch.cuda.init()
     torch.cuda.memory._record_memory_history(max_entries=10**6, context=None)

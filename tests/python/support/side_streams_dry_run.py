@@ -5,7 +5,7 @@
                                       what compiled ones, units and the loss of a
                                       streamed head there raise
 
-Over the stub.
+Over the dry driver.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How often the host waits for the device in training steps on CUDA, over the stub.
+"""How often the host waits for the device in training steps on CUDA, dry.
 
 python steady_step_dry_run.py           prints {kind of step: waits in each step}
 python steady_step_dry_run.py small     prints {number of small parameters in a unit:
@@ -25,7 +25,7 @@ NUM_STEPS = 6
 
 
 def host_waits() -> int:
-    waits = ctypes.CDLL(None).cuda_stub_waits
+    waits = ctypes.CDLL(None).lowtide_dry_host_waits
     waits.restype = ctypes.c_int64
     return waits()
 
@@ -40,7 +40,7 @@ def waits_of(step: Step) -> list[int]:
 
 
 def launches() -> int:
-    count = ctypes.CDLL(None).cuda_stub_launches
+    count = ctypes.CDLL(None).lowtide_dry_launches
     count.restype = ctypes.c_int64
     return count()
 

@@ -1,4 +1,4 @@
-"""torch's own CUDACachingAllocator, run without a GPU over the CUDA stub.
+"""torch's own CUDACachingAllocator, run without a GPU over the dry driver.
 
 The program at the end of this file plays a trace in a process of its own and writes
 down what torch.cuda says; :func:`play_on_torch` starts it.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lowtide.phantom.traces import Operation, Trace
-from support.cuda_stub import CudaStub
+from support.dry_cuda import run_dry
 
 CHECKPOINT = 100  # operations between two looks at everything
 
@@ -35,7 +35,6 @@ class Played:
 
 
 def play_on_torch(
-    stub: CudaStub,
     trace: Trace,
     folder: Path,
     *,
@@ -47,7 +46,7 @@ def play_on_torch(
     ``memory`` bytes; before operation i, expandable segments become ``toggles[i]``."""
     trace.write(folder / "trace.jsonl")
     (folder / "toggles.json").write_text(json.dumps(toggles or {}))
-    stub.run(
+    run_dry(
         [__file__, folder], memory=memory, events=trace.settings["events"], conf=conf
     )
     result = json.loads((folder / "played.json").read_text())

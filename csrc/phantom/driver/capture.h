@@ -1,5 +1,5 @@
-// Stream capture of the CUDA stub (cuda_stub.cpp): which streams a capture has
-// joined, and what CUDA refuses meanwhile.  Nothing is recorded in a graph.
+// Stream capture: which streams a capture has joined, and what CUDA refuses
+// meanwhile.  Nothing is recorded in a graph.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,8 +7,9 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <thread>
 
-namespace cuda_stub {
+namespace lowtide::dry {
 
 // What an event knows of the capture it was recorded in.
 struct Captured {
@@ -16,34 +17,35 @@ struct Captured {
   std::map<cudaStream_t, std::uint64_t> clock;  // work it comes after
 };
 
-// Calls return what CUDA would.  Thread-safe.
+// One capture at a time.  Calls return what CUDA would.  Thread-safe.
 class Capture {
  public:
-  static Capture& instance();
-
-  cudaError_t begin(cudaStream_t origin);
+  cudaError_t begin(cudaStream_t origin, cudaStreamCaptureMode mode);
   // Every stream that joined must have been joined back.
   cudaError_t end(cudaStream_t origin);
 
-  bool has(cudaStream_t stream);
-  std::uint64_t id(cudaStream_t stream);  // 0: not captured
+  std::uint64_t id(cudaStream_t stream) const;  // 0: not captured
 
   // Work enqueued on `stream`.  On a stream outside the capture it is legal and
   // missing from the graph; it counts as stray.
   cudaError_t enqueue(cudaStream_t stream);
-  void record(Captured& event, cudaStream_t stream);
+  Captured record(cudaStream_t stream) const;
   cudaError_t wait(cudaStream_t stream, const Captured& event);
   // The host asks for an event.
-  cudaError_t ask(const Captured& event);
+  cudaError_t ask(const Captured& event) const;
   // A call that the thread's capture mode may forbid, such as cudaMalloc.
-  cudaError_t unsafe();
-  cudaError_t host_waits();
+  cudaError_t unsafe() const;
+  cudaError_t host_waits() const;
 
-  std::int64_t stray();
+  std::int64_t stray() const;
 
  private:
-  std::mutex mutex_;
+  bool captures(cudaStream_t stream) const;
+
+  mutable std::mutex mutex_;
   cudaStream_t origin_ = nullptr;
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeGlobal;
+  std::thread::id thread_;    // that began it
   std::uint64_t active_ = 0;  // id, 0: none
   std::uint64_t last_id_ = 0;
   std::uint64_t last_work_ = 0;
@@ -51,4 +53,9 @@ class Capture {
   std::int64_t stray_ = 0;
 };
 
-}  // namespace cuda_stub
+Capture& capture();
+
+// The calling thread's; returns the one before.
+cudaStreamCaptureMode exchange_mode(cudaStreamCaptureMode mode);
+
+}  // namespace lowtide::dry

@@ -1,0 +1,200 @@
+// cuDNN's functions before graphs: what has results beside handles and sizes,
+// which tools/nvidia_functions.py makes.
+#include <cudnn.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "phantom/driver/device.h"
+
+namespace {
+
+// What a program said of an RNN's descriptor, which says how many weights.
+struct Rnn {
+  std::int64_t gates = 1;
+  std::int64_t input = 0;
+  std::int64_t hidden = 0;
+  std::int64_t projection = 0;
+  std::int64_t layers = 0;
+  std::int64_t directions = 1;
+  bool has_bias = true;
+  std::size_t bytes = 4;  // of a number
+
+  std::int64_t inputs_of(std::int64_t layer) const {
+    return layer == 0 ? input : projection * directions;
+  }
+  // Numbers of one layer in one direction, biases last.
+  std::int64_t weights_of(std::int64_t layer) const {
+    const auto matrices = gates * hidden * (inputs_of(layer) + projection);
+    const auto after = projection == hidden ? 0 : projection * hidden;
+    return matrices + after + (has_bias ? 2 * gates * hidden : 0);
+  }
+  std::int64_t weights() const {
+    std::int64_t sum = 0;
+    for (std::int64_t i = 0; i < layers; ++i) {
+      sum += directions * weights_of(i);
+    }
+    return sum;
+  }
+};
+
+struct Tensor {
+  cudnnDataType_t type;
+  std::vector<int> sizes;
+};
+
+std::mutex mutex;
+std::map<cudnnRNNDescriptor_t, Rnn> rnns;
+std::map<cudnnTensorDescriptor_t, Tensor> tensors;
+
+std::size_t bytes_of(cudnnDataType_t type) {
+  switch (type) {
+    case CUDNN_DATA_DOUBLE:
+      return 8;
+    case CUDNN_DATA_HALF:
+    case CUDNN_DATA_BFLOAT16:
+      return 2;
+    default:
+      return 4;
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+std::size_t cudnnGetVersion() { return CUDNN_VERSION; }
+std::size_t cudnnGetCudartVersion() { return CUDART_VERSION; }
+std::size_t cudnnGetMaxDeviceVersion() { return 1200; }
+void cudnnGetLastErrorString(char* message, std::size_t bytes) {
+  if (bytes > 0) *message = 0;
+}
+cudnnStatus_t cudnnGetProperty(libraryPropertyType which, int* value) {
+  *value = which == MAJOR_VERSION   ? CUDNN_MAJOR
+           : which == MINOR_VERSION ? CUDNN_MINOR
+                                    : CUDNN_PATCHLEVEL;
+  return CUDNN_STATUS_SUCCESS;
+}
+cudnnStatus_t cudnnGetStream(cudnnHandle_t, cudaStream_t* stream) {
+  *stream = nullptr;
+  return CUDNN_STATUS_SUCCESS;
+}
+
+cudnnStatus_t cudnnSetTensorNdDescriptor(cudnnTensorDescriptor_t tensor,
+                                         cudnnDataType_t type, int dimensions,
+                                         const int sizes[], const int[]) {
+  const std::lock_guard lock(mutex);
+  tensors[tensor] = {type, {sizes, sizes + dimensions}};
+  return CUDNN_STATUS_SUCCESS;
+}
+cudnnStatus_t cudnnGetTensorNdDescriptor(const cudnnTensorDescriptor_t tensor,
+                                         int wanted, cudnnDataType_t* type,
+                                         int* dimensions, int sizes[],
+                                         int strides[]) {
+  const std::lock_guard lock(mutex);
+  const auto& known = tensors.at(tensor);
+  *type = known.type;
+  *dimensions = static_cast<int>(known.sizes.size());
+  int stride = 1;
+  for (int i = std::min(wanted, *dimensions) - 1; i >= 0; --i) {
+    sizes[i] = known.sizes[static_cast<std::size_t>(i)];
+    strides[i] = stride;
+    stride *= sizes[i];
+  }
+  return CUDNN_STATUS_SUCCESS;
+}
+cudnnStatus_t cudnnDestroyTensorDescriptor(cudnnTensorDescriptor_t tensor) {
+  const std::lock_guard lock(mutex);
+  tensors.erase(tensor);
+  return CUDNN_STATUS_SUCCESS;
+}
+
+cudnnStatus_t cudnnSetRNNDescriptor_v8(
+    cudnnRNNDescriptor_t rnn, cudnnRNNAlgo_t, cudnnRNNMode_t mode,
+    cudnnRNNBiasMode_t bias, cudnnDirectionMode_t direction,
+    cudnnRNNInputMode_t, cudnnDataType_t type, cudnnDataType_t, cudnnMathType_t,
+    std::int32_t input, std::int32_t hidden, std::int32_t projection,
+    std::int32_t layers, cudnnDropoutDescriptor_t, std::uint32_t) {
+  const std::lock_guard lock(mutex);
+  rnns[rnn] = {
+      .gates = mode == CUDNN_LSTM  ? 4
+               : mode == CUDNN_GRU ? 3
+                                   : 1,
+      .input = input,
+      .hidden = hidden,
+      .projection = projection,
+      .layers = layers,
+      .directions = direction == CUDNN_BIDIRECTIONAL ? 2 : 1,
+      .has_bias = bias != CUDNN_RNN_NO_BIAS,
+      .bytes = bytes_of(type),
+  };
+  return CUDNN_STATUS_SUCCESS;
+}
+cudnnStatus_t cudnnDestroyRNNDescriptor(cudnnRNNDescriptor_t rnn) {
+  const std::lock_guard lock(mutex);
+  rnns.erase(rnn);
+  return CUDNN_STATUS_SUCCESS;
+}
+cudnnStatus_t cudnnGetRNNWeightSpaceSize(cudnnHandle_t,
+                                         cudnnRNNDescriptor_t rnn,
+                                         std::size_t* bytes) {
+  const std::lock_guard lock(mutex);
+  const auto& known = rnns.at(rnn);
+  *bytes = static_cast<std::size_t>(known.weights()) * known.bytes;
+  return CUDNN_STATUS_SUCCESS;
+}
+// torch lays its weights out by what this says: input matrices, then hidden
+// ones, then both biases, gate by gate.
+cudnnStatus_t cudnnGetRNNWeightParams(cudnnHandle_t, cudnnRNNDescriptor_t rnn,
+                                      std::int32_t pseudo_layer, std::size_t,
+                                      const void* space, std::int32_t number,
+                                      cudnnTensorDescriptor_t matrix_tensor,
+                                      void** matrix,
+                                      cudnnTensorDescriptor_t bias_tensor,
+                                      void** bias) {
+  const std::lock_guard lock(mutex);
+  const auto& known = rnns.at(rnn);
+  const auto tell = [](cudnnTensorDescriptor_t tensor, void** address,
+                       void* found, std::vector<int> sizes) {
+    if (address) *address = found;
+    if (tensor) tensors[tensor] = {CUDNN_DATA_FLOAT, std::move(sizes)};
+  };
+  tell(matrix_tensor, matrix, nullptr, {0, 0, 0});
+  tell(bias_tensor, bias, nullptr, {0, 0, 0});
+  if (number >= 2 * known.gates) return CUDNN_STATUS_SUCCESS;
+  const auto layer = pseudo_layer / known.directions;
+  auto before = (pseudo_layer % known.directions) * known.weights_of(layer);
+  for (std::int64_t i = 0; i < layer; ++i) {
+    before += known.directions * known.weights_of(i);
+  }
+  const auto inputs = known.inputs_of(layer);
+  const auto hidden = known.hidden;
+  const auto columns = number < known.gates ? inputs : known.projection;
+  const auto input_matrices = known.gates * hidden * inputs;
+  const auto all_matrices =
+      input_matrices + known.gates * hidden * known.projection;
+  const auto offset =
+      before + (number < known.gates
+                    ? number * hidden * inputs
+                    : input_matrices +
+                          (number - known.gates) * hidden * known.projection);
+  // Addresses of the device, never read here.
+  const auto first = reinterpret_cast<std::uintptr_t>(space);
+  const auto at = [&](std::int64_t index) {
+    return reinterpret_cast<void*>(first + static_cast<std::size_t>(index) *
+                                               known.bytes);
+  };
+  const auto rows = static_cast<int>(hidden);
+  tell(matrix_tensor, matrix, at(offset), {1, rows, static_cast<int>(columns)});
+  if (known.has_bias) {
+    tell(bias_tensor, bias, at(before + all_matrices + number * hidden),
+         {1, rows, 1});
+  }
+  return CUDNN_STATUS_SUCCESS;
+}
+
+}  // extern "C"

@@ -1,0 +1,113 @@
+// NVML: the GPUs as their management library shows them.  No header of it comes
+// with torch; the few functions that torch and pynvml's callers use are
+// declared here as NVIDIA documents them.
+#include <cuda.h>
+
+#include <cstdio>
+#include <cstring>
+#include <string>
+
+#include "phantom/driver/device.h"
+
+#define LOWTIDE_NVML extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+using namespace lowtide::dry;
+
+constexpr int kSuccess = 0;
+constexpr int kInvalidArgument = 2;
+constexpr int kNotSupported = 3;
+
+struct Memory {
+  unsigned long long total;
+  unsigned long long free;
+  unsigned long long used;
+};
+
+// A device's handle is its number plus one.
+using Handle = struct Nvml*;
+
+int index_of(Handle handle) {
+  return static_cast<int>(reinterpret_cast<std::uintptr_t>(handle)) - 1;
+}
+
+int write(char* to, unsigned length, const std::string& text) {
+  std::snprintf(to, length, "%s", text.c_str());
+  return kSuccess;
+}
+
+}  // namespace
+
+LOWTIDE_NVML int nvmlInit_v2() { return kSuccess; }
+LOWTIDE_NVML int nvmlInit() { return kSuccess; }
+LOWTIDE_NVML int nvmlShutdown() { return kSuccess; }
+LOWTIDE_NVML const char* nvmlErrorString(int) { return "dry"; }
+LOWTIDE_NVML int nvmlSystemGetDriverVersion(char* text, unsigned length) {
+  return write(text, length, "580.0 (dry)");
+}
+LOWTIDE_NVML int nvmlSystemGetCudaDriverVersion_v2(int* version) {
+  *version = CUDA_VERSION;
+  return kSuccess;
+}
+LOWTIDE_NVML int nvmlSystemGetCudaDriverVersion(int* version) {
+  return nvmlSystemGetCudaDriverVersion_v2(version);
+}
+LOWTIDE_NVML int nvmlDeviceGetCount_v2(unsigned* count) {
+  *count = static_cast<unsigned>(device_count());
+  return kSuccess;
+}
+LOWTIDE_NVML int nvmlDeviceGetHandleByIndex_v2(unsigned index, Handle* handle) {
+  if (index >= static_cast<unsigned>(device_count())) return kInvalidArgument;
+  *handle = reinterpret_cast<Handle>(static_cast<std::uintptr_t>(index) + 1);
+  return kSuccess;
+}
+LOWTIDE_NVML int nvmlDeviceGetHandleByPciBusId_v2(const char* text,
+                                                  Handle* handle) {
+  unsigned bus = 0;
+  if (std::sscanf(text, "%*x:%x", &bus) != 1 || bus == 0) {
+    return kInvalidArgument;
+  }
+  return nvmlDeviceGetHandleByIndex_v2(bus - 1, handle);
+}
+LOWTIDE_NVML int nvmlDeviceGetName(Handle, char* text, unsigned length) {
+  return write(text, length, std::string(settings().gpu->name));
+}
+LOWTIDE_NVML int nvmlDeviceGetUUID(Handle handle, char* text, unsigned length) {
+  const auto number = std::to_string(index_of(handle));
+  return write(text, length,
+               "GPU-00000000-0000-0000-0000-00000000000" + number);
+}
+LOWTIDE_NVML int nvmlDeviceGetMemoryInfo(Handle handle, Memory* memory) {
+  const auto& gauge = device(index_of(handle)).memory;
+  *memory = {gauge.most(), gauge.most() - gauge.now(), gauge.now()};
+  return kSuccess;
+}
+LOWTIDE_NVML int nvmlDeviceGetCudaComputeCapability(Handle, int* major,
+                                                    int* minor) {
+  *major = settings().gpu->major;
+  *minor = settings().gpu->minor;
+  return kSuccess;
+}
+// What other processes do is nobody's.
+LOWTIDE_NVML int nvmlDeviceGetComputeRunningProcesses_v3(Handle,
+                                                         unsigned* count,
+                                                         void*) {
+  *count = 0;
+  return kSuccess;
+}
+LOWTIDE_NVML int nvmlDeviceGetComputeRunningProcesses(Handle, unsigned* count,
+                                                      void*) {
+  *count = 0;
+  return kSuccess;
+}
+// NVLink's fabric and its links: asked by torch's symmetric memory.
+LOWTIDE_NVML int nvmlDeviceGetGpuFabricInfoV(Handle, void*) {
+  return kNotSupported;
+}
+LOWTIDE_NVML int nvmlDeviceGetNvLinkRemoteDeviceType(Handle, unsigned, void*) {
+  return kNotSupported;
+}
+LOWTIDE_NVML int nvmlDeviceGetNvLinkRemotePciInfo_v2(Handle, unsigned, void*) {
+  return kNotSupported;
+}

@@ -1,0 +1,59 @@
+// What programs and tests ask the dry driver itself (lowtide/phantom/dry.py).
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "phantom/driver/capture.h"
+#include "phantom/driver/collective_log.h"
+#include "phantom/driver/device.h"
+#include "phantom/driver/kernels.h"
+#include "phantom/driver/order.h"
+
+#define LOWTIDE_DRY_API __attribute__((visibility("default")))
+
+using namespace lowtide::dry;
+
+extern "C" {
+
+// Times that the host waited for a device.
+LOWTIDE_DRY_API std::int64_t lowtide_dry_host_waits() { return host_waits(); }
+LOWTIDE_DRY_API std::int64_t lowtide_dry_launches() { return launches(); }
+// Work beside a capture that is missing from its graph.
+LOWTIDE_DRY_API std::int64_t lowtide_dry_stray() { return capture().stray(); }
+// Collectives so far that `stream` does not come after.
+LOWTIDE_DRY_API std::int64_t lowtide_dry_unseen_collectives(
+    cudaStream_t stream) {
+  return order().unseen(stream);
+}
+// See collective_log.h; valid until the next call.
+LOWTIDE_DRY_API const char* lowtide_dry_collectives() {
+  return collective_log().lines();
+}
+// Bytes of a device: what cudaMemGetInfo calls used, at most so far.
+LOWTIDE_DRY_API std::int64_t lowtide_dry_peak_memory(int index) {
+  return static_cast<std::int64_t>(device(index).memory.peak());
+}
+LOWTIDE_DRY_API std::int64_t lowtide_dry_peak_pinned() {
+  return static_cast<std::int64_t>(pinned().peak());
+}
+// Whether a range was made by the host.
+LOWTIDE_DRY_API int lowtide_dry_known(const void* first, std::int64_t bytes) {
+  return kept().known_as_whole(reinterpret_cast<Address>(first),
+                               static_cast<std::size_t>(bytes));
+}
+// The range has other contents now (csrc/phantom/observer).
+LOWTIDE_DRY_API void lowtide_dry_forget(const void* first, std::int64_t bytes) {
+  if (!device_of(first) || kept().total() == 0) return;
+  kept().forget(reinterpret_cast<Address>(first),
+                static_cast<std::size_t>(bytes));
+}
+LOWTIDE_DRY_API void lowtide_dry_write_zeros(void* first, std::int64_t bytes) {
+  kept().fill(reinterpret_cast<Address>(first), 0,
+              static_cast<std::size_t>(bytes));
+}
+// The bits that reads of up to 8 bytes yield in the calling thread, until
+// lowtide_dry_no_answer.
+LOWTIDE_DRY_API void lowtide_dry_answer(std::int64_t bits) { set_answer(bits); }
+LOWTIDE_DRY_API void lowtide_dry_no_answer() { set_answer(std::nullopt); }
+
+}  // extern "C"

@@ -1,0 +1,78 @@
+// CUDA's runtime: stream capture and graphs, which are empty.
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "phantom/driver/capture.h"
+#include "phantom/driver/device.h"
+
+namespace {
+
+template <typename Handle>
+cudaError_t create(Handle* handle) {
+  *handle = reinterpret_cast<Handle>(lowtide::dry::new_handle());
+  return cudaSuccess;
+}
+
+}  // namespace
+
+using namespace lowtide::dry;
+
+extern "C" {
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  *mode = exchange_mode(*mode);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream,
+                                   cudaStreamCaptureMode mode) {
+  return capture().begin(stream, mode);
+}
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+  create(graph);
+  return capture().end(stream);
+}
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream,
+                                  cudaStreamCaptureStatus* now) {
+  *now = capture().id(stream) != 0 ? cudaStreamCaptureStatusActive
+                                   : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream,
+                                     cudaStreamCaptureStatus* now,
+                                     unsigned long long* id, cudaGraph_t* graph,
+                                     const cudaGraphNode_t** nodes,
+                                     const cudaGraphEdgeData** edges,
+                                     std::size_t* count) {
+  if (id) *id = capture().id(stream);
+  if (graph) create(graph);
+  if (nodes) *nodes = nullptr;
+  if (edges) *edges = nullptr;
+  if (count) *count = 0;
+  return cudaStreamIsCapturing(stream, now);
+}
+// torch warns of a graph without nodes.
+cudaError_t cudaGraphGetNodes(cudaGraph_t, cudaGraphNode_t* nodes,
+                              std::size_t* count) {
+  if (nodes && *count > 0) create(nodes);
+  *count = 1;
+  return cudaSuccess;
+}
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* exec, cudaGraph_t,
+                                          unsigned long long) {
+  return create(exec);
+}
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t,
+                                 unsigned long long) {
+  return create(exec);
+}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t) {
+  return cudaSuccess;
+}
+cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t) {
+  return cudaSuccess;
+}
+cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return cudaSuccess; }
+
+}  // extern "C"

@@ -1,0 +1,268 @@
+// CUDA's runtime: memory of the devices and of the host, copies.
+#include <cuda_runtime_api.h>
+#include <sys/mman.h>
+
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <mutex>
+
+#include "phantom/driver/capture.h"
+#include "phantom/driver/device.h"
+
+namespace lowtide::dry {
+namespace {
+
+Address address_of(const void* pointer) {
+  return reinterpret_cast<Address>(pointer);
+}
+
+cudaError_t allocate(void** pointer, std::size_t bytes) {
+  if (bytes == 0) {
+    *pointer = nullptr;
+    return cudaSuccess;
+  }
+  const auto address = device(current_device()).allocate(bytes);
+  if (!address) return cudaErrorMemoryAllocation;
+  *pointer = reinterpret_cast<void*>(*address);
+  return cudaSuccess;
+}
+
+cudaError_t give_back(void* pointer) {
+  if (pointer == nullptr) return cudaSuccess;
+  const auto index = device_of(pointer);
+  const bool freed = index && device(*index).free(address_of(pointer));
+  return freed ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// Ranges of pinned memory, ours and what programs register.
+struct Pinned {
+  std::mutex mutex;
+  std::map<Address, std::size_t> ranges;
+
+  static Pinned& all() {
+    static Pinned all;
+    return all;
+  }
+  void add(const void* pointer, std::size_t bytes) {
+    const std::lock_guard lock(mutex);
+    ranges[address_of(pointer)] = bytes;
+    pinned().take(bytes);
+  }
+  // 0 for a range that is not there.
+  std::size_t remove(const void* pointer) {
+    const std::lock_guard lock(mutex);
+    const auto found = ranges.find(address_of(pointer));
+    if (found == ranges.end()) return 0;
+    const auto bytes = found->second;
+    ranges.erase(found);
+    pinned().give(bytes);
+    return bytes;
+  }
+  bool has(const void* pointer) {
+    const std::lock_guard lock(mutex);
+    auto found = ranges.upper_bound(address_of(pointer));
+    if (found == ranges.begin()) return false;
+    --found;
+    return address_of(pointer) < found->first + found->second;
+  }
+};
+
+cudaError_t enqueue_copy(void* to, const void* from, std::size_t bytes,
+                         cudaStream_t stream) {
+  capture().enqueue(stream);
+  copy_bytes(to, from, bytes);
+  return cudaSuccess;
+}
+
+void copy_rows(void* to, std::size_t to_pitch, const void* from,
+               std::size_t from_pitch, std::size_t width, std::size_t height) {
+  for (std::size_t row = 0; row < height; ++row) {
+    copy_bytes(static_cast<char*>(to) + row * to_pitch,
+               static_cast<const char*>(from) + row * from_pitch, width);
+  }
+}
+
+void set_bytes(void* pointer, int value, std::size_t bytes) {
+  if (device_of(pointer)) {
+    kept().fill(address_of(pointer), value, bytes);
+  } else {
+    std::memset(pointer, value, bytes);
+  }
+}
+
+}  // namespace
+}  // namespace lowtide::dry
+
+using namespace lowtide::dry;
+
+extern "C" {
+
+cudaError_t cudaMalloc(void** pointer, std::size_t bytes) {
+  if (const auto refused = capture().unsafe()) return refused;
+  return allocate(pointer, bytes);
+}
+cudaError_t cudaMallocManaged(void** pointer, std::size_t bytes, unsigned) {
+  return cudaMalloc(pointer, bytes);
+}
+cudaError_t cudaFree(void* pointer) { return give_back(pointer); }
+cudaError_t cudaMallocAsync(void** pointer, std::size_t bytes, cudaStream_t) {
+  return allocate(pointer, bytes);
+}
+cudaError_t cudaFreeAsync(void* pointer, cudaStream_t) {
+  return give_back(pointer);
+}
+cudaError_t cudaMemGetInfo(std::size_t* free, std::size_t* total) {
+  const auto& memory = device(current_device()).memory;
+  *total = memory.most();
+  *free = memory.most() - memory.now();
+  return cudaSuccess;
+}
+
+// Pools of the driver's allocator: one a device, whose limits do nothing.
+cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int index) {
+  *pool =
+      reinterpret_cast<cudaMemPool_t>(static_cast<std::uintptr_t>(index) + 1);
+  return cudaSuccess;
+}
+cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool, cudaMemPoolAttr which,
+                                    void* value) {
+  const auto index = static_cast<int>(reinterpret_cast<std::uintptr_t>(pool));
+  const auto& memory = device(index - 1).memory;
+  std::uint64_t number = 0;
+  if (which == cudaMemPoolAttrReservedMemCurrent ||
+      which == cudaMemPoolAttrUsedMemCurrent) {
+    number = memory.now();
+  } else if (which == cudaMemPoolAttrReservedMemHigh ||
+             which == cudaMemPoolAttrUsedMemHigh) {
+    number = memory.peak();
+  }
+  std::memcpy(value, &number, sizeof number);
+  return cudaSuccess;
+}
+cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*) {
+  return cudaSuccess;
+}
+cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const cudaMemAccessDesc*,
+                                 std::size_t) {
+  return cudaSuccess;
+}
+cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, std::size_t) {
+  return cudaSuccess;
+}
+
+// Pinned memory is mapped when it is touched.
+cudaError_t cudaHostAlloc(void** pointer, std::size_t bytes, unsigned) {
+  if (const auto refused = capture().unsafe()) return refused;
+  *pointer = nullptr;
+  if (bytes == 0) return cudaSuccess;
+  void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (mapped == MAP_FAILED) return cudaErrorMemoryAllocation;
+  Pinned::all().add(mapped, bytes);
+  *pointer = mapped;
+  return cudaSuccess;
+}
+cudaError_t cudaMallocHost(void** pointer, std::size_t bytes) {
+  return cudaHostAlloc(pointer, bytes, cudaHostAllocDefault);
+}
+cudaError_t cudaFreeHost(void* pointer) {
+  if (pointer == nullptr) return cudaSuccess;
+  const auto bytes = Pinned::all().remove(pointer);
+  if (bytes == 0) return cudaErrorInvalidValue;
+  munmap(pointer, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaHostRegister(void* pointer, std::size_t bytes, unsigned) {
+  if (Pinned::all().has(pointer)) {
+    return cudaErrorHostMemoryAlreadyRegistered;
+  }
+  Pinned::all().add(pointer, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaHostUnregister(void* pointer) {
+  return Pinned::all().remove(pointer) == 0 ? cudaErrorHostMemoryNotRegistered
+                                            : cudaSuccess;
+}
+cudaError_t cudaHostGetDevicePointer(void** of_device, void* pointer,
+                                     unsigned) {
+  *of_device = pointer;
+  return cudaSuccess;
+}
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes,
+                                     const void* pointer) {
+  *attributes = {};
+  attributes->device = current_device();
+  attributes->type = cudaMemoryTypeUnregistered;
+  if (const auto index = device_of(pointer)) {
+    attributes->type = cudaMemoryTypeDevice;
+    attributes->device = *index;
+    attributes->devicePointer = const_cast<void*>(pointer);
+  } else if (Pinned::all().has(pointer)) {
+    attributes->type = cudaMemoryTypeHost;
+    attributes->devicePointer = attributes->hostPointer =
+        const_cast<void*>(pointer);
+  }
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes,
+                       cudaMemcpyKind) {
+  ++host_waits();
+  if (const auto refused = capture().host_waits()) return refused;
+  copy_bytes(to, from, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes,
+                            cudaMemcpyKind, cudaStream_t stream) {
+  return enqueue_copy(to, from, bytes, stream);
+}
+cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int,
+                                std::size_t bytes, cudaStream_t stream) {
+  return enqueue_copy(to, from, bytes, stream);
+}
+cudaError_t cudaMemcpyPeer(void* to, int, const void* from, int,
+                           std::size_t bytes) {
+  return cudaMemcpy(to, from, bytes, cudaMemcpyDeviceToDevice);
+}
+cudaError_t cudaMemcpy2DAsync(void* to, std::size_t to_pitch, const void* from,
+                              std::size_t from_pitch, std::size_t width,
+                              std::size_t height, cudaMemcpyKind,
+                              cudaStream_t stream) {
+  capture().enqueue(stream);
+  copy_rows(to, to_pitch, from, from_pitch, width, height);
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpy2D(void* to, std::size_t to_pitch, const void* from,
+                         std::size_t from_pitch, std::size_t width,
+                         std::size_t height, cudaMemcpyKind) {
+  ++host_waits();
+  if (const auto refused = capture().host_waits()) return refused;
+  copy_rows(to, to_pitch, from, from_pitch, width, height);
+  return cudaSuccess;
+}
+cudaError_t cudaMemset(void* pointer, int value, std::size_t bytes) {
+  set_bytes(pointer, value, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void* pointer, int value, std::size_t bytes,
+                            cudaStream_t stream) {
+  set_bytes(pointer, value, bytes);
+  return capture().enqueue(stream);
+}
+
+// Memory of other processes: a handle is the address, which means the same in
+// all of them.
+cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* pointer) {
+  *handle = {};
+  std::memcpy(handle, &pointer, sizeof pointer);
+  return cudaSuccess;
+}
+cudaError_t cudaIpcOpenMemHandle(void** pointer, cudaIpcMemHandle_t handle,
+                                 unsigned) {
+  std::memcpy(pointer, &handle, sizeof *pointer);
+  return cudaSuccess;
+}
+cudaError_t cudaIpcCloseMemHandle(void*) { return cudaSuccess; }
+
+}  // extern "C"

@@ -1,0 +1,134 @@
+// CUDA's runtime: streams and events.
+#include <cuda_runtime_api.h>
+
+#include <cstring>
+
+#include "phantom/driver/capture.h"
+#include "phantom/driver/device.h"
+#include "phantom/driver/order.h"
+
+namespace lowtide::dry {
+namespace {
+
+struct Event {
+  int device = 0;
+  Completion::Ticket ticket = {};
+  Captured captured = {};
+  Clock clock = {};
+};
+
+Event& event_of(cudaEvent_t event) { return *reinterpret_cast<Event*>(event); }
+
+}  // namespace
+}  // namespace lowtide::dry
+
+using namespace lowtide::dry;
+
+extern "C" {
+
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags,
+                                         int priority) {
+  *stream = make_stream(current_device(), priority, flags);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
+  return cudaStreamCreateWithPriority(stream, flags, 0);
+}
+cudaError_t cudaStreamCreate(cudaStream_t* stream) {
+  return cudaStreamCreateWithPriority(stream, cudaStreamDefault, 0);
+}
+cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
+  *priority = stream_of(stream).priority;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamGetFlags(cudaStream_t stream, unsigned* flags) {
+  *flags = stream_of(stream).flags;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamGetDevice(cudaStream_t stream, int* index) {
+  *index = stream_of(stream).device;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) {
+  *id = reinterpret_cast<std::uintptr_t>(stream);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  ++host_waits();
+  if (const auto refused = capture().host_waits()) return refused;
+  device_of_stream(stream).completion.wait_for_stream(stream);
+  return cudaSuccess;
+}
+// Its work is done as soon as it is enqueued, so the host's turn is now.
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function,
+                               void* data) {
+  if (capture().id(stream) != 0) return capture().enqueue(stream);
+  function(data);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamAddCallback(cudaStream_t stream,
+                                  cudaStreamCallback_t function, void* data,
+                                  unsigned) {
+  function(stream, cudaSuccess, data);
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  *event = reinterpret_cast<cudaEvent_t>(new Event{.device = current_device()});
+  return cudaSuccess;
+}
+cudaError_t cudaEventCreate(cudaEvent_t* event) {
+  return cudaEventCreateWithFlags(event, cudaEventDefault);
+}
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete &event_of(event);
+  return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  auto& recorded = event_of(event);
+  recorded.device = stream_of(stream).device;
+  recorded.captured = capture().record(stream);
+  recorded.clock = order().record(stream);
+  recorded.ticket = device(recorded.device).completion.record(stream);
+  return cudaSuccess;
+}
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream,
+                                     unsigned) {
+  return cudaEventRecord(event, stream);
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event,
+                                unsigned) {
+  const auto& recorded = event_of(event);
+  order().wait(stream, recorded.clock);
+  return capture().wait(stream, recorded.captured);
+}
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  const auto& recorded = event_of(event);
+  if (const auto refused = capture().ask(recorded.captured)) return refused;
+  const bool done = device(recorded.device).completion.done(recorded.ticket);
+  return done ? cudaSuccess : cudaErrorNotReady;
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  ++host_waits();
+  const auto& recorded = event_of(event);
+  if (const auto refused = capture().ask(recorded.captured)) return refused;
+  device(recorded.device).completion.wait(recorded.ticket);
+  return cudaSuccess;
+}
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t,
+                                 cudaEvent_t) {
+  *milliseconds = 1;
+  return cudaSuccess;
+}
+// An event of another process is an event of its own, which is complete.
+cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t* handle, cudaEvent_t) {
+  *handle = {};
+  return cudaSuccess;
+}
+cudaError_t cudaIpcOpenEventHandle(cudaEvent_t* event, cudaIpcEventHandle_t) {
+  return cudaEventCreate(event);
+}
+
+}  // extern "C"

@@ -1,0 +1,25 @@
+// What the environment says of the machine that the dry driver stands for.
+#pragma once
+
+#include <cstddef>
+
+#include "phantom/driver/gpus.h"
+
+namespace lowtide::dry {
+
+//   LOWTIDE_DRY_GPU      a name of gpus.h; default h100
+//   LOWTIDE_DRY_DEVICES  how many; default 1
+//   LOWTIDE_DRY_MEMORY   bytes of each; default the GPU's
+//   LOWTIDE_DRY_EVENTS   immediate (default): events are complete when they are
+//                        recorded; at_sync: when the host waits
+struct Settings {
+  const Gpu* gpu = nullptr;
+  int devices = 1;
+  std::size_t memory = 0;
+  bool immediate = true;
+};
+
+// Read once.  A value that is not valid ends the process with a message.
+const Settings& settings();
+
+}  // namespace lowtide::dry

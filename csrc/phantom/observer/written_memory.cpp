@@ -1,0 +1,118 @@
+// Tells the dry driver which memory torch hands out again or writes, so that
+// bytes of the host that lay there are no longer taken for its contents.
+//
+// A library of its own, built against torch and loaded into the process that
+// has the driver (lowtide/phantom/dry/values.py).
+#include <ATen/core/function_schema.h>
+#include <ATen/record_function.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <dlfcn.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string_view>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+namespace lowtide::dry {
+namespace {
+
+using Forget = void (*)(const void*, std::int64_t);
+
+Forget driver_forgets() {
+  static const auto forget =
+      reinterpret_cast<Forget>(dlsym(RTLD_DEFAULT, "lowtide_dry_forget"));
+  return forget;
+}
+
+// What changes a tensor and not its bytes.
+bool leaves_bytes(std::string_view name) {
+  static const std::unordered_set<std::string_view> kNames = {
+      "aten::as_strided_", "aten::detach_",    "aten::requires_grad_",
+      "aten::resize_",     "aten::resize_as_", "aten::retain_grad",
+      "aten::set_",        "aten::squeeze_",   "aten::swapaxes_",
+      "aten::swapdims_",   "aten::t_",         "aten::transpose_",
+      "aten::unsqueeze_",
+  };
+  return kNames.contains(name);
+}
+
+// Which arguments an operator writes.
+std::vector<std::size_t> written(const at::RecordFunction& function) {
+  std::vector<std::size_t> indices;
+  if (leaves_bytes(function.name())) return indices;
+  const auto schema = function.operator_schema();
+  if (!schema) return indices;
+  const auto& arguments = schema->arguments();
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    const auto* alias = arguments[i].alias_info();
+    if (alias != nullptr && alias->isWrite()) indices.push_back(i);
+  }
+  return indices;
+}
+
+// Looked up once an operator: the text of its name stays where it is.
+const std::vector<std::size_t>& written_by(const at::RecordFunction& function) {
+  static std::mutex mutex;
+  static std::unordered_map<const void*, std::vector<std::size_t>> known;
+  const std::lock_guard lock(mutex);
+  const auto found = known.find(function.name());
+  if (found != known.end()) return found->second;
+  return known.emplace(function.name(), written(function)).first->second;
+}
+
+void forget(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.is_cuda() || !tensor.has_storage()) return;
+  if (tensor.is_non_overlapping_and_dense()) {
+    driver_forgets()(tensor.const_data_ptr(),
+                     static_cast<std::int64_t>(tensor.nbytes()));
+    return;
+  }
+  const auto& storage = tensor.storage();
+  driver_forgets()(storage.data(), static_cast<std::int64_t>(storage.nbytes()));
+}
+
+// Before the operator runs: what it copies from the host is kept again.
+std::unique_ptr<at::ObserverContext> before_operator(
+    const at::RecordFunction& function) {
+  const auto inputs = function.inputs();
+  for (const auto index : written_by(function)) {
+    if (index >= inputs.size()) continue;
+    if (inputs[index].isTensor()) {
+      forget(inputs[index].toTensor());
+    } else if (inputs[index].isTensorList()) {
+      for (const at::Tensor& tensor : inputs[index].toTensorVector()) {
+        forget(tensor);
+      }
+    }
+  }
+  return nullptr;
+}
+
+void after_allocator(const c10::cuda::CUDACachingAllocator::TraceEntry& entry) {
+  if (entry.action_ !=
+      c10::cuda::CUDACachingAllocator::TraceEntry::Action::ALLOC) {
+    return;
+  }
+  driver_forgets()(reinterpret_cast<const void*>(entry.addr_),
+                   static_cast<std::int64_t>(entry.size_));
+}
+
+}  // namespace
+}  // namespace lowtide::dry
+
+extern "C" {
+
+// Once CUDA is initialised.
+__attribute__((visibility("default"))) void lowtide_dry_observe() {
+  using namespace lowtide::dry;
+  c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(after_allocator);
+  at::addGlobalCallback(at::RecordFunctionCallback(before_operator)
+                            .needsInputs(true)
+                            .scopes({at::RecordScope::FUNCTION}));
+}
+
+}  // extern "C"

@@ -1,0 +1,142 @@
+"""One rank of a world whose other ranks are not there.
+
+Its store answers at once, NCCL is the dry driver's, gloo's groups are torch's ``fake``
+ones, and of objects that ranks exchange every rank has this one's.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed import distributed_c10d
+
+_UNIQUE_ID = bytes(128)  # NCCL's, which rank 0 would have sent
+
+
+class LoneStore(Store):
+    """A store in which what others would write is there already. Thread-safe."""
+
+    def __init__(self, world: int) -> None:
+        super().__init__()
+        self._world = world
+        self._values: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        with self._lock:
+            self._values[key] = _as_bytes(value)
+
+    def get(self, key: str) -> bytes:
+        with self._lock:
+            return self._values.get(key, _UNIQUE_ID)
+
+    def add(self, key: str, value: int) -> int:
+        """Each rank adds the same."""
+        with self._lock:
+            now = int(self._values.get(key, b"0")) + value * self._world
+            self._values[key] = str(now).encode()
+            return now
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        with self._lock:
+            now = self._values.get(key, _as_bytes(expected))
+            if now == _as_bytes(expected):
+                now = self._values[key] = _as_bytes(desired)
+            return now
+
+    def check(self, keys: list[str]) -> bool:
+        """What was not written yet would be an error's or an abort's."""
+        with self._lock:
+            return all(key in self._values for key in keys)
+
+    def wait(self, keys: list[str], timeout: Any = None) -> None:
+        return None
+
+    def delete_key(self, key: str) -> bool:
+        with self._lock:
+            return self._values.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        with self._lock:
+            return len(self._values)
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        return None
+
+    @property
+    def timeout(self) -> datetime.timedelta:
+        return datetime.timedelta(minutes=30)
+
+
+def install(world: int, rank: int) -> None:
+    """For the rest of the process: rendezvous of any kind gives ``rank`` of
+    ``world``."""
+    store = LoneStore(world)
+
+    def meet(url: str, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
+        yield store, rank, world
+
+    # A function of the same name hides the module.
+    handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
+    for scheme in handlers:
+        handlers[scheme] = meet
+    _replace_gloo()
+    # NCCL says nothing of the size of a part, so each group is a communicator of its
+    # own.
+    internals: Any = distributed_c10d
+    internals._get_split_source = lambda group: None
+    for name, function in (
+        ("all_gather_object", _all_gather_object),
+        ("gather_object", _gather_object),
+        ("broadcast_object_list", _broadcast_object_list),
+    ):
+        setattr(distributed_c10d, name, function)
+        setattr(dist, name, function)
+
+
+def _as_bytes(value: Any) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _replace_gloo() -> None:
+    """Its groups would wait for the others; torch's ``fake`` ones stand for them under
+    gloo's name."""
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers
+    backend: Any = distributed_c10d.Backend
+    config: Any = distributed_c10d.BackendConfig
+    backend.backend_type_map[backend.GLOO] = dist.ProcessGroup.BackendType.CUSTOM
+    asked = config.get_device_backend_map
+
+    def without_gloo(self: Any) -> dict[str, str]:
+        return {
+            device: backend.FAKE if name == backend.GLOO else name
+            for device, name in asked(self).items()
+        }
+
+    config.get_device_backend_map = without_gloo
+
+
+def _all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+    object_list[:] = [obj] * len(object_list)
+
+
+def _gather_object(
+    obj: Any,
+    object_gather_list: list[Any] | None = None,
+    dst: int | None = None,
+    group: Any = None,
+    group_dst: int | None = None,
+) -> None:
+    if object_gather_list is not None:
+        object_gather_list[:] = [obj] * len(object_gather_list)
+
+
+def _broadcast_object_list(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
+    return None

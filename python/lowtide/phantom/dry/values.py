@@ -1,0 +1,126 @@
+"""What a program reads of values that nobody computed.
+
+Values that the host made are right: the driver keeps them and they travel. Of the rest,
+a number that is read back is 1, a truth value False, and a size that depends on data is
+the share of all elements that was asked for (``nonzero``, boolean masks, ``unique``).
+Each place where that happened is a note with its line.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import driver
+
+# {(what was assumed, where): how often}
+notes: Counter[tuple[str, str]] = Counter()
+
+_ONE = {
+    torch.float64: 0x3FF0000000000000,
+    torch.float32: 0x3F800000,
+    torch.float16: 0x3C00,
+    torch.bfloat16: 0x3F80,
+    torch.complex64: 0x3F800000,
+    torch.bool: 0,
+}
+_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_answering = threading.local()
+_libraries: list[torch.library.Library] = []
+
+
+def install(nonzero: float) -> None:
+    """For the rest of the process, whose CUDA is the dry driver's."""
+    library = torch.library.Library("aten", "IMPL")
+    _libraries.append(library)
+
+    def replace(name: str, make: Callable[[Callable[..., Any]], Any]) -> None:
+        kernel = torch.library.get_kernel(f"aten::{name}", "CUDA")
+        library.impl(name, make(kernel.call_boxed), "CUDA", with_keyset=True)
+
+    torch.cuda._lazy_call(_observe)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")
+        replace("_local_scalar_dense", _read)
+        for name in ("nonzero", "_unique2", "unique_dim", "unique_consecutive"):
+            replace(name, lambda kernel: _sized(kernel, nonzero))
+        replace("_amp_foreach_non_finite_check_and_unscale_", _all_finite)
+
+
+def _observe() -> None:
+    """From then on the driver forgets what torch writes over."""
+    library = Path(__file__).parents[2] / "liblowtide_dry_observer.so"
+    ctypes.CDLL(str(library)).lowtide_dry_observe()
+
+
+def where() -> str:
+    """The line of the program, or of a library of others, that runs."""
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_code.co_filename.startswith((*_OWN, "<")):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+@contextmanager
+def _answer(bits: int) -> Iterator[None]:
+    if getattr(_answering, "active", False):  # the outer one stands
+        yield
+        return
+    _answering.active = True
+    driver.answer(bits)
+    try:
+        yield
+    finally:
+        driver.no_answer()
+        _answering.active = False
+
+
+def _is_known(tensor: Tensor) -> bool:
+    storage = tensor.untyped_storage()
+    return driver.is_known(storage.data_ptr(), storage.nbytes())
+
+
+def _read(kernel: Callable[..., Any]) -> Any:
+    def read(keys: Any, tensor: Tensor) -> Any:
+        if getattr(_answering, "active", False) or _is_known(tensor):
+            return kernel(keys, tensor)
+        value = _ONE.get(tensor.dtype, 1)
+        shown = "False" if tensor.dtype is torch.bool else "1"
+        notes[f"a value read back is {shown}", where()] += 1
+        with _answer(value):
+            return kernel(keys, tensor)
+
+    return read
+
+
+def _sized(kernel: Callable[..., Any], share: float) -> Any:
+    def sized(keys: Any, tensor: Tensor, *arguments: Any) -> Any:
+        size = math.ceil(share * tensor.numel())
+        notes[
+            f"a size that depends on data is {share:.0%} of all elements", where()
+        ] += 1
+        with _answer(size):
+            return kernel(keys, tensor, *arguments)
+
+    return sized
+
+
+def _all_finite(kernel: Callable[..., Any]) -> Any:
+    """GradScaler's: no gradient overflows."""
+
+    def all_finite(keys: Any, tensors: Any, found_inf: Tensor, scale: Tensor) -> None:
+        kernel(keys, tensors, found_inf, scale)
+        driver.write_zeros(found_inf.data_ptr(), found_inf.nbytes)
+
+    return all_finite

@@ -1,0 +1,45 @@
+// Addresses of devices that have no memory.
+#include "phantom/driver/address_space.h"
+
+#include <gtest/gtest.h>
+
+namespace lowtide::dry {
+namespace {
+
+constexpr std::size_t kMiB = std::size_t{1} << 20;
+
+TEST(AddressSpaceTest, TheLowestRangeThatFitsIsTaken) {
+  AddressSpace space(0);
+  const auto first = space.place(3 * kMiB);
+  const auto second = space.place(2 * kMiB);
+  const auto third = space.place(1);
+  EXPECT_EQ(first, kFirstAddress);
+  EXPECT_EQ(second, kFirstAddress + 4 * kMiB);
+  EXPECT_EQ(third, kFirstAddress + 6 * kMiB);
+  EXPECT_EQ(space.forget(*first), 3 * kMiB);
+  EXPECT_EQ(space.place(5 * kMiB), kFirstAddress + 8 * kMiB);
+  EXPECT_EQ(space.place(4 * kMiB), first);
+}
+
+TEST(AddressSpaceTest, UnknownAddressesAndFullSpacesAreNone) {
+  AddressSpace space(1);
+  EXPECT_EQ(space.forget(kFirstAddress), std::nullopt);
+  EXPECT_EQ(space.place(kAddressesOfDevice + 1), std::nullopt);
+  const auto whole = space.place(kAddressesOfDevice);
+  EXPECT_EQ(whole, kFirstAddress + kAddressesOfDevice);
+  EXPECT_EQ(space.place(1), std::nullopt);
+}
+
+TEST(AddressSpaceTest, AnAddressTellsItsDeviceAndItsRange) {
+  AddressSpace space(2);
+  const auto address = *space.place(5 * kMiB);
+  EXPECT_EQ(device_of(address + kMiB), 2);
+  EXPECT_EQ(device_of(Address{4096}), std::nullopt);
+  EXPECT_EQ(device_of(kFirstSymbol), 0);
+  EXPECT_EQ(space.around(address + 4 * kMiB)->first, address);
+  EXPECT_EQ(space.around(address + 4 * kMiB)->bytes, 5 * kMiB);
+  EXPECT_FALSE(space.around(address + 5 * kMiB));
+}
+
+}  // namespace
+}  // namespace lowtide::dry

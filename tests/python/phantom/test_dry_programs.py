@@ -1,0 +1,219 @@
+"""Programs on torch's own CUDA build over the dry driver: whole training runs as others
+write them, what they read of values nobody computed, and ``python -m lowtide phantom``.
+
+Figures are those of torch 2.11 on an H100 that takes no memory itself.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowtide.phantom.dry import launch
+from support import dry_programs
+
+ROOT = Path(__file__).parents[3]
+MIB, GIB = 1 << 20, 1 << 30
+ALONE = ("resnet50", "hf_trainer", "top_k_experts", "compiled", "cuda_graph")
+OF_EIGHT = ("values", "operators", "fsdp2", "ddp", "lowtide_offload")
+
+
+def run(
+    *program: str, report: Path | None = None, status: int = 0, **machine: Any
+) -> subprocess.CompletedProcess[str]:
+    told = launch.Settings(report=str(report) if report else None)
+    on = launch.Machine(**machine)
+    done = subprocess.run(
+        launch.command(program, on, told),
+        env=launch.environment(on) | {"PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
+
+
+def programs(names: tuple[str, ...], **machine: Any) -> dict[str, dict[str, Any]]:
+    printed = run(dry_programs.__file__, *names, **machine).stdout
+    return json.loads(printed.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, dict[str, Any]]:
+    return programs(ALONE)
+
+
+@pytest.fixture(scope="module")
+def of_eight() -> dict[str, dict[str, Any]]:
+    return programs(OF_EIGHT, world=8)
+
+
+def test_resnet50_with_amp_and_channels_last(alone):
+    found = alone["resnet50"]
+    assert found["state"] == pytest.approx(2 * 25_557_032 * 4, rel=1e-3)
+    assert found["allocated"] == pytest.approx(1787 * MIB, abs=MIB)
+
+
+def test_the_trainer_of_transformers(alone):
+    found = alone["hf_trainer"]
+    assert found["steps"] == dry_programs.STEPS
+    # Weights, gradients and two moments in fp32, and the logits' gradient.
+    assert found["allocated"] > 4 * found["parameters"]
+
+
+def test_top_k_experts_of_transformers(alone):
+    found = alone["top_k_experts"]
+    assert found["allocated"] > 4 * found["parameters"]
+
+
+def test_inductor_compiles_and_takes_less_than_eager(alone):
+    found = alone["compiled"]
+    assert found["compiled"] < found["eager"]
+
+
+def test_a_step_in_a_cuda_graph_has_a_pool_of_its_own(alone):
+    assert alone["cuda_graph"]["pools"] == 2
+
+
+def test_values_of_the_host_travel_and_others_let_training_go_on(of_eight):
+    found = of_eight["values"]
+    assert found["made"] == [3, 5]
+    assert found["gathered"] == [3, 5] * 8
+    assert found["written"] == 1  # by a kernel
+    assert found["names"] == ["rank 0"] * 8
+    assert found["computed"] == [1.0, False]
+    assert found["nonzero"] == [64, 2]
+    assert found["masked"] == [64]
+    assert found["unique"] == 64
+    assert found["loss scale steps"] == 1
+
+
+def test_libraries_beside_cublas(of_eight):
+    found = of_eight["operators"]
+    assert found["fft"] == [64, 33]
+    assert found["qr"] == [64, 64]
+    first, second = (64 + 32 + 2) * 32 * 4, (64 + 32 + 2) * 32 * 4
+    assert found["weights"] == 2 * (first + second)
+
+
+def test_fsdp2_and_ddp_over_torchs_own_nccl_group(of_eight):
+    weights = 4 * 1024 * 1025 * 4
+    assert of_eight["fsdp2"]["state"] == pytest.approx(3 * weights / 8, rel=1e-3)
+    assert of_eight["fsdp2"]["allocated"] == 92_430_336
+    # Parameters, and gradients as views of its buckets.
+    assert of_eight["ddp"]["parameters"] == pytest.approx(weights, rel=1e-3)
+    assert of_eight["ddp"]["allocated"] > 2 * weights
+
+
+def test_lowtides_engine_with_activations_on_the_host(of_eight):
+    found = of_eight["lowtide_offload"]
+    assert found["pinned"] >= 2 * 512 * 1024 * 4  # two blocks' inputs at once
+
+
+def test_llama_8b_of_the_benchmarks_as_it_stands(tmp_path):
+    """FSDP2 at world 8: the figure of the allocator model, to the digit."""
+    report, snapshot = tmp_path / "report.json", tmp_path / "snapshot.pickle"
+    program = ROOT / "benchmarks/programs/llama_memory.py"
+    options = "--device cuda --system fsdp2 --config 8b --world 8 --loss chunked:32"
+    command = [sys.executable, "-W", "ignore", "-m", "lowtide", "phantom"]
+    command += ["--json", str(report), "--snapshot", str(snapshot), "--"]
+    command += [str(program), *options.split()]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (device,) = json.loads(report.read_text())["devices"]
+    assert round(device["reserved"] / GIB, 2) == 27.00
+    peak = json.loads(done.stdout)["from_start"]
+    assert peak["reserved"] == device["reserved"]
+    assert round(peak["allocated"] / GIB, 2) == 18.77
+    history = pickle.loads(snapshot.read_bytes())
+    (entries,) = filter(None, history["device_traces"])
+    assert highest(entries) == peak["reserved"]
+    rows = json.loads((ROOT / "benchmarks/results/memory_llama.json").read_text())
+    stored = [
+        row["value"]
+        for row in rows["rows"]
+        if row["system"] == "fsdp2"
+        and row["quantity"]
+        == "reserved, 8B, 8 ranks, s 8192, default segments, same loss"
+    ]
+    assert stored == [27.0]
+
+
+def highest(entries: list[dict[str, Any]]) -> int:
+    """Bytes of segments at most, by torch's memory history."""
+    now = peak = 0
+    for entry in entries:
+        sign = {"segment_alloc": 1, "segment_free": -1}.get(entry["action"], 0)
+        now += sign * entry["size"]
+        peak = max(peak, now)
+    return peak
+
+
+LOOK = """
+import sys, torch
+assert "lowtide" not in sys.modules
+print(sys.argv[1:], torch.cuda.device_count(), torch.cuda.get_device_name())
+print(torch.cuda.get_device_capability(), torch.cuda.mem_get_info()[1] >> 20)
+if torch.randn(4, device="cuda").sum() > 0:
+    print("never")
+"""
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name", "capability", "gibibytes"),
+    [
+        ("a100-40", "NVIDIA A100-SXM4-40GB", (8, 0), 39.39),
+        ("b200", "NVIDIA B200", (10, 0), 178.35),
+        ("rtx4090", "NVIDIA GeForce RTX 4090", (8, 9), 23.64),
+    ],
+)
+def test_gpus_by_name(tmp_path, gpu, name, capability, gibibytes):
+    (tmp_path / "look.py").write_text(LOOK)
+    report = tmp_path / "report.json"
+    program = (str(tmp_path / "look.py"), "--lr", "1")
+    printed = run(*program, report=report, gpu=gpu, devices=2).stdout.splitlines()
+    assert printed[0] == f"['--lr', '1'] 2 {name}"
+    shown, mebibytes = printed[1].rsplit(" ", 1)
+    assert shown == str(capability)
+    assert int(mebibytes) == pytest.approx(gibibytes * 1024, abs=2)
+    assert len(printed) == 2
+    (assumed,) = json.loads(report.read_text())["assumed"]
+    assert assumed["what"] == "a value read back is False"
+    assert assumed["where"] == f"{tmp_path / 'look.py'}:6"
+
+
+def test_a_device_that_is_full_says_what_cuda_says(tmp_path):
+    (tmp_path / "full.py").write_text(
+        "import torch\ntorch.empty(2 << 30, dtype=torch.uint8, device='cuda')"
+    )
+    done = run(str(tmp_path / "full.py"), memory=GIB, status=1)
+    assert "CUDA out of memory. Tried to allocate 2.00 GiB" in done.stderr
+    assert "total capacity of 1024.00 MiB" in done.stderr
+
+
+def test_a_missing_function_is_named(tmp_path):
+    (tmp_path / "missing.py").write_text(
+        "import ctypes\nprint(ctypes.CDLL('libcuda.so.1').cuGraphicsMapResources())"
+    )
+    done = run(str(tmp_path / "missing.py"))
+    assert done.stdout == "801\n"  # CUDA_ERROR_NOT_SUPPORTED
+    assert "got a call of cuGraphicsMapResources" in done.stderr
+
+
+def test_what_is_no_machine_is_refused():
+    with pytest.raises(ValueError, match="gpu: expected one of a100-40, .* got 'h300'"):
+        launch.environment(launch.Machine(gpu="h300"))
+    with pytest.raises(ValueError, match="rank: expected 0 <= rank < world = 2, got 2"):
+        launch.environment(launch.Machine(world=2, rank=2))
+
+
+def test_a_cpu_build_gets_one_sentence(monkeypatch, tmp_path):
+    monkeypatch.setattr(launch, "DRIVER", tmp_path / "none.so")
+    with pytest.raises(RuntimeError, match="expected a CUDA build of torch"):
+        launch.environment(launch.Machine())
