@@ -31,6 +31,7 @@ SETTINGS = (
     *(Setting("bf16/fp32", 2, num_layers) for num_layers in (8, 16)),
     *(Setting("bf16/fp32", 8, num_layers) for num_layers in (8, 16)),
     Setting("bf16/fp32", 8, 4, "large"),
+    Setting("float8/fp32", 8, 8),
 )
 
 
@@ -105,7 +106,9 @@ backward, rank 0. c10's allocations are recorded by `AllocationTimeline` for bot
 systems alike, on torch's `fake` process group: it has no threads whose releases a
 recorder would miss, so the figures repeat to the byte, and there is no computing with
 real gradients of other ranks. The peak is the third step's, above the sharded
-parameters, sharded gradients included. lowtide's *transient* is what must not grow
+parameters, sharded gradients included. *float8*: the blocks' matrices are a tensor
+subclass with all-gather extensions, one byte an element and a scale a row, which its
+layer converts to bf16. lowtide's *transient* is what must not grow
 with depth: gathered, gather_input and gradient_stream, each at its own peak.""",
     run=measure,
     headlines=tuple(f"peak live bytes, {setting}" for setting in SETTINGS),

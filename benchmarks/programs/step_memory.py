@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import lowtide
 from lowtide import _C
 from lowtide._state.memory import ledger
+from support.extended import Float8Weight, extend
 from support.model import ModelConfig, batch, build, loss_fn
 from support.systems import System, get_system
 from support.training import Run
@@ -32,6 +33,9 @@ CPU = torch.device("cpu")
 DTYPES = {
     "fp32": (None, None),
     "bf16/fp32": (torch.bfloat16, torch.float32),
+    # The blocks' matrices are a subclass that is gathered in float8 and dequantized by
+    # its layer, for both systems alike.
+    "float8/fp32": (torch.bfloat16, torch.float32),
 }
 TRANSIENT = ("gathered", "gather_input", "gradient_stream")
 # From before the first step on: what a system keeps from step to step is seen too.
@@ -62,9 +66,11 @@ def step(model: Any, config: ModelConfig) -> None:
     loss_fn(model(ids), targets).backward()
 
 
-def record(system: System, run: Run) -> dict[str, Any]:
+def record(system: System, run: Run, float8: bool) -> dict[str, Any]:
     """Bytes above the sharded parameters, in the last step."""
     model = build(run.model)
+    if float8:
+        extend(model.layers, Float8Weight)
     settings = {
         "mp_policy": system.MixedPrecisionPolicy(run.param_dtype, run.reduce_dtype)
     }
@@ -111,7 +117,8 @@ def main() -> None:
     param, reduce = DTYPES[dtypes]
     config = model_config(model_size, int(num_layers))
     run = Run(config, ranks, param, reduce)
-    print(json.dumps(record(get_system(system), run)))
+    float8 = dtypes.startswith("float8")
+    print(json.dumps(record(get_system(system), run, float8)))
     dist.destroy_process_group()
 
 

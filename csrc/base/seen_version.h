@@ -27,6 +27,7 @@ class SeenVersion {
   bool changed() const;
   std::uint32_t seen() const { return version_; }
   std::uint32_t now() const;
+  void see_again() { version_ = now(); }
 
  private:
   c10::VariableVersion counter_;

@@ -6,9 +6,11 @@
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
 #include "comm/c10d_collectives.h"
+#include "comm/host_channel.h"
 #include "python/bindings.h"
 #include "python/custom_collectives.h"
 
@@ -26,6 +28,14 @@ std::shared_ptr<Collectives> make_collectives(const std::string& group_name,
                                               const c10::Device& device) {
   return std::make_shared<comm::C10dCollectives>(
       c10d::resolve_process_group(group_name), device);
+}
+
+std::shared_ptr<comm::HostChannel> make_host_channel(
+    const std::string& group_name) {
+  auto group = std::make_shared<c10::intrusive_ptr<c10d::ProcessGroup>>(
+      c10d::resolve_process_group(group_name));
+  auto& backend = *(*group)->getBackend(c10::kCPU);
+  return comm::make_host_channel(std::move(group), backend);
 }
 
 std::shared_ptr<Collectives> with_custom(std::shared_ptr<Collectives> base,
@@ -57,6 +67,12 @@ py::dict counters(const Collectives& collectives) {
 void bind_comm(py::module_& module) {
   py::class_<Pending>(module, "Pending", "A collective on its way.")
       .def("wait", &Pending::wait, NoGil());
+
+  py::class_<comm::HostChannel, std::shared_ptr<comm::HostChannel>>(
+      module, "HostChannel", "Numbers of the host, compared over ranks.")
+      .def(py::init(&make_host_channel), py::arg("group_name"))
+      .def_property_readonly("rank", &comm::HostChannel::rank)
+      .def_property_readonly("size", &comm::HostChannel::size);
 
   py::class_<Collectives, std::shared_ptr<Collectives>>(
       module, "Collectives", "The collectives lowtide issues, counted.")

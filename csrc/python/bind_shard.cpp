@@ -6,10 +6,13 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include "comm/collectives.h"
+#include "comm/host_channel.h"
 #include "device/make_runtime.h"
 #include "memory/device_memory.h"
+#include "python/all_gather_extension.h"
 #include "python/bindings.h"
 #include "python/forward_hooks.h"
 #include "python/module_view.h"
@@ -39,10 +42,11 @@ std::shared_ptr<shard::Unit> make_unit(
     std::string name, std::vector<shard::ParameterInfo> infos,
     std::shared_ptr<comm::Collectives> gather,
     std::shared_ptr<comm::Collectives> reduce,
-    std::shared_ptr<memory::DeviceMemory> memory) {
+    std::shared_ptr<memory::DeviceMemory> memory,
+    std::shared_ptr<comm::HostChannel> host) {
   return std::make_shared<shard::Unit>(
       std::move(name), std::move(infos),
-      shard::UnitGroups{std::move(gather), std::move(reduce)},
+      shard::UnitGroups{std::move(gather), std::move(reduce), std::move(host)},
       std::move(memory));
 }
 
@@ -65,22 +69,30 @@ using SlotTuple = std::tuple<py::dict, py::str, std::int32_t>;
 
 void attach(shard::Unit& unit, const std::vector<SlotTuple>& slots,
             std::vector<py::object> shards, std::vector<py::object> full,
-            py::object wrap, py::object unwrap) {
+            py::object wrap, py::object unwrap, py::object refuse,
+            const std::optional<std::pair<py::object, py::object>>& extension) {
   std::vector<PyModuleView::Slot> places;
   places.reserve(slots.size());
   for (const auto& [parameters, name, index] : slots) {
     places.push_back({parameters, name, index});
   }
   std::vector<at::Tensor> shard_tensors;
+  std::vector<at::Tensor> local_tensors;
   std::vector<at::Tensor> full_tensors;
   for (std::size_t i = 0; i < shards.size(); ++i) {
     shard_tensors.push_back(THPVariable_Unpack(shards[i].ptr()));
+    local_tensors.push_back(
+        THPVariable_Unpack(shards[i].attr("_local_tensor").ptr()));
     full_tensors.push_back(THPVariable_Unpack(full[i].ptr()));
   }
   unit.attach(std::move(shard_tensors), std::move(full_tensors),
               std::make_unique<PyModuleView>(
                   std::move(places), std::move(shards), std::move(full),
-                  std::move(wrap), std::move(unwrap)));
+                  std::move(wrap), std::move(unwrap), std::move(refuse)),
+              extension ? std::make_unique<PyAllGatherExtension>(
+                              extension->first, extension->second)
+                        : nullptr,
+              local_tensors);
 }
 
 at::Tensor fused_linear(const std::shared_ptr<shard::Unit>& unit,
@@ -138,21 +150,26 @@ void bind_shard(py::module_& module) {
       .def(py::init([](std::string name, std::vector<std::int64_t> sizes,
                        const py::object& storage_dtype,
                        const py::object& compute_dtype,
-                       const py::object& reduce_dtype, std::int64_t shard_dim) {
-             return shard::ParameterInfo{
-                 std::move(name),         std::move(sizes),
-                 dtype_of(storage_dtype), dtype_of(compute_dtype),
-                 dtype_of(reduce_dtype),  shard_dim};
+                       const py::object& reduce_dtype, std::int64_t shard_dim,
+                       bool extended) {
+             return shard::ParameterInfo{std::move(name),
+                                         std::move(sizes),
+                                         dtype_of(storage_dtype),
+                                         dtype_of(compute_dtype),
+                                         dtype_of(reduce_dtype),
+                                         shard_dim,
+                                         extended};
            }),
            py::kw_only(), py::arg("name"), py::arg("sizes"),
            py::arg("storage_dtype"), py::arg("compute_dtype"),
-           py::arg("reduce_dtype"), py::arg("shard_dim") = 0);
+           py::arg("reduce_dtype"), py::arg("shard_dim") = 0,
+           py::arg("extended") = false);
 
   using shard::Unit;
   py::class_<Unit, std::shared_ptr<Unit>>(module, "Unit")
       .def(py::init(&make_unit), py::kw_only(), py::arg("name"),
            py::arg("infos"), py::arg("gather_group"), py::arg("reduce_group"),
-           py::arg("memory"))
+           py::arg("memory"), py::arg("host_channel") = nullptr)
       .def_property_readonly("name", &Unit::name)
       .def("rename", &Unit::rename, py::arg("name"), py::arg("parameters"))
       .def_property_readonly(
@@ -217,10 +234,13 @@ void bind_shard(py::module_& module) {
            [](Unit& unit, std::size_t i) { return unit.buffers().full(i); })
       .def("plan", &unit_plan,
            "bytes of each buffer of this unit when present, and its chunks")
+      .def_property_readonly(
+          "accumulating",
+          [](const Unit& unit) { return unit.gradients().accumulating(); })
       .def_property_readonly("attached", &Unit::attached)
       .def("attach", &attach, py::kw_only(), py::arg("slots"),
            py::arg("shards"), py::arg("full"), py::arg("wrap"),
-           py::arg("unwrap"))
+           py::arg("unwrap"), py::arg("refuse"), py::arg("extension"))
       .def("detach", &Unit::detach)
       .def("stream_rows", &Unit::stream_rows,
            py::return_value_policy::reference_internal)
@@ -282,19 +302,23 @@ void bind_shard(py::module_& module) {
       .def_property("gradient_budget", &Root::gradient_budget,
                     &Root::set_gradient_budget)
       .def("reduce_accumulated", &Root::reduce_accumulated, NoGil())
+      .def("optimizer_stepped", &Root::optimizer_stepped)
       .def("abort", &Root::abort, NoGil(), py::arg("drop_gradients") = true);
 
   py::class_<ForwardHooks>(module, "ForwardHooks")
       .def(py::init([](const py::object& inputs, const py::object& outputs,
-                       py::object lazy_init) {
+                       py::object lazy_init,
+                       const std::vector<py::object>& modules) {
              ForwardHooks::Casts casts;
              if (!inputs.is_none()) casts.inputs = dtype_of(inputs);
              if (!outputs.is_none()) casts.outputs = dtype_of(outputs);
-             return std::make_unique<ForwardHooks>(casts, std::move(lazy_init));
+             return std::make_unique<ForwardHooks>(casts, std::move(lazy_init),
+                                                   modules);
            }),
            py::kw_only(), py::arg("cast_inputs"), py::arg("cast_outputs"),
-           py::arg("lazy_init"))
+           py::arg("lazy_init"), py::arg("modules"))
       .def("set_unit", &ForwardHooks::set_unit)
+      .def("look_again", &ForwardHooks::look_again)
       .def("move_inputs_to",
            [](ForwardHooks& hooks, const c10::Device& device) {
              hooks.move_inputs_to(device);

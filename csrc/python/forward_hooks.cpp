@@ -2,6 +2,8 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "python/tensor_tree.h"
@@ -19,35 +21,55 @@ at::Tensor cast_floating(const at::Tensor& tensor, at::ScalarType dtype) {
 
 }  // namespace
 
-ForwardHooks::ForwardHooks(Casts casts, py::object lazy_init)
-    : casts_(casts), lazy_init_(std::move(lazy_init)) {}
+ForwardHooks::ForwardHooks(Casts casts, py::object lazy_init,
+                           const std::vector<py::object>& modules)
+    : casts_(casts), lazy_init_(std::move(lazy_init)) {
+  for (const auto& module : modules) {
+    modules_.push_back(module.ptr());
+  }
+}
 
-py::object ForwardHooks::prepare_inputs(py::handle tree) const {
-  if (!device_ && !casts_.inputs) {
+void ForwardHooks::set_unit(std::shared_ptr<shard::Unit> unit) {
+  unit_ = std::move(unit);
+  unit_->group_modules(modules_.size());
+}
+
+std::size_t ForwardHooks::place_of(py::handle module) const {
+  const auto found = std::find(modules_.begin(), modules_.end(), module.ptr());
+  return found == modules_.end()
+             ? 0
+             : static_cast<std::size_t>(found - modules_.begin());
+}
+
+py::object ForwardHooks::prepare_inputs(py::handle tree, bool cast) const {
+  cast = cast && casts_.inputs;
+  if (!device_ && !cast) {
     return py::reinterpret_borrow<py::object>(tree);
   }
-  return map_tensors(tree, [this](const at::Tensor& input) {
+  return map_tensors(tree, [this, cast](const at::Tensor& input) {
     auto tensor = input;
     if (device_ && tensor.device() != *device_) {
       // Blocks, as FSDP2 does: the user may fill a page-locked buffer again.
       tensor = tensor.to(*device_, tensor.scalar_type());
     }
-    return casts_.inputs ? cast_floating(tensor, *casts_.inputs) : tensor;
+    return cast ? cast_floating(tensor, *casts_.inputs) : tensor;
   });
 }
 
-py::object ForwardHooks::pre(py::handle /*module*/, py::handle args,
+py::object ForwardHooks::pre(py::handle module, py::handle args,
                              py::handle kwargs) {
-  if (!unit_ || !unit_->root()) {
+  if (!unit_ || !unit_->root() || std::exchange(look_again_, false)) {
     lazy_init_();
   }
+  const auto place = place_of(module);
+  shard::Unit::ForwardCall call;
   {
     const py::gil_scoped_release no_gil;
-    unit_->pre_forward();
+    call = unit_->pre_forward(place);
   }
-  py::object new_args = prepare_inputs(args);
-  py::object new_kwargs = prepare_inputs(kwargs);
-  if (at::GradMode::is_enabled()) {
+  py::object new_args = prepare_inputs(args, call.begins);
+  py::object new_kwargs = prepare_inputs(kwargs, call.begins);
+  if (call.watch_inputs && at::GradMode::is_enabled()) {
     auto inputs = tensors_requiring_grad(new_args);
     const auto from_kwargs = tensors_requiring_grad(new_kwargs);
     inputs.insert(inputs.end(), from_kwargs.begin(), from_kwargs.end());
@@ -70,17 +92,19 @@ py::object ForwardHooks::pre(py::handle /*module*/, py::handle args,
   return py::make_tuple(std::move(new_args), std::move(new_kwargs));
 }
 
-py::object ForwardHooks::post(py::handle /*module*/, py::handle /*args*/,
+py::object ForwardHooks::post(py::handle module, py::handle /*args*/,
                               py::handle output) {
   std::vector<at::Tensor> watched;
   if (at::GradMode::is_enabled()) {
     watched = tensors_requiring_grad(output);
   }
+  const auto place = place_of(module);
+  bool ends = false;
   {
     const py::gil_scoped_release no_gil;
-    unit_->post_forward(watched);
+    ends = unit_->post_forward(watched, place);
   }
-  if (!casts_.outputs) {
+  if (!ends || !casts_.outputs) {
     return py::none();
   }
   py::object cast = map_tensors(output, [this](const at::Tensor& tensor) {

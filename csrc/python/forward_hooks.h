@@ -6,6 +6,7 @@
 
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include "shard/unit.h"
 
@@ -19,10 +20,15 @@ class ForwardHooks {
   };
 
   // `lazy_init()` is called before a forward while there is no unit or it has
-  // no root, and must give it one.
-  ForwardHooks(Casts casts, pybind11::object lazy_init);
+  // no root, and must give it one.  `modules`: those that the hooks are for,
+  // which must outlive them where there are several.  As in FSDP2, the casts
+  // are of the first one's inputs and the last one's outputs.
+  ForwardHooks(Casts casts, pybind11::object lazy_init,
+               const std::vector<pybind11::object>& modules);
 
-  void set_unit(std::shared_ptr<shard::Unit> unit) { unit_ = std::move(unit); }
+  void set_unit(std::shared_ptr<shard::Unit> unit);
+  // Calls `lazy_init()` before the next forward, too.
+  void look_again() { look_again_ = true; }
 
   // Moves the root's inputs to this device before everything else.
   void move_inputs_to(c10::Device device) { device_ = device; }
@@ -37,11 +43,14 @@ class ForwardHooks {
                         pybind11::handle output);
 
  private:
-  pybind11::object prepare_inputs(pybind11::handle tree) const;
+  pybind11::object prepare_inputs(pybind11::handle tree, bool cast) const;
+  std::size_t place_of(pybind11::handle module) const;
 
   std::shared_ptr<shard::Unit> unit_;
   Casts casts_;
   pybind11::object lazy_init_;
+  std::vector<PyObject*> modules_;
+  bool look_again_ = false;
   std::optional<c10::Device> device_;
 };
 

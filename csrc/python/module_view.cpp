@@ -10,19 +10,20 @@ namespace lowtide::python {
 PyModuleView::PyModuleView(std::vector<Slot> slots,
                            std::vector<py::object> shards,
                            std::vector<py::object> full, py::object wrap,
-                           py::object unwrap)
+                           py::object unwrap, py::object refuse)
     : slots_(std::move(slots)),
       shards_(std::move(shards)),
       full_(std::move(full)),
       wrap_(std::move(wrap)),
-      unwrap_(std::move(unwrap)) {}
+      unwrap_(std::move(unwrap)),
+      refuse_(std::move(refuse)) {}
 
 PyModuleView::~PyModuleView() {
   const py::gil_scoped_acquire gil;
   slots_.clear();
   shards_.clear();
   full_.clear();
-  wrap_ = unwrap_ = py::object();
+  wrap_ = unwrap_ = refuse_ = py::object();
 }
 
 void PyModuleView::show(const std::vector<py::object>& parameters) {
@@ -36,9 +37,30 @@ void PyModuleView::show(const std::vector<py::object>& parameters) {
   }
 }
 
-void PyModuleView::show_full() { show(full_); }
+bool PyModuleView::has_other(const Slot& slot) const {
+  const auto i = static_cast<std::size_t>(slot.index);
+  const auto* there =
+      PyDict_GetItemWithError(slot.parameters.ptr(), slot.name.ptr());
+  return there != shards_[i].ptr() && there != full_[i].ptr();
+}
+
+// What the user has put into a parameter's place must not be lost.
+void PyModuleView::show_full() {
+  const py::gil_scoped_acquire gil;
+  for (const auto& slot : slots_) {
+    if (has_other(slot)) refuse_(slot.index, slot.name);
+  }
+  show(full_);
+}
 
 void PyModuleView::show_shards() { show(shards_); }
+
+void PyModuleView::replace_full(std::int32_t parameter,
+                                const at::Tensor& full) {
+  const py::gil_scoped_acquire gil;
+  full_[static_cast<std::size_t>(parameter)] =
+      py::reinterpret_steal<py::object>(THPVariable_Wrap(full));
+}
 
 std::vector<at::Tensor> PyModuleView::wrap_gradients(
     const std::vector<std::int32_t>& parameters,
@@ -79,6 +101,34 @@ at::Tensor PyModuleView::local_gradient(std::int32_t parameter,
   const auto wrapped =
       py::reinterpret_steal<py::object>(THPVariable_Wrap(gradient));
   return THPVariable_Unpack(unwrap_(parameter, wrapped).ptr());
+}
+
+namespace {
+
+// As a module's, an optimizer's, or something that they call for a parameter.
+bool zero_grad_reads() {
+  if (PyGILState_Check() == 0) {
+    return false;
+  }
+  auto frame = py::reinterpret_borrow<py::object>(
+      reinterpret_cast<PyObject*>(PyEval_GetFrame()));
+  for (int depth = 0; frame && depth < 2; ++depth) {
+    auto* const running = reinterpret_cast<PyFrameObject*>(frame.ptr());
+    const auto code = py::reinterpret_steal<py::object>(
+        reinterpret_cast<PyObject*>(PyFrame_GetCode(running)));
+    if (py::object(code.attr("co_name")).equal(py::str("zero_grad"))) {
+      return true;
+    }
+    frame = py::reinterpret_steal<py::object>(
+        reinterpret_cast<PyObject*>(PyFrame_GetBack(running)));
+  }
+  return false;
+}
+
+}  // namespace
+
+shard::ObservedGradient::Clears PyModuleView::clears_gradients() const {
+  return &zero_grad_reads;
 }
 
 }  // namespace lowtide::python

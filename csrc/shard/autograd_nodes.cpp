@@ -27,9 +27,55 @@ void refuse_create_graph() {
     throw Error(base::error_text(
         "backward", "create_graph=False for parameters sharded by lowtide",
         "create_graph=True (or a backward inside an enable_grad context)",
-        "Compute higher-order derivatives on an unsharded model."));
+        "Take the inner gradient with torch.autograd.grad(..., "
+        "create_graph=True), and call backward() without it."));
   }
 }
+
+// [Note: A backward that is recorded]
+// create_graph records a unit's backward: nodes that read its parameters once
+// more in a backward through the results, the gradients of the unit's inputs or
+// of its parameters.  Those results are watched as outputs of a forward are.
+void watch_recorded(const variable_list& gradients,
+                    const std::shared_ptr<BackwardReceiver>& receiver) {
+  if (!at::GradMode::is_enabled()) {
+    return;
+  }
+  for (const auto& gradient : gradients) {
+    if (gradient.defined() && gradient.requires_grad()) {
+      watch_output(gradient, receiver);
+      receiver->on_recorded_backward(gradient.grad_fn());
+    }
+  }
+}
+
+// Runs where torch.autograd.grad takes a gradient away: the hooks of the
+// parameter, as ever, then ours.
+class ReturnedHook final : public FunctionPreHook {
+ public:
+  ReturnedHook(at::Tensor parameter, std::weak_ptr<BackwardReceiver> receiver,
+               std::int32_t index)
+      : parameter_(std::move(parameter)),
+        receiver_(std::move(receiver)),
+        index_(index) {}
+
+  variable_list operator()(const variable_list& gradients) override {
+    auto results = gradients;
+    for (const auto& hook : impl::hooks(parameter_)) {
+      results = (*hook)(results);
+    }
+    if (const auto receiver = receiver_.lock()) {
+      watch_recorded(results, receiver);
+      receiver->on_gradient_returned(index_);
+    }
+    return results;
+  }
+
+ private:
+  at::Tensor parameter_;
+  std::weak_ptr<BackwardReceiver> receiver_;
+  std::int32_t index_;
+};
 
 class GradientNode final : public Node {
  public:
@@ -40,6 +86,8 @@ class GradientNode final : public Node {
         receiver_(std::move(receiver)),
         index_(index) {
     add_input_metadata(parameter_);
+    returned_.push_back(
+        std::make_unique<ReturnedHook>(parameter_, receiver_, index_));
   }
 
   std::string name() const override { return "lowtide::GradientNode"; }
@@ -58,7 +106,9 @@ class GradientNode final : public Node {
   // Hooks registered on the parameter run here, as with AccumulateGrad.
   std::vector<std::unique_ptr<FunctionPreHook>>& tensor_pre_hooks() noexcept
       override {
-    return impl::hooks(parameter_);
+    return obstacle_of_inputs(this) == Obstacle::asked_for
+               ? returned_
+               : impl::hooks(parameter_);
   }
 
   variable_list apply(variable_list&& gradients) override {
@@ -76,6 +126,7 @@ class GradientNode final : public Node {
   at::Tensor parameter_;
   std::weak_ptr<BackwardReceiver> receiver_;
   std::int32_t index_;
+  std::vector<std::unique_ptr<FunctionPreHook>> returned_;
 };
 
 class InputsNode final : public Node {
@@ -87,6 +138,7 @@ class InputsNode final : public Node {
 
   variable_list apply(variable_list&& gradients) override {
     if (const auto receiver = receiver_.lock()) {
+      watch_recorded(gradients, receiver);
       receiver->on_inputs_done(this);
     }
     return std::move(gradients);
@@ -127,6 +179,22 @@ at::Tensor protected_view(const at::Tensor& input) {
 }
 
 }  // namespace
+
+// With torch.autograd.grad or backward(inputs=) a backward runs some nodes
+// only.
+Obstacle obstacle_of_inputs(const Node* node) {
+  const auto* info = torch::autograd::get_current_graph_task_exec_info();
+  if (info == nullptr || info->empty()) {
+    return Obstacle::none;
+  }
+  const auto found = info->find(const_cast<Node*>(node));
+  if (found == info->end() || !found->second.should_execute()) {
+    return Obstacle::unwanted;
+  }
+  const auto& captures = found->second.captures_;
+  return captures != nullptr && !captures->empty() ? Obstacle::asked_for
+                                                   : Obstacle::none;
+}
 
 NodePtr install_gradient_node(const at::Tensor& parameter,
                               std::weak_ptr<BackwardReceiver> receiver,

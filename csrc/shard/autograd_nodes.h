@@ -56,13 +56,22 @@ class BackwardReceiver {
   virtual void on_parameter_gradient(std::int32_t i, at::Tensor gradient) = 0;
   // The gradients of one forward call's inputs are complete.
   virtual void on_inputs_done(const torch::autograd::Node* node) = 0;
+  // torch.autograd.grad returns parameter i's gradient instead.
+  virtual void on_gradient_returned(std::int32_t /*i*/) {}
+  // The backward is recorded (create_graph): another one through what it gives,
+  // `result`, will read the parameters, and begins with on_output_gradient.
+  virtual void on_recorded_backward(WeakNodePtr /*result*/) {}
 };
+
+// What the backward on this thread does with the gradient that `node` would
+// get: none, unwanted or asked_for.
+Obstacle obstacle_of_inputs(const torch::autograd::Node* node);
 
 // Replaces AccumulateGrad of `parameter` (a leaf that requires grad) by a node
 // that hands the gradient to the receiver.  The returned pointer must be kept:
 // the tensor holds it weakly.  Runs before every other ready node, as
 // AccumulateGrad does, once per backward after all uses, hooks of the
-// parameter included.
+// parameter included.  A gradient that is returned runs the hooks only.
 NodePtr install_gradient_node(const at::Tensor& parameter,
                               std::weak_ptr<BackwardReceiver> receiver,
                               std::int32_t index);
@@ -79,7 +88,8 @@ void watch_output(const at::Tensor& output,
 
 // Passes `inputs` (all requiring grad) through one identity node; returns
 // views of them, protected against in-place writes as the outputs of a custom
-// function are.  The node calls on_inputs_done.
+// function are.  The node calls on_inputs_done; of a backward that is recorded
+// it watches the gradients it passes on.
 struct WatchedInputs {
   std::vector<at::Tensor> tensors;
   WeakNodePtr node;

@@ -1,6 +1,7 @@
 #include "shard/gather_point.h"
 
 #include <limits>
+#include <numeric>
 
 namespace lowtide::shard {
 namespace {
@@ -23,6 +24,17 @@ std::int64_t elements_that_cover(std::int64_t bytes, std::int64_t ranks,
                                              : kFlopsPerByteBetweenNodes;
   const auto received = ranks == 1 ? bytes : bytes / ranks * (ranks - 1);
   return received * rate / (kFlopsPerElementAndToken * tokens);
+}
+
+std::size_t gradients_before_gather(c10::ArrayRef<std::int64_t> elements,
+                                    std::int64_t cover) {
+  auto to_come =
+      std::accumulate(elements.begin(), elements.end(), std::int64_t{0});
+  std::size_t before = 0;
+  while (before < elements.size() && to_come - elements[before] >= cover) {
+    to_come -= elements[before++];
+  }
+  return before;
 }
 
 }  // namespace lowtide::shard

@@ -1,4 +1,6 @@
-// When, in the backward of one unit, the gather of the next one leaves.
+// When, in the backward of one unit, the gather of the next one leaves.  Pure
+// functions of numbers that all ranks share: where a gather leaves among the
+// reductions must not depend on one rank's data.
 //
 // At its beginning the gathered bytes would be there while the unit's values
 // have been recomputed and its first gradients come: where the peak of a step
@@ -6,6 +8,9 @@
 // gather leaves as late as the rest of the computation still covers it.
 #pragma once
 
+#include <c10/util/ArrayRef.h>
+
+#include <cstddef>
 #include <cstdint>
 
 namespace lowtide::shard {
@@ -25,25 +30,11 @@ namespace lowtide::shard {
 std::int64_t elements_that_cover(std::int64_t bytes, std::int64_t ranks,
                                  std::int64_t tokens);
 
-class GatherPoint {
- public:
-  // A unit's backward begins: gradients of `elements` in total will come, and
-  // `cover` of them must be to come when the gather leaves.
-  void begin(std::int64_t elements, std::int64_t cover) {
-    to_come_ = elements;
-    cover_ = cover;
-  }
-  // The gradient of that many elements is there.
-  void came(std::int64_t elements) { to_come_ -= elements; }
-  // Whether to gather now: when the next gradient, of that many elements, is
-  // there it would be too late.
-  bool reached(std::int64_t next_elements) const {
-    return to_come_ - next_elements < cover_;
-  }
-
- private:
-  std::int64_t to_come_ = 0;
-  std::int64_t cover_ = 0;
-};
+// How many gradients of `elements`, in the order they are expected, come before
+// the gather: as many as leave `cover` elements to come when the one after them
+// is there as well.  elements.size() at most: the gather leaves with the unit's
+// last gradients.
+std::size_t gradients_before_gather(c10::ArrayRef<std::int64_t> elements,
+                                    std::int64_t cover);
 
 }  // namespace lowtide::shard

@@ -2,6 +2,9 @@
 // way into `.grad`.
 #include <ATen/core/LegacyTypeDispatch.h>
 
+#include <algorithm>
+#include <utility>
+
 #include "base/check.h"
 #include "shard/gradient_rows.h"
 #include "shard/gradient_stream.h"
@@ -12,8 +15,6 @@ namespace lowtide::shard {
 using device::Access;
 using device::Stream;
 
-// With replicas landing is a collective as well, so it has the order of places,
-// whichever slot a gradient that came early asks for.
 void GradientStream::land_until(std::size_t place) {
   for (; landed_ < place; ++landed_) {
     land(landed_);
@@ -38,54 +39,45 @@ void GradientStream::land(std::size_t place) {
       chunk.flags_column >= 0
           ? slice_of(entry.output, chunk.flags_column, lane.plan.num_parameters)
           : at::Tensor();
-  if (after_shards(*entry.unit, lane, chunk.pieces, entry.output, flags)) {
-    entry.unit->reduction().finish(entry.output, entry.unit->group(),
-                                   entry.unit->unit());
-    entry.unit->sharded().land(chunk.pieces, entry.output);
-    if (flags.defined()) {
-      read_flags(entry, flags);
-    }
-  }
+  land_row(entry, chunk.pieces, entry.output, flags);
   entry.input.reset();
   entry.output.reset();
 }
 
-// False: the results stay with the shards.
-bool GradientStream::after_shards(UnitGradients& unit, const Lane& lane,
-                                  const std::vector<Piece>& pieces,
-                                  const at::Tensor& row,
-                                  const at::Tensor& flags) {
-  if (unit.reduction().replicas) {
-    unit.exchange_partial(pieces, row);
+// `flags`: undefined if they come with another row.
+void GradientStream::land_row(Entry& entry, const std::vector<Piece>& pieces,
+                              const at::Tensor& row, const at::Tensor& flags) {
+  auto& unit = *entry.unit;
+  auto& lane = unit.lanes()[static_cast<std::size_t>(entry.lane)];
+  if (unit.reduction().of_whole_units()) {
+    unit.partial().add(pieces, row);
     if (flags.defined()) {
-      unit.exchange_partial_flags(lane, flags);
+      unit.partial().add_flags(lane.members, flags);
+    }
+    return;
+  }
+  unit.reduction().finish(row, unit.group());
+  unit.sharded().land(pieces, row);
+  if (flags.defined() && !unit.used_all(lane)) {
+    touch(flags, Access::read);
+    const auto host = flags.to(at::kCPU, at::kFloat).contiguous();
+    for (const auto i : lane.members) {
+      unit.note_use(i, host[i].item<float>() != 0.0F);
     }
   }
-  return !unit.reduction().keeps_partial();
 }
 
 void GradientStream::land_slab(Entry& entry) {
   auto& unit = *entry.unit;
   auto& lane = unit.lanes()[static_cast<std::size_t>(entry.lane)];
   auto output = entry.slab_outputs.begin();
-  const auto finish = [&](const at::Tensor& row) {
-    unit.reduction().finish(row, unit.group(), unit.unit());
-  };
   for (const auto i : lane.members) {
-    if (lane.slab.columns(i) == 0) {
-      continue;
+    if (lane.slab.columns(i) > 0) {
+      land_row(entry, {{i, 0, unit.parameter(i).shard_numel, 0}}, *output++,
+               {});
     }
-    const std::vector<Piece> pieces{{i, 0, unit.parameter(i).shard_numel, 0}};
-    if (after_shards(unit, lane, pieces, *output, {})) {
-      finish(*output);
-      unit.sharded().land(pieces, *output);
-    }
-    ++output;
   }
-  if (after_shards(unit, lane, {}, *output, *output)) {
-    finish(*output);
-    read_flags(entry, *output);
-  }
+  land_row(entry, {}, *output, *output);
   // The slab and the results go back in the compute stream's order.
   ring_.catch_up_compute();
   entry.slab_inputs.clear();
@@ -93,22 +85,68 @@ void GradientStream::land_slab(Entry& entry) {
   lane.slab.release_bytes();
 }
 
-// The one place where the host reads a value back, and only where this rank
-// left a parameter of the unit without a gradient.
-void GradientStream::read_flags(Entry& entry, const at::Tensor& flags) {
-  auto& lane = entry.unit->lanes()[static_cast<std::size_t>(entry.lane)];
-  if (entry.unit->used_all(lane)) {
+// --- sums over replicas -----------------------------------------------------
+
+// A unit's sum leaves behind the first chunk of the next one, or at the end:
+// its own last chunk has had that time on the wire.  Its results are waited for
+// when the sum after it leaves.
+void GradientStream::start_sums(const UnitGradients* leaving) {
+  while (!to_sum_.empty() && to_sum_.front().unit != leaving) {
+    finish_sum();
+    const auto [unit, places] = to_sum_.front();
+    to_sum_.pop_front();
+    land_until(places);
+    const device::StreamScope scope(memory_->runtime(), Stream::reduce);
+    log_.note({StepNote::What::sum, unit->number()});
+    Sum sum{unit, unit->partial().take(), {}};
+    for (auto& flat : sum.flats) {
+      sum.pending.push_back(
+          unit->reduction().over_replicas(flat.row, unit->unit()));
+    }
+    sum_ = std::move(sum);
+  }
+}
+
+void GradientStream::finish_sum() {
+  if (!sum_) {
     return;
   }
-  touch(flags, Access::read);
-  const auto host = flags.to(at::kCPU, at::kFloat).contiguous();
-  const auto* values = host.const_data_ptr<float>();
-  lane.used_anywhere.assign(values, values + lane.plan.num_parameters);
+  auto sum = *std::exchange(sum_, std::nullopt);
+  auto& unit = *sum.unit;
+  const device::StreamScope scope(memory_->runtime(), Stream::reduce);
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  ring_.reduce_has_moved();
+  for (std::size_t f = 0; f < sum.flats.size(); ++f) {
+    auto& [row, pieces, flags_column] = sum.flats[f];
+    if (sum.pending[f]) {
+      sum.pending[f]->wait();
+    }
+    touch(row, Access::write);
+    unit.reduction().finish(row, unit.group());
+    unit.sharded().land(pieces, row);
+    if (std::any_of(pieces.begin(), pieces.end(), [&](const Piece& piece) {
+          return !unit.used_here(piece.parameter);
+        })) {
+      touch(row, Access::read);
+      const auto host =
+          slice_of(row, flags_column, static_cast<std::int64_t>(pieces.size()))
+              .to(at::kCPU, at::kFloat);
+      for (std::size_t k = 0; k < pieces.size(); ++k) {
+        unit.note_use(pieces[k].parameter,
+                      host[static_cast<std::int64_t>(k)].item<float>() != 0.0F);
+      }
+    }
+    const auto bytes = static_cast<std::int64_t>(row.nbytes());
+    ring_.retire({row.storage()}, bytes);
+    row.reset();
+  }
 }
 
 // A hook may drop a gradient while `reduce` still works on it.
 void GradientStream::show(UnitGradients& unit) {
+  start_sums(nullptr);
   land_until(next_);
+  finish_sum();
   const c10::Storage results = unit.sharded().results();
   {
     const device::StreamScope scope(memory_->runtime(), Stream::reduce);

@@ -20,7 +20,8 @@ void UnitGradients::plan(const std::vector<bool>& trainable,
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     parameters_[i].lane = -1;
     parameters_[i].places.clear();
-    takes_part[i] = takes_part[i] || parameters_[i].partial.defined();
+    takes_part[i] =
+        takes_part[i] || partial_.holds(static_cast<std::int32_t>(i));
   }
   add_lanes(takes_part, order, budget_bytes);
 }
@@ -111,7 +112,6 @@ void UnitGradients::add_lanes(const std::vector<bool>& takes_part,
                       std::move(members),
                       std::move(plan),
                       std::move(slab),
-                      {},
                       {},
                       in_place});
   }

@@ -5,7 +5,9 @@
 // As in FSDP2: by default both sums are averages.  A divide factor, or sums
 // asked for by the user, make them sums with one division at the end; a factor
 // equal to the number of shards is an average over those and a sum over the
-// replicas.
+// replicas.  In fp16, where a sum of many may overflow and a quotient vanish,
+// both are sums, divided by about the root of the factor before and by the rest
+// of it behind.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,18 +33,23 @@ struct GradientReduction {
   std::function<void(const at::Tensor&)> hook;
 
   bool keeps_partial() const { return replicas && !all_reduce; }
-  // Nothing but the reduce-scatter itself.
-  bool plain() const {
-    return !replicas && !hook && !divide_factor && !sum_only;
-  }
-  comm::Reduction over_shards(const comm::Collectives& shards) const;
-  // What follows the reduce-scatter (and what was kept of earlier backwards):
-  // in place, on the current stream; waits for the replicas.
-  void finish(at::Tensor row, const comm::Collectives& shards,
-              const std::string& unit) const;
+  // What follows acts on all of a unit at once (partial_gradients.h).
+  bool of_whole_units() const { return replicas || hook; }
+  comm::Reduction over_shards(const comm::Collectives& shards,
+                              at::ScalarType dtype) const;
+  // The division before the reduce-scatter: in place, on the current stream.
+  void prepare(const at::Tensor& input, const comm::Collectives& shards) const;
+  // The sum over replicas, in place, from the current stream; null without
+  // replicas.
+  std::unique_ptr<comm::Pending> over_replicas(at::Tensor& row,
+                                               const std::string& unit) const;
+  // What follows the sums: in place, on the current stream.
+  void finish(at::Tensor row, const comm::Collectives& shards) const;
 
  private:
-  bool averages_shards(const comm::Collectives& shards) const;
+  bool averages_shards(const comm::Collectives& shards,
+                       at::ScalarType dtype) const;
+  double factor(const comm::Collectives& shards) const;
 };
 
 }  // namespace lowtide::shard

@@ -179,6 +179,13 @@ std::vector<at::Tensor> GradientSlab::inputs(
   return blocks;
 }
 
+void GradientSlab::drop(std::int32_t i) {
+  touched_[static_cast<std::size_t>(i)] = false;
+  if (std::find(touched_.begin(), touched_.end(), true) == touched_.end()) {
+    release_bytes();
+  }
+}
+
 void GradientSlab::release_bytes() { storage_ = c10::Storage(); }
 
 void GradientSlab::reset() {

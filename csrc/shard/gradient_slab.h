@@ -73,6 +73,8 @@ class GradientSlab {
   }
   std::int64_t flag_columns() const { return flag_columns_; }
 
+  // Forgets what parameter i has.
+  void drop(std::int32_t i);
   // Gives the bytes back but remembers what was touched.
   void release_bytes();
   // Ready for the next accumulation.

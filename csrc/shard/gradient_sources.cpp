@@ -162,11 +162,11 @@ void GradientStream::produces(const UnitGradients& unit) {
 
 // Results that stay with the shards have no place in `.grad` yet.
 bool GradientStream::prepare(UnitGradients& unit) {
-  if (unit.reduction().keeps_partial()) {
-    return unit.prepare_partial();
-  }
-  if (unit.sharded().prepared()) {
-    return false;
+  const auto& reduction = unit.reduction();
+  const bool leased =
+      reduction.of_whole_units() && unit.partial().prepare(unit.trainable());
+  if (reduction.keeps_partial() || unit.sharded().prepared()) {
+    return leased;
   }
   unit.sharded().prepare(unit.trainable());
   return true;

@@ -4,6 +4,7 @@
 #include <c10/util/Logging.h>
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "base/check.h"
@@ -19,8 +20,12 @@ using device::Stream;
 }  // namespace
 
 GradientStream::GradientStream(std::string root,
-                               std::shared_ptr<memory::DeviceMemory> memory)
-    : root_(std::move(root)), memory_(memory), ring_(root_, std::move(memory)) {
+                               std::shared_ptr<memory::DeviceMemory> memory,
+                               StepLog& log)
+    : root_(std::move(root)),
+      memory_(memory),
+      log_(log),
+      ring_(root_, std::move(memory)) {
   last_in_slot_.fill(kNone);
 }
 
@@ -98,16 +103,92 @@ void GradientStream::seal(UnitGradients& unit) {
   pump();
 }
 
+void GradientStream::seal_leading(
+    const std::function<bool(const UnitGradients& unit)>& is_over) {
+  while (next_ < entries_.size()) {
+    auto& unit = *entries_[next_].unit;
+    if (unit.sealed() || !is_over(unit)) {
+      return;
+    }
+    seal(unit);
+  }
+}
+
+// --- gathers ----------------------------------------------------------------
+
+void GradientStream::precede(const UnitGradients& unit,
+                             std::size_t num_gradients,
+                             std::function<void()> gather) {
+  std::vector<std::size_t> turns(unit.size(), 0);
+  for (std::size_t k = 0; k < unit.trainable().size(); ++k) {
+    turns[static_cast<std::size_t>(unit.trainable()[k])] = k + 1;
+  }
+  auto place = *unit.lanes().front().place;
+  while (gradients_for(entries_[place], turns) <= num_gradients &&
+         place + 1 < entries_.size() && entries_[place + 1].unit == &unit) {
+    ++place;
+  }
+  gathers_.push_back({&unit, place, std::move(gather)});
+}
+
+std::size_t GradientStream::gradients_for(
+    const Entry& entry, const std::vector<std::size_t>& turns) const {
+  const auto& lane = entry.unit->lanes()[static_cast<std::size_t>(entry.lane)];
+  const bool at_seal =
+      entry.chunk < 0 ? !lane.in_place : chunk_of(entry).flags_column >= 0;
+  if (at_seal) {
+    return entry.unit->trainable().size() + 1;
+  }
+  if (entry.chunk < 0) {
+    return turns[static_cast<std::size_t>(lane.members.front())];
+  }
+  std::size_t most = 0;
+  for (const auto& piece : chunk_of(entry).pieces) {
+    most = std::max(most, turns[static_cast<std::size_t>(piece.parameter)]);
+  }
+  return most;
+}
+
+void GradientStream::gather_if_next(const UnitGradients& unit) {
+  const auto gather =
+      std::find_if(gathers_.begin(), gathers_.end(),
+                   [&](const auto& one) { return one.unit == &unit; });
+  if (gather != gathers_.end() && gather->place <= next_) {
+    issue_gathers(gather->place);
+  }
+}
+
+void GradientStream::issue_gathers(std::size_t place) {
+  std::vector<Gather> due;
+  const auto later =
+      std::stable_partition(gathers_.begin(), gathers_.end(),
+                            [&](const auto& one) { return one.place > place; });
+  std::move(later, gathers_.end(), std::back_inserter(due));
+  gathers_.erase(later, gathers_.end());
+  for (const auto& gather : due) {
+    gather.issue();
+  }
+}
+
+// --- leaving ----------------------------------------------------------------
+
+bool GradientStream::may_leave(const Entry& entry) const {
+  if (entry.unit->sealed() || !entry.unit->leaves_early()) {
+    return entry.unit->sealed();
+  }
+  return entry.chunk >= 0 ? entry.pieces_missing == entry.pieces_waiting &&
+                                chunk_of(entry).flags_column < 0
+                          : is_complete(entry);
+}
+
 void GradientStream::pump() {
   while (next_ < entries_.size()) {
     const auto& entry = entries_[next_];
-    const bool full = entry.chunk >= 0
-                          ? entry.pieces_missing == entry.pieces_waiting &&
-                                chunk_of(entry).flags_column < 0
-                          : is_complete(entry);
-    if (!full && !entry.unit->sealed()) {
+    if (!may_leave(entry)) {
       return;
     }
+    issue_gathers(next_);
+    log_.note({StepNote::What::reduce, entry.unit->number(), entry.chunk});
     if (entry.chunk < 0) {
       send_slab(next_);
     } else {
@@ -117,6 +198,11 @@ void GradientStream::pump() {
     ++next_;
     auto& unit = *entries_[next_ - 1].unit;
     const bool last = next_ == entries_.size() || entries_[next_].unit != &unit;
+    start_sums(&unit);
+    if (last && unit.reduction().of_whole_units() &&
+        !unit.reduction().keeps_partial()) {
+      to_sum_.push_back({&unit, next_});
+    }
     if (last && unit.on_landed) {
       show(unit);
     }
@@ -176,8 +262,11 @@ void GradientStream::send(std::size_t place) {
   auto& entry = entries_[place];
   auto& unit = *entry.unit;
   const device::StreamScope scope(memory_->runtime(), Stream::reduce);
+  const auto& reduction = unit.reduction();
+  reduction.prepare(entry.input, unit.group());
   entry.pending = unit.group().reduce_scatter(
-      entry.output, entry.input, unit.reduction().over_shards(unit.group()),
+      entry.output, entry.input,
+      reduction.over_shards(unit.group(), entry.input.scalar_type()),
       unit.unit());
   entry.sent = true;
 }
@@ -218,9 +307,13 @@ void GradientStream::send_slab(std::size_t place) {
   ring_.compute_has_moved();
   ring_.catch_up_reduce();
   const device::StreamScope scope(memory_->runtime(), Stream::reduce);
+  const auto& reduction = unit.reduction();
+  for (const auto& input : entry.slab_inputs) {
+    reduction.prepare(input, unit.group());
+  }
   entry.pending = unit.group().reduce_scatter_coalesced(
       entry.slab_outputs, entry.slab_inputs,
-      unit.reduction().over_shards(unit.group()), unit.unit());
+      reduction.over_shards(unit.group(), lane.dtype), unit.unit());
   entry.sent = true;
 }
 
@@ -229,35 +322,44 @@ void GradientStream::finish() {
     unit->seal();
   }
   pump();
+  start_sums(nullptr);
   land_sent();
+  finish_sum();
   clear();
 }
 
 void GradientStream::abort() {
-  auto& runtime = memory_->runtime();
-  for (auto& entry : entries_) {
-    if (entry.pending) {
-      const device::StreamScope scope(runtime, Stream::reduce);
-      ring_.reduce_has_moved();
-      try {
-        entry.pending->wait();
-      } catch (const std::exception& error) {
-        LOG(WARNING) << error.what();
-      }
+  const device::StreamScope scope(memory_->runtime(), Stream::reduce);
+  for (auto* pending : in_flight()) {
+    ring_.reduce_has_moved();
+    try {
+      pending->wait();
+    } catch (const std::exception& error) {
+      LOG(WARNING) << error.what();
     }
   }
   clear();
 }
 
 void GradientStream::abandon() {
-  for (auto& entry : entries_) {
-    if (entry.pending) {
-      const device::StreamScope scope(memory_->runtime(), Stream::reduce);
-      ring_.reduce_has_moved();
-      entry.pending->abandon();
-    }
+  const device::StreamScope scope(memory_->runtime(), Stream::reduce);
+  for (auto* pending : in_flight()) {
+    ring_.reduce_has_moved();
+    pending->abandon();
   }
   clear();
+}
+
+std::vector<comm::Pending*> GradientStream::in_flight() const {
+  std::vector<comm::Pending*> pending;
+  for (const auto& entry : entries_) {
+    pending.push_back(entry.pending.get());
+  }
+  if (sum_) {
+    for (const auto& of_flat : sum_->pending) pending.push_back(of_flat.get());
+  }
+  std::erase(pending, nullptr);
+  return pending;
 }
 
 // In the compute stream's order, after everything on `reduce`.
@@ -270,6 +372,9 @@ void GradientStream::clear() {
   }
   units_.clear();
   entries_.clear();
+  gathers_.clear();
+  to_sum_.clear();
+  sum_.reset();
   next_ = opened_ = landed_ = turn_ = 0;
   last_in_slot_.fill(kNone);
   producing_ = nullptr;

@@ -14,27 +14,41 @@
 //
 // A unit is *sealed* when no more gradients can come for it in this backward;
 // what is missing then leaves as -0.0 (see gradient_rows.h).
+//
+// [Note: One order over all communicators]
+// Which parameters of a unit a rank uses, and when their gradients come, is its
+// own affair; in which order its collectives leave is not, whatever
+// communicator they are on.  So everything that leaves during a backward has a
+// place between chunks: the next unit's gather is ahead of one (`precede`), a
+// unit's sum over replicas behind one.  A chunk leaves as soon as it is full
+// only while its unit's backward runs (UnitGradients::leaves_early); all others
+// leave when their unit is sealed, which happens between the same two units on
+// every rank (Schedule::is_over where a unit's own inputs do not tell).
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <array>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "comm/collectives.h"
 #include "memory/device_memory.h"
 #include "shard/gradient_ring.h"
+#include "shard/step_log.h"
 #include "shard/unit_gradients.h"
 
 namespace lowtide::shard {
 
 class GradientStream {
  public:
-  GradientStream(std::string root,
-                 std::shared_ptr<memory::DeviceMemory> memory);
+  // `log` outlives it.
+  GradientStream(std::string root, std::shared_ptr<memory::DeviceMemory> memory,
+                 StepLog& log);
 
   // A backward begins; `units`: those that take part with sync, in the order
   // their gradients are expected to complete, the same on every rank.
@@ -68,6 +82,17 @@ class GradientStream {
                    at::Tensor rows);
 
   void seal(UnitGradients& unit);
+  // Seals those whose turn has come for as long as `is_over` says so.
+  void seal_leading(
+      const std::function<bool(const UnitGradients& unit)>& is_over);
+
+  // `gather`, of another unit, leaves ahead of the first chunk of `unit` that
+  // waits for more than the first `num_gradients` of its gradients, at least
+  // one; then at the latest `gather` is called, once.
+  void precede(const UnitGradients& unit, std::size_t num_gradients,
+               std::function<void()> gather);
+  // Calls it now if nothing has to leave ahead of it.
+  void gather_if_next(const UnitGradients& unit);
 
   // Seals and sends what is left and lands everything; afterwards every
   // result is in place in the compute stream's order and the ring is gone.
@@ -101,7 +126,18 @@ class GradientStream {
     std::unique_ptr<comm::Pending> pending;
     bool sent = false;
   };
+  struct Gather {
+    const UnitGradients* unit;
+    std::size_t place;  // of the chunk it is ahead of
+    std::function<void()> issue;
+  };
   void add_entry(Entry entry);
+  // How many of its unit's gradients an entry waits for, one more if it waits
+  // for the unit to be sealed.
+  std::size_t gradients_for(const Entry& entry,
+                            const std::vector<std::size_t>& turns) const;
+  bool may_leave(const Entry& entry) const;
+  void issue_gathers(std::size_t place);
   const Chunk& chunk_of(const Entry& entry) const;
   bool in_window(std::size_t place) const;
   bool is_complete(const Entry& entry) const;
@@ -126,17 +162,34 @@ class GradientStream {
   void land_sent();
   void land_in_place(std::int64_t keep_bytes);
   void require_here(const UnitGradients& unit, std::int32_t i) const;
-  bool after_shards(UnitGradients& unit, const Lane& lane,
-                    const std::vector<Piece>& pieces, const at::Tensor& row,
-                    const at::Tensor& flags);
+  void land_row(Entry& entry, const std::vector<Piece>& pieces,
+                const at::Tensor& row, const at::Tensor& flags);
   void land_slab(Entry& entry);
-  void read_flags(Entry& entry, const at::Tensor& flags);
+  // Starts the sums over replicas of units that have left but `leaving`.
+  void start_sums(const UnitGradients* leaving);
+  void finish_sum();
+  std::vector<comm::Pending*> in_flight() const;
   void clear();
 
   std::string root_;
   std::shared_ptr<memory::DeviceMemory> memory_;
+  StepLog& log_;
   std::vector<Entry> entries_;
   std::vector<UnitGradients*> units_;
+  std::vector<Gather> gathers_;
+  // Units that have left and the place behind their last entry, and the sum
+  // that is on its way.
+  struct Left {
+    UnitGradients* unit;
+    std::size_t places;
+  };
+  struct Sum {
+    UnitGradients* unit;
+    std::vector<PartialGradients::Flat> flats;
+    std::vector<std::unique_ptr<comm::Pending>> pending;  // null: no replicas
+  };
+  std::deque<Left> to_sum_;
+  std::optional<Sum> sum_;
   std::size_t next_ = 0;    // the first entry that has not left
   std::size_t opened_ = 0;  // the first one that may not be written yet
   std::size_t landed_ = 0;  // the first one that has not landed

@@ -5,10 +5,8 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>
 #include <c10/util/env.h>
-#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -37,22 +35,6 @@ bool adds_bias_in_product(const at::Tensor& input) {
       c10::utils::get_env("TORCH_LINEAR_FLATTEN_3D") == "1";
   return input.dim() == 2 || input.is_contiguous_or_false() ||
          (flattens && input.dim() == 3);
-}
-
-// With torch.autograd.grad, which returns the gradient that `node` would get,
-// or backward(inputs=), a backward runs some nodes only.
-Obstacle obstacle_of_inputs(Node* node) {
-  const auto* info = torch::autograd::get_current_graph_task_exec_info();
-  if (info == nullptr || info->empty()) {
-    return Obstacle::none;
-  }
-  const auto found = info->find(node);
-  if (found == info->end() || !found->second.should_execute()) {
-    return Obstacle::unwanted;
-  }
-  const auto& captures = found->second.captures_;
-  return captures != nullptr && !captures->empty() ? Obstacle::asked_for
-                                                   : Obstacle::none;
 }
 
 // [Note: Products on other streams]

@@ -48,9 +48,7 @@ void require_splittable(const ParameterInfo& info, std::int64_t world_size,
 
 memory::FlatLayout lay_out(const std::vector<ParameterInfo>& infos,
                            std::int64_t world_size) {
-  const auto casts = [](const ParameterInfo& info) {
-    return info.storage_dtype != info.compute_dtype;
-  };
+  const auto casts = [](const ParameterInfo& info) { return info.casts(); };
   // A packed row is one piece of either the cast shards or the masters.
   const bool any = std::any_of(infos.begin(), infos.end(), casts);
   std::vector<memory::ParameterShape> shapes;
@@ -59,11 +57,13 @@ memory::FlatLayout lay_out(const std::vector<ParameterInfo>& infos,
     const auto numel = c10::multiply_integers(info.sizes);
     const bool small = numel * itemsize(info.compute_dtype) <= kPackedBytes;
     const bool dim0 = info.shard_dim == 0;
-    require_splittable(info, world_size, casts(info) == any);
-    shapes.push_back(
-        {info.name, dim0 ? info.sizes : std::vector<std::int64_t>{numel},
-         itemsize(info.storage_dtype), itemsize(info.compute_dtype),
-         small && casts(info) == any, !dim0});
+    const bool here = !info.extended;
+    require_splittable(info, world_size, !here || casts(info) == any);
+    shapes.push_back({info.name,
+                      dim0 ? info.sizes : std::vector<std::int64_t>{numel},
+                      here ? itemsize(info.storage_dtype) : 0,
+                      here ? itemsize(info.compute_dtype) : 0,
+                      here && small && casts(info) == any, here && !dim0});
   }
   return {world_size, shapes};
 }
@@ -110,6 +110,7 @@ ParameterBuffers::ParameterBuffers(UnitName unit,
       rank_(rank),
       memory_(std::move(memory)),
       layout_(lay_out(infos, world_size)),
+      extended_(unit_, world_size, memory_),
       input_(memory_->runtime().device()),
       kept_(memory_->runtime().device()),
       gathered_(memory_->runtime().device()) {
@@ -140,7 +141,7 @@ void ParameterBuffers::build_parameters() {
 void ParameterBuffers::build_gather_lists() {
   for (const auto i : layout_.order()) {
     const auto& slice = layout_[i];
-    if (slice.shard_numel == 0 || slice.packed) {
+    if (slice.gathered_bytes == 0 || slice.packed) {
       continue;
     }
     gather_outs_.push_back(gathered_.view(at::kByte, {slice.gathered_bytes},
@@ -252,12 +253,13 @@ void ParameterBuffers::load_local(std::size_t i, const at::Tensor& local) {
 
 std::unique_ptr<comm::Pending> ParameterBuffers::gather(
     comm::Collectives& group) {
-  if (gather_outs_.empty()) {
+  if (gather_outs_.empty() && !extended_.any()) {
     return nullptr;
   }
   auto& runtime = memory_->runtime();
-  auto gathered = memory_->lease(memory::Category::gathered, *unit_,
-                                 layout_.gathered_bytes());
+  prepare_extended();
+  auto gathered =
+      memory_->lease(memory::Category::gathered, *unit_, gathered_bytes());
   c10::DataPtr input;
   if (input_bytes() > 0) {
     input =
@@ -273,7 +275,7 @@ std::unique_ptr<comm::Pending> ParameterBuffers::gather(
   const device::StreamScope scope(runtime, device::Stream::gather);
   try {
     cast_masters();
-    return group.all_gather(gather_outs_, gather_ins_, *unit_);
+    return issue(group);
   } catch (...) {
     // What was cast already reads and writes bytes that go back now.
     runtime.wait(device::Stream::compute,
@@ -284,13 +286,42 @@ std::unique_ptr<comm::Pending> ParameterBuffers::gather(
   }
 }
 
+void ParameterBuffers::prepare_extended() {
+  if (!extended_.any()) {
+    return;
+  }
+  auto& runtime = memory_->runtime();
+  runtime.wait(device::Stream::gather, runtime.record(device::Stream::compute));
+  const device::StreamScope scope(runtime, device::Stream::gather);
+  extended_.prepare();
+}
+
+std::unique_ptr<comm::Pending> ParameterBuffers::issue(
+    comm::Collectives& group) {
+  if (!extended_.any()) {
+    return group.all_gather(gather_outs_, gather_ins_, *unit_);
+  }
+  auto outs = gather_outs_;
+  auto ins = gather_ins_;
+  for (std::size_t k = 0; k < extended_.extents().size(); ++k) {
+    const auto& extent = extended_.extents()[k];
+    if (extent.bytes > 0) {
+      outs.push_back(gathered_.view(at::kByte, {extent.bytes}, {1},
+                                    layout_.gathered_bytes() + extent.offset));
+      ins.push_back(extended_.inputs()[k]);
+    }
+  }
+  return outs.empty() ? nullptr : group.all_gather(outs, ins, *unit_);
+}
+
 void ParameterBuffers::bind_gathered(c10::DataPtr lease) {
   auto* base = static_cast<char*>(lease.get());
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     parameters_[i].storage.bind(base + layout_[i].gathered_offset,
                                 layout_[i].gathered_bytes);
   }
-  gathered_.own(std::move(lease), layout_.gathered_bytes());
+  extended_.bind(base + layout_.gathered_bytes());
+  gathered_.own(std::move(lease), gathered_bytes());
 }
 
 void ParameterBuffers::cast_masters() {
@@ -324,12 +355,16 @@ void ParameterBuffers::unpack() {
   ops::foreach_copy(unpacks_.to, unpacks_.from);
 }
 
-void ParameterBuffers::arrived() { input_.unbind(); }
+void ParameterBuffers::arrived() {
+  input_.unbind();
+  extended_.drop_inputs();
+}
 
 void ParameterBuffers::release() {
   for (auto& parameter : parameters_) {
     parameter.storage.unbind();
   }
+  extended_.unbind();
   gathered_.unbind();
 }
 

@@ -20,11 +20,13 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "comm/collectives.h"
 #include "memory/device_memory.h"
 #include "memory/flat_layout.h"
+#include "shard/all_gather_extension.h"
 #include "shard/storage.h"
 #include "shard/unit_name.h"
 
@@ -42,6 +44,9 @@ struct ParameterInfo {
   // Which dimension is split over the ranks.  Another than the first one must
   // be a multiple of their number, see [Note: Other dimensions].
   std::int64_t shard_dim = 0;
+  // An AllGatherExtension has its values and says what is gathered; here it has
+  // rows, but no bytes.
+  bool extended = false;
 
   // Of one rank; `rows`: its rows if dim 0 is split.
   std::vector<std::int64_t> local_sizes(std::int64_t world_size,
@@ -49,6 +54,7 @@ struct ParameterInfo {
   // [outer, N, width]: what comes before the split dimension, the ranks, and
   // one rank's part of what comes from it on.
   std::array<std::int64_t, 3> split(std::int64_t world_size) const;
+  bool casts() const { return !extended && storage_dtype != compute_dtype; }
 };
 
 class ParameterBuffers {
@@ -81,12 +87,22 @@ class ParameterBuffers {
   void load_full(std::size_t i, const at::Tensor& full);  // dim 0 only
   void load_local(std::size_t i, const at::Tensor& local);
 
+  // What is sent for the parameters that are `extended`, and what that becomes.
+  void use(std::unique_ptr<AllGatherExtension> extension) {
+    extended_.use(std::move(extension));
+  }
+
   // Leases the gathered buffer, points every parameter at it and issues one
   // coalesced all-gather.  Nothing has changed if it throws.
   std::unique_ptr<comm::Pending> gather(comm::Collectives& group);
   // After the gather was waited for, on the compute stream: copies packed
   // parameters into place.
   void unpack();
+  // Behind that: `extended` parameters, in their order, that were made now and
+  // for good; `from_parts`: of a gather by gather_parts.
+  std::vector<at::Tensor> make_extended(bool from_parts) {
+    return extended_.arrived(from_parts);
+  }
   // [Note: Kept parts]
   // Instead of giving all gathered bytes back, the unit may keep one of `parts`
   // equal parts of every parameter, in the compute dtype, and gather the rest
@@ -105,7 +121,10 @@ class ParameterBuffers {
   // Gives the gathered buffer back; every parameter's storage is unbound.
   void release();
 
-  std::int64_t gathered_bytes() const { return layout_.gathered_bytes(); }
+  // Those of `extended` parameters are known from the first gather on.
+  std::int64_t gathered_bytes() const {
+    return layout_.gathered_bytes() + extended_.bytes();
+  }
   std::int64_t shard_bytes() const { return layout_.shard_bytes(); }
   std::int64_t input_bytes() const {
     return cast_bytes() + layout_.world_size() * layout_.packed_row_bytes();
@@ -121,9 +140,7 @@ class ParameterBuffers {
     std::vector<at::Tensor> from;
   };
 
-  bool casts(std::size_t i) const {
-    return infos_[i].storage_dtype != infos_[i].compute_dtype;
-  }
+  bool casts(std::size_t i) const { return infos_[i].casts(); }
   // Bytes of the cast shards in the input buffer; packed parameters follow.
   std::int64_t cast_bytes() const;
   void build_parameters();
@@ -132,6 +149,8 @@ class ParameterBuffers {
   void build_unpacks();
   void cast_masters();
   void bind_gathered(c10::DataPtr lease);
+  void prepare_extended();
+  std::unique_ptr<comm::Pending> issue(comm::Collectives& group);
   // Calls `visit(gathered offset, kept offset, bytes of a part)`.
   template <typename Visit>
   std::int64_t for_each_part(std::int64_t parts, Visit visit) const;
@@ -141,6 +160,7 @@ class ParameterBuffers {
   std::int64_t rank_;
   std::shared_ptr<memory::DeviceMemory> memory_;
   memory::FlatLayout layout_;
+  ExtendedParameters extended_;  // behind the layout's bytes
   c10::Storage master_;
   RepointedStorage input_;
   RepointedStorage kept_;

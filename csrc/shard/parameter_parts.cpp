@@ -11,12 +11,18 @@ template <typename Visit>
 std::int64_t ParameterBuffers::for_each_part(std::int64_t parts,
                                              Visit visit) const {
   std::int64_t kept = 0;
-  for (std::size_t i = 0; i < layout_.size(); ++i) {
-    const auto bytes = layout_[i].gathered_bytes / parts;
+  const auto add = [&](std::int64_t offset, std::int64_t gathered) {
+    const auto bytes = gathered / parts;
     if (bytes > 0) {
-      visit(layout_[i].gathered_offset, kept, bytes);
+      visit(offset, kept, bytes);
     }
     kept += at::round_up(bytes, memory::kAlignment);
+  };
+  for (std::size_t i = 0; i < layout_.size(); ++i) {
+    add(layout_[i].gathered_offset, layout_[i].gathered_bytes);
+  }
+  for (const auto& extent : extended_.extents()) {
+    add(layout_.gathered_bytes() + extent.offset, extent.bytes);
   }
   return kept;
 }
@@ -45,8 +51,8 @@ void ParameterBuffers::keep_part(std::int64_t index, std::int64_t parts) {
 std::unique_ptr<comm::Pending> ParameterBuffers::gather_parts(
     comm::Collectives& group) {
   auto& runtime = memory_->runtime();
-  bind_gathered(memory_->lease(memory::Category::gathered, *unit_,
-                               layout_.gathered_bytes()));
+  bind_gathered(
+      memory_->lease(memory::Category::gathered, *unit_, gathered_bytes()));
   runtime.wait(device::Stream::gather, runtime.record(device::Stream::compute));
   const device::StreamScope scope(runtime, device::Stream::gather);
   std::vector<at::Tensor> outs;

@@ -3,7 +3,9 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <functional>
 #include <numeric>
+#include <utility>
 
 #include "base/check.h"
 #include "base/trace.h"
@@ -31,7 +33,12 @@ struct Root::Sentinel {
 Root::Root(std::string name, std::shared_ptr<memory::DeviceMemory> memory)
     : name_(std::move(name)),
       memory_(std::move(memory)),
-      stream_(name_, memory_) {}
+      log_(name_,
+           [this](std::int32_t unit) {
+             const auto* named = units_[static_cast<std::size_t>(unit)];
+             return named != nullptr ? named->name() : std::string("deleted");
+           }),
+      stream_(name_, memory_, log_) {}
 
 void Root::adopt(const std::vector<std::shared_ptr<Unit>>& units) {
   LOWTIDE_INVARIANT(units_.empty(), "a root adopts its units once");
@@ -42,6 +49,8 @@ void Root::adopt(const std::vector<std::shared_ptr<Unit>>& units) {
   schedule_ = Schedule(static_cast<std::int32_t>(units_.size()));
   last_order_.resize(units_.size());
   std::iota(last_order_.rbegin(), last_order_.rend(), 0);
+  settings_.assign(units_.size(), 0);
+  compare_ranks();
 }
 
 void Root::forget(const Unit& unit) {
@@ -104,6 +113,9 @@ void Root::require_stream(const Unit& unit, const char* what) const {
 }
 
 void Root::begin_forward(Unit& unit) {
+  if (log_.compares()) {
+    require_agreement();  // of a forward that no backward followed
+  }
   forward_root_ = &unit;
   forward_stream_ = device::current_stream(memory_->runtime().device());
   recorded_ = at::GradMode::is_enabled();
@@ -117,6 +129,11 @@ void Root::begin_forward(Unit& unit) {
 }
 
 void Root::leave_forward(Unit& unit) {
+  if (forward_root_ == &unit) {
+    for (auto* one : units_) {
+      if (one != nullptr) one->end_group_forward();
+    }
+  }
   schedule_.leave_forward(unit.number(), at::GradMode::is_enabled());
   if (forward_root_ == &unit) {
     end_forward();
@@ -142,6 +159,10 @@ void Root::replan(Unit& unit) {
 void Root::end_forward() {
   schedule_.end_forward();
   forward_root_ = nullptr;
+  if (recorded_) {
+    log_.note({StepNote::What::forward});
+  }
+  ask_ranks();
   open_forwards_ += recorded_ ? 1 : 0;
   for (auto* unit : units_) {
     if (unit != nullptr && unit->prefetched_in_vain()) {
@@ -158,14 +179,16 @@ namespace {
 void require_reducible(const Unit& unit, const std::vector<bool>& trainable) {
   for (std::size_t i = 0; i < trainable.size(); ++i) {
     const auto dtype = unit.infos()[i].reduce_dtype;
-    const bool narrow = dtype != at::kBFloat16 && at::isFloatingType(dtype) &&
+    const bool narrow = dtype != at::kBFloat16 && dtype != at::kHalf &&
+                        at::isFloatingType(dtype) &&
                         c10::elementSize(dtype) < sizeof(float);
     if (trainable[i] && narrow) {
       throw InvalidArgument(base::error_text(
           base::concat("unit '", unit.name(), "'"),
           base::concat(unit.infos()[i].name,
                        ", which has begun to require grad, to be reduced in "
-                       "torch.float32, torch.bfloat16 or torch.float64"),
+                       "torch.float32, torch.bfloat16, torch.float16 or "
+                       "torch.float64"),
           base::concat(dtype),
           "Freeze it again, or pass MixedPrecisionPolicy(reduce_dtype="
           "torch.float32) to fully_shard."));
@@ -191,6 +214,7 @@ void Root::plan_gradients() {
     if (units_[u] != nullptr) require_reducible(*units_[u], trainable[u]);
   }
   bool complete = true;
+  log_.note({StepNote::What::settings, -1, gradient_budget()});
   const auto ring = ring_bytes();
   for (std::size_t u = 0; u < units_.size(); ++u) {
     auto* unit = units_[u];
@@ -198,6 +222,9 @@ void Root::plan_gradients() {
         (planned_ && trainable[u] == planned_trainable_[u])) {
       continue;
     }
+    log_.note({StepNote::What::trainable, unit->number(),
+               static_cast<std::int64_t>(
+                   std::hash<std::vector<bool>>()(trainable[u]) >> 1)});
     if (unit->gradients().accumulating()) {
       unit->extend_plan(ring);
       complete = false;  // anew after its slab has been reduced
@@ -284,9 +311,12 @@ std::vector<Unit*> Root::participants() {
       units.push_back(unit);
     }
   }
-  // Those that only an earlier microbatch used reduce what it left.
+  // Those that only an earlier microbatch used reduce what it left, and
+  // parameters that the user has gathered may be used without a forward.
   for (auto* unit : units_) {
-    if (unit != nullptr && unit->gradients().accumulating() &&
+    if (unit != nullptr &&
+        (unit->gradients().accumulating() ||
+         unit->state() == UnitState::unsharded) &&
         std::find(units.begin(), units.end(), unit) == units.end()) {
       units.push_back(unit);
     }
@@ -306,7 +336,9 @@ void Root::open_backward() {
   if (backward_ != -1) {
     return;
   }
+  require_agreement();
   extend_plans();
+  note_settings();
   backward_ = current_backward();
   LOWTIDE_INVARIANT(backward_ != -1, "autograd runs on this thread");
   in_backward_ = participants();
@@ -328,8 +360,108 @@ void Root::open_backward() {
 bool Root::nested_backward() const { return current_backward() != backward_; }
 
 Unit* Root::enter_backward(Unit& unit) {
-  const auto next = schedule_.enter_backward(unit.number());
-  return next ? units_[static_cast<std::size_t>(*next)] : nullptr;
+  const auto call = schedule_.enter_backward(unit.number());
+  log_.note({StepNote::What::backward, unit.number()});
+  if (call.place == std::size_t{0} && !posted_backward_) {
+    // Nothing but this unit's backward follows, which the ranks' answers hide
+    // behind.
+    posted_backward_ = true;
+    ask_ranks();
+  }
+  const bool in_order = call.place && !nested_backward();
+  if (in_order) {
+    stream_.seal_leading([&](const UnitGradients& gradients) {
+      const auto number = gradients.number();
+      return schedule_.is_over(number, *call.place) &&
+             units_[static_cast<std::size_t>(number)]->runs_in_order();
+    });
+  }
+  // Behind what others sent: nothing of this unit has left yet.
+  unit.gradients().set_leaves_early(in_order && call.last && call.alone);
+  return call.next ? units_[static_cast<std::size_t>(*call.next)] : nullptr;
+}
+
+// --- what ranks must have in common ------------------------------------------
+
+// By the channels of the units' meshes.
+void Root::compare_ranks() {
+  std::vector<std::shared_ptr<comm::HostChannel>> channels;
+  for (const auto* unit : units_) {
+    const auto& channel = unit->groups().host;
+    if (channel && std::find(channels.begin(), channels.end(), channel) ==
+                       channels.end()) {
+      channels.push_back(channel);
+    }
+  }
+  for (auto& channel : channels) {
+    std::vector<std::int32_t> numbers;
+    for (const auto* unit : units_) {
+      if (unit->groups().host == channel) numbers.push_back(unit->number());
+    }
+    log_.compare_over(std::move(channel), std::move(numbers));
+  }
+}
+
+void Root::ask_ranks() {
+  if (log_.compares()) {
+    log_.post([this](std::int32_t number) {
+      const auto* unit = units_[static_cast<std::size_t>(number)];
+      return unit != nullptr ? unit->own_numbers() : StepLog::Numbers{};
+    });
+  }
+}
+
+// Where ranks are not compared on the host: on a group of one or a fake one
+// they have nothing to agree on, on others rank 0's first numbers stay.
+void Root::require_agreement() {
+  if (log_.compares()) {
+    try {
+      log_.require([this](std::int32_t number, StepLog::Numbers greatest) {
+        auto* unit = units_[static_cast<std::size_t>(number)];
+        if (unit != nullptr) unit->agree_on(greatest);
+      });
+    } catch (...) {
+      failed_ = true;
+      forget_what_differs();
+      throw;
+    }
+    return;
+  }
+  for (auto* unit : units_) {
+    if (unit == nullptr) continue;
+    auto& ranks = *unit->groups().gather;
+    auto numbers = unit->own_numbers();
+    if (ranks.size() > 1 && ranks.backend() != "fake") {
+      if (numbers_agreed_) continue;
+      const auto first =
+          ranks.from_rank_zero({numbers.begin(), numbers.end()}, unit->name());
+      std::copy(first.begin(), first.end(), numbers.begin());
+    }
+    unit->agree_on(numbers);
+  }
+  numbers_agreed_ = true;
+}
+
+// What ranks have learned from steps in which they differed.
+void Root::forget_what_differs() {
+  schedule_ = Schedule(static_cast<std::int32_t>(units_.size()));
+  std::iota(last_order_.rbegin(), last_order_.rend(), 0);
+  planned_ = false;
+  planned_trainable_.clear();
+  std::fill(settings_.begin(), settings_.end(), 0);
+}
+
+void Root::note_settings() {
+  if (!log_.compares()) return;
+  for (const auto* unit : units_) {
+    if (unit == nullptr) continue;
+    const auto settings = unit->settings_hash();
+    auto& noted = settings_[static_cast<std::size_t>(unit->number())];
+    if (std::exchange(noted, settings) != settings) {
+      log_.note({StepNote::What::settings, unit->number(),
+                 static_cast<std::int64_t>(settings >> 1)});
+    }
+  }
 }
 
 void Root::reduce_accumulated() {
@@ -338,6 +470,9 @@ void Root::reduce_accumulated() {
   }
   LOWTIDE_INVARIANT(backward_ == -1 && current_backward() == -1,
                     "no backward is under way");
+  for (auto* unit : units_) {
+    if (unit != nullptr) unit->require_split_backward_complete();
+  }
   std::vector<UnitGradients*> streamed;
   for (auto* unit : participants()) {
     if (unit->gradients().accumulating()) {
@@ -354,7 +489,17 @@ void Root::reduce_accumulated() {
 
 void Root::close_backward() {
   const base::TraceRange trace("lowtide::end_of_backward", name_);
+  for (auto* unit : units_) {
+    if (unit != nullptr) unit->take_written_gradients();
+  }
+  if (!posted_backward_) {
+    ask_ranks();
+  }
+  posted_backward_ = false;
   stream_.finish();
+  if (log_.compares()) {
+    require_agreement();
+  }
   if (!order_agreed_ &&
       std::any_of(in_backward_.begin(), in_backward_.end(),
                   [](Unit* unit) { return unit->gradients().sync(); })) {
@@ -384,6 +529,8 @@ void Root::abort(bool drop_gradients) {
     }
   }
   schedule_.abort();
+  log_.forget();
+  posted_backward_ = false;
   in_backward_.clear();
   forward_root_ = nullptr;
   recorded_ = false;

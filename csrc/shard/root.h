@@ -15,6 +15,7 @@
 #include "memory/device_memory.h"
 #include "shard/gradient_stream.h"
 #include "shard/schedule.h"
+#include "shard/step_log.h"
 
 namespace lowtide::shard {
 
@@ -39,6 +40,10 @@ class Root : public std::enable_shared_from_this<Root> {
   // Returns the unit to gather ahead, or null.
   Unit* enter_forward(Unit& unit);
   void leave_forward(Unit& unit);
+  // Whether the forward that runs began with this unit.
+  bool forward_is_of(const Unit& unit) const { return forward_root_ == &unit; }
+  // Throws lowtide::Error if that forward began on another stream.
+  void require_stream(const Unit& unit, const char* what) const;
   // What a unit that streams its rows calls instead, inside the forward or
   // after it, on the same stream; else throws lowtide::Error.
   void enter_rows(const Unit& unit, bool recorded);
@@ -51,8 +56,11 @@ class Root : public std::enable_shared_from_this<Root> {
   void open_backward();
   // Whether this thread runs a backward inside the one that was opened.
   bool nested_backward() const;
+  // The backward of a call of `unit` begins, before anything of it is issued;
+  // returns the unit to gather ahead, or null.
   Unit* enter_backward(Unit& unit);
   GradientStream& stream() { return stream_; }
+  StepLog& log() { return log_; }
 
   // Reduces what backwards without sync have accumulated, outside of any
   // backward: `.grad` is set when it returns.
@@ -64,13 +72,16 @@ class Root : public std::enable_shared_from_this<Root> {
   // step then runs as if the failed one had been skipped.
   void abort(bool drop_gradients = true);
 
+  // An optimizer has changed shards: what is still gathered is old.
+  void optimizer_stepped() { ++optimizer_steps_; }
+  std::int64_t optimizer_steps() const { return optimizer_steps_; }
+
   const std::vector<Unit*>& units() const { return units_; }
 
  private:
   // Lives in the graph task; dies without `close` when the backward raised.
   struct Sentinel;
 
-  void require_stream(const Unit& unit, const char* what) const;
   void begin_forward(Unit& unit);
   void end_forward();
   void close_backward();
@@ -82,6 +93,11 @@ class Root : public std::enable_shared_from_this<Root> {
   const Unit* first_to_reduce() const;
   std::pair<const Unit*, const Unit*> last_to_reduce() const;
   void agree_on_order();
+  void compare_ranks();
+  void ask_ranks();
+  void require_agreement();
+  void note_settings();
+  void forget_what_differs();
   // `orders`: of `gradients`, one after the other.
   void adopt_orders(const std::vector<UnitGradients*>& gradients,
                     const std::vector<std::int64_t>& orders);
@@ -91,9 +107,13 @@ class Root : public std::enable_shared_from_this<Root> {
   std::shared_ptr<memory::DeviceMemory> memory_;
   std::vector<Unit*> units_;
   Schedule schedule_{0};
+  StepLog log_;
   GradientStream stream_;
   std::optional<std::int64_t> gradient_budget_;  // as set
   bool planned_ = false;
+  std::vector<std::uint64_t> settings_;  // by unit, as noted last
+  bool posted_backward_ = false;
+  bool numbers_agreed_ = false;
   bool order_agreed_ = false;
   std::vector<std::vector<bool>> planned_trainable_;
 
@@ -103,6 +123,7 @@ class Root : public std::enable_shared_from_this<Root> {
   bool recorded_ = false;
   std::int64_t open_forwards_ = 0;  // recorded ones without a backward so far
   std::vector<std::int32_t> last_order_;
+  std::int64_t optimizer_steps_ = 0;
 
   std::int64_t backward_ = -1;  // the graph task that was opened
   std::vector<Unit*> in_backward_;

@@ -10,6 +10,7 @@
 #include "base/check.h"
 #include "base/trace.h"
 #include "ops/foreach.h"
+#include "shard/root.h"
 
 namespace lowtide::shard {
 namespace {
@@ -129,6 +130,9 @@ void RowStream::issue(std::int64_t k) {
   auto& block = slot(k);
   auto& memory = *unit_.memory();
   auto& runtime = memory.runtime();
+  if (unit_.root()) {
+    unit_.root()->log().note({StepNote::What::rows, unit_.number(), k});
+  }
   const auto row_bytes = slice_.inner * itemsize(info().compute_dtype);
   const auto bytes = fetched_rows(k) * row_bytes;
   block.gathered.own(memory.lease(memory::Category::gathered, unit_.name(),

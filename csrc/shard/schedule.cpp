@@ -11,13 +11,16 @@ constexpr std::size_t kMaxRecorded = 1 << 14;
 
 Schedule::Schedule(std::int32_t num_units)
     : expected_(static_cast<std::size_t>(num_units)),
-      places_(static_cast<std::size_t>(num_units)) {
+      places_(static_cast<std::size_t>(num_units)),
+      first_entered_(static_cast<std::size_t>(num_units), kNever),
+      under_way_(static_cast<std::size_t>(num_units)) {
   std::iota(expected_.begin(), expected_.end(), 0);
 }
 
 void Schedule::begin_forward() {
   entered_.clear();
   cursor_ = 0;
+  for (auto& calls : under_way_) calls.clear();
   if (left_.size() > kMaxRecorded) {
     end_backward();
   }
@@ -25,6 +28,7 @@ void Schedule::begin_forward() {
 
 std::optional<std::int32_t> Schedule::enter_forward(std::int32_t unit) {
   entered_.push_back(unit);
+  under_way_[static_cast<std::size_t>(unit)].push_back(left_.size());
   const auto from = expected_.begin() + static_cast<std::ptrdiff_t>(cursor_);
   const auto found = std::find(from, expected_.end(), unit);
   if (found == expected_.end()) {
@@ -38,25 +42,40 @@ std::optional<std::int32_t> Schedule::enter_forward(std::int32_t unit) {
 }
 
 void Schedule::leave_forward(std::int32_t unit, bool recorded) {
+  const auto u = static_cast<std::size_t>(unit);
+  auto entered_at = left_.size();
+  if (!under_way_[u].empty()) {
+    entered_at = under_way_[u].back();
+    under_way_[u].pop_back();
+  }
   if (recorded) {
-    places_[static_cast<std::size_t>(unit)].push_back(left_.size());
-    left_.push_back(unit);
+    first_entered_[u] = std::min(first_entered_[u], entered_at);
+    places_[u].push_back(left_.size());
+    left_.push_back({unit, entered_at});
   }
 }
 
 void Schedule::end_forward() { expected_ = entered_; }
 
-std::optional<std::int32_t> Schedule::enter_backward(std::int32_t unit) {
+Schedule::BackwardCall Schedule::enter_backward(std::int32_t unit) {
   auto& open = places_[static_cast<std::size_t>(unit)];
+  BackwardCall call;
   if (open.empty()) {
-    return std::nullopt;
+    return call;
   }
-  const std::size_t place = open.back();
+  call.place = open.back();
   open.pop_back();
-  if (place == 0) {
-    return std::nullopt;
+  call.last = open.empty();
+  call.alone = left_[*call.place].entered_at == *call.place;
+  if (*call.place > 0) {
+    call.next = left_[*call.place - 1].unit;
   }
-  return left_[place - 1];
+  return call;
+}
+
+bool Schedule::is_over(std::int32_t unit, std::size_t place) const {
+  const auto first = first_entered_[static_cast<std::size_t>(unit)];
+  return first != kNever && first > place;
 }
 
 void Schedule::end_backward() {
@@ -64,12 +83,13 @@ void Schedule::end_backward() {
   for (auto& open : places_) {
     open.clear();
   }
+  std::fill(first_entered_.begin(), first_entered_.end(), kNever);
 }
 
 std::vector<std::int32_t> Schedule::completion_order() const {
   std::vector<std::int32_t> order;
   std::vector<bool> seen(places_.size(), false);
-  for (const auto unit : left_) {
+  for (const auto& [unit, entered_at] : left_) {
     if (!seen[static_cast<std::size_t>(unit)]) {
       seen[static_cast<std::size_t>(unit)] = true;
       order.push_back(unit);

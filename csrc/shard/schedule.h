@@ -7,6 +7,12 @@
 // differentiated, with multiplicity (a unit called twice is expected twice).
 //
 // A wrong guess costs an early gather, never a wrong result.
+//
+// [Note: The order of backward]
+// The engine runs the ready node that was made last.  What uses a value is made
+// after what makes it, so a graph's nodes run in exactly the reverse order of
+// forward: when a call's backward begins, that of every call that forward made
+// later is over, also where this rank left parameters of it unused.
 #pragma once
 
 #include <cstdint>
@@ -28,8 +34,17 @@ class Schedule {
   // Adopts what was entered since begin_forward as the expected order.
   void end_forward();
 
-  // The unit expected after `unit` in backward.
-  std::optional<std::int32_t> enter_backward(std::int32_t unit);
+  // The backward of a call of `unit` begins: its last one that is open.
+  struct BackwardCall {
+    std::optional<std::int32_t> next;  // the unit expected after it
+    std::optional<std::size_t> place;  // among the calls; none: not recorded
+    bool last = false;                 // no recorded call of the unit is left
+    bool alone = false;  // no other call was left between its begin and its end
+  };
+  BackwardCall enter_backward(std::int32_t unit);
+  // Whether autograd has run all of `unit` when the backward of the call at
+  // `place` begins, by [Note: The order of backward].
+  bool is_over(std::int32_t unit, std::size_t place) const;
   void end_backward();
 
   // The units left since the last end_backward, reversed, each once, at the
@@ -42,9 +57,18 @@ class Schedule {
   std::vector<std::int32_t> expected_;
   std::vector<std::int32_t> entered_;
   std::size_t cursor_ = 0;
-  std::vector<std::int32_t> left_;
-  std::vector<std::vector<std::size_t>>
-      places_;  // unit -> open places in left_
+  struct Left {
+    std::int32_t unit;
+    std::size_t entered_at;  // how many calls had been left then
+  };
+  std::vector<Left> left_;
+  // unit -> open places in left_
+  std::vector<std::vector<std::size_t>> places_;
+  // unit -> of its recorded calls the least entered_at; kNever
+  std::vector<std::size_t> first_entered_;
+  // unit -> of its calls that are under way
+  std::vector<std::vector<std::size_t>> under_way_;
+  static constexpr std::size_t kNever = static_cast<std::size_t>(-1);
 };
 
 }  // namespace lowtide::shard

@@ -5,6 +5,7 @@
 #include <c10/util/Logging.h>
 
 #include <algorithm>
+#include <bit>
 #include <numeric>
 #include <utility>
 
@@ -60,8 +61,11 @@ Unit::~Unit() {
 }
 
 void Unit::attach(std::vector<at::Tensor> shards, std::vector<at::Tensor> full,
-                  std::unique_ptr<ModuleView> view) {
+                  std::unique_ptr<ModuleView> view,
+                  std::unique_ptr<AllGatherExtension> extension,
+                  const std::vector<at::Tensor>& locals) {
   view_ = std::move(view);
+  buffers_.use(std::move(extension));
   shards_ = std::move(shards);
   if (!std::equal(full.begin(), full.end(), full_.begin(), full_.end(),
                   [](const auto& one, const auto& other) {
@@ -81,6 +85,10 @@ void Unit::attach(std::vector<at::Tensor> shards, std::vector<at::Tensor> full,
                           infos_[i].storage_dtype});
   }
   gradients_.sharded().set_parameters(std::move(parameters));
+  auto watched = shards_;
+  watched.insert(watched.end(), locals.begin(), locals.end());
+  seen_shards_.watch(watched);
+  watch_gradients();
   if (!gradients_.accumulating()) {
     plan_gradients(GradientRing::bytes_for(
         root_ ? root_->gradient_budget() : GradientRing::kDefaultBudget,
@@ -88,8 +96,19 @@ void Unit::attach(std::vector<at::Tensor> shards, std::vector<at::Tensor> full,
   }
 }
 
+void Unit::watch_gradients() {
+  observed_.clear();
+  for (std::size_t i = 0; i < shards_.size(); ++i) {
+    observed_.emplace_back(std::vector<at::Tensor>{shards_[i], full_[i]},
+                           view_ ? view_->clears_gradients() : nullptr);
+  }
+  observe_gradients();
+}
+
 void Unit::detach() {
   view_.reset();
+  observed_.clear();
+  seen_shards_.watch({});
   shards_.clear();
   gradients_.sharded().set_parameters({});
 }
@@ -102,21 +121,31 @@ void Unit::rename(std::string name,
 
 void Unit::use_groups(UnitGroups groups) {
   gradients_.use_group(groups.reduce);
+  groups.host = groups_.host;
   groups_ = std::move(groups);
 }
 
 void Unit::join(std::shared_ptr<Root> root, std::int32_t number) {
   root_ = std::move(root);
   number_ = number;
+  gradients_.set_number(number);
 }
 
 // --- parameters -------------------------------------------------------------
 
 void Unit::gather() {
+  const auto steps = root_ ? root_->optimizer_steps() : 0;
   if (state() == UnitState::gathering || state() == UnitState::unsharded) {
-    return;
+    if (current_backward() != -1 || !seen_shards_.changed(steps)) {
+      return;
+    }
+    reshard();
   }
   const base::TraceRange trace("lowtide::gather", *name_);
+  seen_shards_.see(steps);
+  if (root_) {
+    root_->log().note({StepNote::What::gather, number_});
+  }
   // Outside of backward the kept parts may be older than the shards.
   if (buffers_.keeps_part() && current_backward() != -1) {
     pending_gather_ = buffers_.gather_parts(*post_forward_group);
@@ -140,10 +169,27 @@ void Unit::wait_for_gather() {
       buffers_.unpack();
     }
   }
+  make_extended();
   gathers_parts_ = false;
   buffers_.drop_part();
   buffers_.arrived();
   state_.on(UnitEvent::arrive);
+}
+
+void Unit::make_extended() {
+  const auto made = buffers_.make_extended(gathers_parts_);
+  std::size_t next = 0;
+  for (std::size_t i = 0; next < made.size(); ++i) {
+    if (infos_[i].extended) {
+      full_[i] = made[next++];
+      install_node(i);
+      view_->replace_full(static_cast<std::int32_t>(i), full_[i]);
+    }
+  }
+  if (!made.empty()) {
+    written_.watch(full_, nodes_);
+    watch_gradients();
+  }
 }
 
 void Unit::show_full() {
@@ -199,25 +245,46 @@ void Unit::prefetch(Unit& other) {
 
 // --- forward ----------------------------------------------------------------
 
-void Unit::pre_forward() {
+// [Note: Modules sharded together]
+// The first module of a forward brings the parameters and the last one lets go
+// of them.  A later module was entered after the first, so its nodes have
+// higher sequence numbers: whatever of it this backward reaches has run when
+// the inputs of the first recorded call are done, and watching those is enough.
+// Outputs are watched of every module, for some may not run.
+Unit::ForwardCall Unit::pre_forward(std::size_t module) {
   const base::TraceRange trace("lowtide::pre_forward", *name_);
   const bool rows = looks_up_rows();
   if (in_backward()) {
     // A recomputation; its backward follows.
     if (!rows) unshard();
-    return;
+    return {group_.began_with(module), true};
   }
-  Unit* next = root_->enter_forward(*this);
+  const bool begins = group_.begins_with(module, root_->forward_is_of(*this));
+  Unit* next = nullptr;
+  if (begins) {
+    next = root_->enter_forward(*this);
+    recorded_ = false;
+  } else {
+    root_->require_stream(*this, "its forward");
+  }
+  group_.enter(module, begins);
   if (!at::GradMode::is_enabled() && root_->recording()) {
     ++calls_without_grad_;
   }
-  if (at::GradMode::is_enabled()) {
+  const bool watch = at::GradMode::is_enabled() && !recorded_;
+  if (watch) {
+    recorded_ = true;
     ++calls_without_inputs_;  // until watch_forward_inputs says otherwise
   }
+  const ForwardCall call{begins, watch};
   if (rows) {
     follow_shards();
     next_in_forward_ = next;
-    return;
+    return call;
+  }
+  if (!begins) {
+    unshard();  // the user may have resharded meanwhile
+    return call;
   }
   gather();
   prefetched_ = false;
@@ -227,6 +294,7 @@ void Unit::pre_forward() {
   wait_for_gather();
   show_full();
   count_references();
+  return call;
 }
 
 void Unit::prefetch_after(Unit* next) {
@@ -250,7 +318,8 @@ std::vector<at::Tensor> Unit::watch_forward_inputs(
   return std::move(watched.tensors);
 }
 
-void Unit::post_forward(const std::vector<at::Tensor>& outputs) {
+bool Unit::post_forward(const std::vector<at::Tensor>& outputs,
+                        std::size_t module) {
   const base::TraceRange trace("lowtide::post_forward", *name_);
   output_rows_ = 0;
   for (const auto& output : outputs) {
@@ -258,11 +327,25 @@ void Unit::post_forward(const std::vector<at::Tensor>& outputs) {
     output_rows_ = std::max(output_rows_, rows_of(output));
   }
   if (in_backward()) {
-    return;
+    return group_.ended_with(module);
   }
   // Of the gradient of its output, which only its own backward needs.
-  gradients_.set_room(std::max<std::int64_t>(
-      0, bytes_of(outputs) - std::exchange(input_bytes_, 0)));
+  gradients_.set_room(
+      std::max<std::int64_t>(0, bytes_of(outputs) - input_bytes_));
+  const bool over = group_.leave(module, root_->forward_is_of(*this));
+  if (over) end_forward();
+  return over;
+}
+
+void Unit::end_group_forward() {
+  if (group_.under_way()) {
+    group_.end();
+    end_forward();
+  }
+}
+
+void Unit::end_forward() {
+  input_bytes_ = 0;
   if (!looks_up_rows()) {
     ever_saved_ = ever_saved_ || autograd_saved_parameters();
   }
@@ -291,6 +374,40 @@ void Unit::count_references() {
     references_.emplace_back(full_[i].use_count(),
                              buffers_.storage(i).use_count());
   }
+}
+
+StepLog::Numbers Unit::own_numbers() const {
+  return {-output_rows_, ever_saved_ ? 1 : 0};
+}
+
+void Unit::agree_on(const StepLog::Numbers& greatest) {
+  rows_of_all_ = -greatest[0];
+  saved_by_any_ = greatest[1] != 0;
+}
+
+std::uint64_t Unit::settings_hash() const {
+  const auto& reduction = gradients_.reduction();
+  std::uint64_t hash = 0;
+  for (const bool flag :
+       {reshard_after_forward, reshard_after_backward, gradient_sync,
+        unshard_in_backward, reduction.sum_only, reduction.all_reduce,
+        reduction.divide_factor.has_value(), static_cast<bool>(reduction.hook),
+        streams_rows_}) {
+    hash = mix(hash, flag ? 1 : 0);
+  }
+  hash =
+      mix(hash,
+          std::bit_cast<std::uint64_t>(reduction.divide_factor.value_or(0.0)));
+  const auto kept_over = post_forward_group ? post_forward_group->size() : 0;
+  hash = mix(hash, static_cast<std::uint64_t>(kept_over));
+  for (const auto* prefetches : {&forward_prefetch, &backward_prefetch}) {
+    for (const auto& other : *prefetches) {
+      const auto unit = other.lock();
+      hash = mix(hash, static_cast<std::uint64_t>(unit ? unit->number() : -1));
+    }
+    hash = mix(hash, prefetches->size());
+  }
+  return hash;
 }
 
 bool Unit::autograd_saved_parameters() const {
@@ -330,15 +447,20 @@ void Unit::abort(bool drop_gradients) {
   shown_ = prefetched_ = false;
   next_in_forward_ = next_in_backward_ = nullptr;
   in_backward_ = output_gradient_ = false;
+  group_.end();
+  input_bytes_ = 0;
   calls_without_grad_ = nested_calls_done_ = calls_without_inputs_ = 0;
   open_calls_.clear();
   done_now_.clear();
   done_before_.clear();
+  recorded_results_.clear();
   for (std::size_t i = 0; i < main_gradients_.size(); ++i) {
     close_main_gradient(static_cast<std::int32_t>(i));
   }
   if (drop_gradients) {
+    written_.clear();
     gradients_.abort();
+    observe_gradients();
   }
 }
 

@@ -19,14 +19,19 @@
 #include <vector>
 
 #include "comm/collectives.h"
+#include "comm/host_channel.h"
 #include "memory/device_memory.h"
 #include "shard/autograd_nodes.h"
-#include "shard/gather_point.h"
+#include "shard/group_forward.h"
+#include "shard/observed_gradient.h"
 #include "shard/parameter_buffers.h"
+#include "shard/seen_shards.h"
+#include "shard/step_log.h"
 #include "shard/storage.h"
 #include "shard/unit_gradients.h"
 #include "shard/unit_state.h"
 #include "shard/weight_owners.h"
+#include "shard/written_gradients.h"
 
 namespace lowtide::shard {
 
@@ -40,6 +45,9 @@ class ModuleView {
   virtual ~ModuleView() = default;
   virtual void show_full() = 0;
   virtual void show_shards() = 0;
+  // From now on parameter i's full one, which is not shown now.
+  virtual void replace_full(std::int32_t /*parameter*/,
+                            const at::Tensor& /*full*/) {}
   // DTensors over `locals`, the local gradients of `parameters`.
   virtual std::vector<at::Tensor> wrap_gradients(
       const std::vector<std::int32_t>& parameters,
@@ -54,7 +62,10 @@ class ModuleView {
   virtual MainGradientUse took_main_gradient(std::int32_t /*parameter*/) {
     return {};
   }
-  // This rank's part of a gradient that is a DTensor.
+  // See ObservedGradient.
+  virtual ObservedGradient::Clears clears_gradients() const { return nullptr; }
+  // This rank's part of a gradient that is a DTensor, and any other subclass
+  // as a plain tensor.
   virtual at::Tensor local_gradient(std::int32_t parameter,
                                     const at::Tensor& gradient) = 0;
 };
@@ -62,6 +73,8 @@ class ModuleView {
 struct UnitGroups {
   std::shared_ptr<comm::Collectives> gather;
   std::shared_ptr<comm::Collectives> reduce;
+  // Over all ranks of the mesh; null: they are not compared.
+  std::shared_ptr<comm::HostChannel> host = nullptr;
 };
 
 // How often a layer's product was added in place, and how often autograd had to
@@ -88,9 +101,14 @@ class Unit final : public BackwardReceiver,
   ParameterBuffers& buffers() { return buffers_; }
   const ParameterBuffers& buffers() const { return buffers_; }
   // The sharded parameters (whose `.grad` is set) and the full ones (leaves on
-  // buffers().full(i)'s storage that autograd sees), in the order of `infos`.
+  // buffers().full(i)'s storage that autograd sees), in the order of `infos`;
+  // `extension` for those that are `extended`, whose full ones it makes when
+  // they have first been gathered.  `locals`: tensors on the shards' bytes that
+  // are written to as well.
   void attach(std::vector<at::Tensor> shards, std::vector<at::Tensor> full,
-              std::unique_ptr<ModuleView> view);
+              std::unique_ptr<ModuleView> view,
+              std::unique_ptr<AllGatherExtension> extension = nullptr,
+              const std::vector<at::Tensor>& locals = {});
   // Drops every reference to them, until attach is called again; the unit must
   // be sharded.
   void detach();
@@ -139,7 +157,9 @@ class Unit final : public BackwardReceiver,
   void use_groups(UnitGroups groups);
 
   // --- parameters -----------------------------------------------------------
-  void gather();           // issues the all-gather unless one is under way
+  // Issues the all-gather unless one is under way or the parameters are there.
+  // Outside of backward what was gathered before the shards changed is not.
+  void gather();
   void wait_for_gather();  // compute may read the parameters afterwards
   void unshard();          // gather, wait, show
   void reshard_after_forward_now();
@@ -147,11 +167,22 @@ class Unit final : public BackwardReceiver,
   bool prefetched_in_vain() const { return prefetched_; }
 
   // --- forward --------------------------------------------------------------
-  void pre_forward();
+  // The unit is several modules, sharded together.  Before the first forward.
+  void group_modules(std::size_t count) { group_ = GroupForward(count); }
+
+  struct ForwardCall {
+    bool begins = false;        // the unit's forward begins with this module
+    bool watch_inputs = false;  // where any requires grad
+  };
+  ForwardCall pre_forward(std::size_t module = 0);
   // Returns what to pass on instead of `inputs` (all requiring grad).
   std::vector<at::Tensor> watch_forward_inputs(
       const std::vector<at::Tensor>& inputs);
-  void post_forward(const std::vector<at::Tensor>& outputs_requiring_grad);
+  // Whether the unit's forward ends with this module.
+  bool post_forward(const std::vector<at::Tensor>& outputs_requiring_grad,
+                    std::size_t module = 0);
+  // Called by Root when its forward returns: modules that did not run will not.
+  void end_group_forward();
 
   // --- rows, for RowStream --------------------------------------------------
   // The unit's only parameter is read in blocks of rows, and nobody gathers it
@@ -198,11 +229,18 @@ class Unit final : public BackwardReceiver,
   void on_output_gradient() override;
   void on_parameter_gradient(std::int32_t i, at::Tensor gradient) override;
   void on_inputs_done(const torch::autograd::Node* node) override;
+  void on_gradient_returned(std::int32_t i) override;
+  void on_recorded_backward(WeakNodePtr result) override;
   bool on_product(std::int32_t i, const at::Tensor& grad_output,
                   const at::Tensor& input, Obstacle obstacle) override;
   void on_only_product(std::int32_t i, const at::Tensor& grad_output,
                        const at::Tensor& input) override;
   void begin_backward();  // called by Root for every unit that takes part
+  // Takes the gradients that others wrote to full parameters; see
+  // written_gradients.h.
+  void take_written_gradients();
+  // Throws lowtide::Error if a split backward left gradients out for good.
+  void require_split_backward_complete();
   // Called by Root when all gradients have landed; `more_backwards`: forwards
   // from before this backward still wait for theirs.
   void end_backward(bool more_backwards);
@@ -221,29 +259,47 @@ class Unit final : public BackwardReceiver,
   // same on every rank; takes effect with the next plan.
   void expect_gradients(std::vector<std::int32_t> order);
 
+  // What of this rank's last forward decides when the unit is gathered in
+  // backward, and what it is for all ranks: the negative number of rows of its
+  // output, and whether autograd saved a parameter.
+  StepLog::Numbers own_numbers() const;
+  void agree_on(const StepLog::Numbers& greatest);
+  // Its backward runs in the reverse order of its forward: none of it goes
+  // through what recorded backwards gave.
+  bool runs_in_order() const { return recorded_results_.empty(); }
+  // Of those settings that decide which collectives are issued.
+  std::uint64_t settings_hash() const;
+
   // Parameters whose gradient may come, as `requires_grad` says now: see
   // [Note: Frozen and shown].
   std::vector<bool> trainable() const;
 
  private:
   void install_nodes();
+  void install_node(std::size_t i);
+  void make_extended();
   void list_fused();
   void follow_shards();
   bool may_want_gradient(std::size_t i) const;
   bool wants_gradient(std::int32_t i) const;
   at::Tensor rank_major(std::int32_t i, at::Tensor gradient) const;
+  at::Tensor with_written(std::int32_t i, at::Tensor gradient);
+  void deliver(std::int32_t i, at::Tensor gradient);
   void show_full();
   void count_references();
   bool autograd_saved_parameters() const;
   void finish_backward();
   void publish_gradients();
   bool has_gradient_hooks() const;
+  void end_forward();
+  void watch_gradients();
+  void observe_gradients();
+  void drop_cleared_gradients();
   bool needs_gather_in_backward() const;
   void prefetch(Unit& other);
   void prefetch_after(Unit* next);
-  std::int64_t elements_to_cover(const Unit& next) const;
-  void prefetch_when_due(
-      std::vector<std::int32_t>::const_iterator next_gradient);
+  std::size_t gradients_before(const Unit& next) const;
+  void gather_next();
 
   std::vector<at::Tensor> wrap_gradients(
       const std::vector<std::int32_t>& parameters,
@@ -255,6 +311,7 @@ class Unit final : public BackwardReceiver,
   ParameterBuffers buffers_;
   UnitGradients gradients_;
   UnitStateMachine state_;
+  GroupForward group_;
   std::vector<ParameterInfo> infos_;
   std::unique_ptr<ModuleView> view_;
   std::shared_ptr<Root> root_;
@@ -280,6 +337,10 @@ class Unit final : public BackwardReceiver,
   std::vector<at::Tensor> full_;
   std::vector<std::int32_t> gradient_order_;
   std::vector<NodePtr> nodes_;  // the tensors hold them weakly
+  WrittenGradients written_;
+  std::vector<ObservedGradient> observed_;
+  bool observes_ = false;
+  SeenShards seen_shards_;
 
   std::unique_ptr<comm::Pending> pending_gather_;
   std::unique_ptr<RowStream> rows_;
@@ -296,6 +357,9 @@ class Unit final : public BackwardReceiver,
   bool ever_saved_ = false;
   std::int64_t input_bytes_ = 0;  // of the forward that runs
   std::int64_t output_rows_ = 0;  // of the last forward
+  // What all ranks know of it: the fewest rows of any, whether any saved.
+  std::int64_t rows_of_all_ = 0;
+  bool saved_by_any_ = false;
 
   // Forward calls whose inputs' gradients have not been seen, and calls that
   // ran without grad inside a recorded forward (re-entrant checkpoints).
@@ -306,11 +370,18 @@ class Unit final : public BackwardReceiver,
   std::vector<WeakNodePtr> done_before_;
   std::int64_t calls_without_grad_ = 0;
   std::int64_t nested_calls_done_ = 0;
-  // Recorded calls none of whose inputs required grad: nothing tells when their
-  // backward is over, so the unit is sealed at the end.
+  // Recorded forwards none of whose inputs required grad: nothing tells when
+  // their backward is over, so the unit is sealed at the end.
   std::int64_t calls_without_inputs_ = 0;
-  Unit* next_in_backward_ = nullptr;  // to be gathered at the point
-  GatherPoint gather_point_;
+  bool recorded_ = false;  // a module of the forward that runs
+  // What recorded backwards of it gave.  A backward through that visits the
+  // unit's nodes in no order, so the unit is sealed at the end.
+  std::vector<WeakNodePtr> recorded_results_;
+  // To be gathered in this unit's backward, ahead of what waits for more than
+  // so many of its gradients; how many have come.
+  Unit* next_in_backward_ = nullptr;
+  std::size_t gradients_before_next_ = 0;
+  std::size_t gradients_come_ = 0;
   bool in_backward_ = false;      // takes part in the current backward
   std::uint64_t capture_ = 0;     // in which it began
   bool output_gradient_ = false;  // between output gradient and inputs done

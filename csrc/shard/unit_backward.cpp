@@ -9,25 +9,29 @@
 
 #include "base/check.h"
 #include "base/trace.h"
+#include "shard/gather_point.h"
 #include "shard/root.h"
 #include "shard/unit.h"
 
 namespace lowtide::shard {
 
 bool Unit::needs_gather_in_backward() const {
-  return unshard_in_backward && (ever_saved_ || !leaf_module);
+  return unshard_in_backward && (saved_by_any_ || !leaf_module);
 }
 
 void Unit::on_output_gradient() {
   const base::TraceRange trace("lowtide::pre_backward", *name_);
   root_->open_backward();
   begin_backward();
+  const bool entered = !std::exchange(output_gradient_, true);
+  if (entered) {
+    next_in_backward_ = root_->enter_backward(*this);
+  }
   if (needs_gather_in_backward()) {
     gather();
   }
   prefetched_ = false;
-  if (!output_gradient_) {
-    output_gradient_ = true;
+  if (entered) {
     prefetch_for_backward();
     // After the gather, which must not wait for other units' gradients.
     root_->stream().expects(gradients_);
@@ -40,50 +44,53 @@ void Unit::on_output_gradient() {
 }
 
 void Unit::prefetch_for_backward() {
-  Unit* next = root_->enter_backward(*this);
   if (!backward_prefetch.empty()) {
+    next_in_backward_ = nullptr;
     for (const auto& other : backward_prefetch) {
       if (const auto unit = other.lock()) prefetch(*unit);
     }
     return;
   }
-  if (next == nullptr || !next->needs_gather_in_backward()) {
+  if (next_in_backward_ == nullptr ||
+      !next_in_backward_->needs_gather_in_backward()) {
+    next_in_backward_ = nullptr;
     return;
   }
-  next_in_backward_ = next;
-  const auto& order = gradients_.trainable();
-  std::int64_t elements = 0;
-  for (const auto i : order) {
-    elements += gradients_.parameter(i).numel;
+  gradients_come_ = 0;
+  gradients_before_next_ = gradients_before(*next_in_backward_);
+  if (gradients_before_next_ == 0) {
+    gather_next();
+  } else if (root_->stream().contains(gradients_)) {
+    root_->stream().precede(gradients_, gradients_before_next_,
+                            [this] { gather_next(); });
   }
-  gather_point_.begin(elements, elements_to_cover(*next));
-  prefetch_when_due(order.begin());
+}
+
+void Unit::gather_next() {
+  if (auto* next = std::exchange(next_in_backward_, nullptr)) {
+    prefetch(*next);
+  }
 }
 
 // Other calls of the module or the units inside it take their own time before
 // its gradients come.
-std::int64_t Unit::elements_to_cover(const Unit& next) const {
-  const bool gradients_come_now =
-      !encloses_units && !rows_ &&
-      static_cast<std::int64_t>(open_calls_.size()) + calls_without_inputs_ <=
-          1;
-  return elements_that_cover(next.buffers_.gathered_bytes(),
-                             next.groups_.gather->size(),
-                             gradients_come_now ? output_rows_ : 0);
-}
-
-void Unit::prefetch_when_due(
-    std::vector<std::int32_t>::const_iterator next_gradient) {
-  if (next_gradient == gradients_.trainable().end() ||
-      gather_point_.reached(gradients_.parameter(*next_gradient).numel)) {
-    prefetch(*std::exchange(next_in_backward_, nullptr));
+std::size_t Unit::gradients_before(const Unit& next) const {
+  const bool gradients_come_now = gradients_.leaves_early() && !rows_;
+  std::vector<std::int64_t> elements;
+  for (const auto i : gradients_.trainable()) {
+    elements.push_back(gradients_.parameter(i).numel);
   }
+  return gradients_before_gather(
+      elements, elements_that_cover(next.buffers_.gathered_bytes(),
+                                    next.groups_.gather->size(),
+                                    gradients_come_now ? rows_of_all_ : 0));
 }
 
 void Unit::begin_backward() {
   if (in_backward_) {
     return;
   }
+  drop_cleared_gradients();
   in_backward_ = true;
   capture_ = memory_->runtime().capture();
   output_gradient_ = false;
@@ -101,7 +108,19 @@ void Unit::on_parameter_gradient(std::int32_t i, at::Tensor gradient) {
   if (!wants_gradient(i)) {
     return;
   }
-  gradient = what_main_gradient_lacks(i, std::move(gradient));
+  deliver(i, with_written(i, what_main_gradient_lacks(i, std::move(gradient))));
+  ++gradients_come_;
+  if (next_in_backward_ != nullptr &&
+      gradients_come_ >= gradients_before_next_) {
+    if (root_->stream().contains(gradients_)) {
+      root_->stream().gather_if_next(gradients_);
+    } else {
+      gather_next();
+    }
+  }
+}
+
+void Unit::deliver(std::int32_t i, at::Tensor gradient) {
   if (gradient.defined()) {
     if (gradient.key_set().has(c10::DispatchKey::Python) && view_) {
       gradient = view_->local_gradient(i, gradient);
@@ -120,11 +139,95 @@ void Unit::on_parameter_gradient(std::int32_t i, at::Tensor gradient) {
   } else if (gradient.defined()) {
     gradients_.accumulate(i, std::move(gradient));
   }
-  if (next_in_backward_ != nullptr) {
-    gather_point_.came(gradients_.parameter(i).numel);
-    const auto& order = gradients_.trainable();
-    prefetch_when_due(std::next(std::find(order.begin(), order.end(), i)));
+}
+
+// AccumulateGrad adds in the gradient's dtype.  Where that is the slab's, too,
+// the slab is what it would have added to.
+at::Tensor Unit::with_written(std::int32_t i, at::Tensor gradient) {
+  auto written = written_.take(i);
+  if (!written.defined() || !gradient.defined()) {
+    return written.defined() ? written : gradient;
   }
+  const bool in_slab = !gradients_.sync() || gradients_.accumulating();
+  const auto slab_dtype = infos_[static_cast<std::size_t>(i)].reduce_dtype;
+  if (in_slab && written.scalar_type() == slab_dtype) {
+    deliver(i, std::move(written));
+    return gradient;
+  }
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return at::add(written, gradient);
+}
+
+void Unit::take_written_gradients() {
+  if (!in_backward_ || gradients_.sealed()) {
+    return;
+  }
+  for (const auto i : gradients_.trainable()) {
+    if (written_.any(i) && wants_gradient(i)) {
+      deliver(i, written_.take(i));
+    }
+  }
+}
+
+// The next one will be written where the one before still is, unless that has
+// gone to the slab that both are added to.
+void Unit::on_gradient_returned(std::int32_t i) {
+  written_.returned(i);
+  if (!in_backward_) {
+    drop_cleared_gradients();
+  }
+  const bool waits = gradients_.accumulating() && !in_backward_ &&
+                     wants_gradient(i) && gradients_.touched(i);
+  if (waits && written_.any(i) &&
+      full_[static_cast<std::size_t>(i)].scalar_type() ==
+          infos_[static_cast<std::size_t>(i)].reduce_dtype) {
+    gradients_.begin(/*sync=*/false);
+    deliver(i, written_.take(i));
+    gradients_.end();
+    observe_gradients();
+  }
+}
+
+// While gradients wait; what is cleared during a backward keeps what it has.
+void Unit::observe_gradients() {
+  const bool observes = gradients_.waiting();
+  if (!observes && !observes_) {
+    return;
+  }
+  observes_ = observes;
+  for (auto& gradient : observed_) {
+    gradient.observe(observes);
+  }
+}
+
+void Unit::drop_cleared_gradients() {
+  if (!observes_) {
+    return;
+  }
+  for (std::size_t k = 0; k < observed_.size(); ++k) {
+    if (observed_[k].cleared()) {
+      const auto i = static_cast<std::int32_t>(k);
+      written_.take(i);
+      gradients_.drop(i);
+    }
+  }
+}
+
+void Unit::require_split_backward_complete() {
+  const auto missing = written_.take_missing();
+  if (missing < 0 || !wants_gradient(missing)) {
+    return;
+  }
+  throw Error(base::error_text(
+      base::concat("parameter '", gradients_.parameter(missing).name, "'"),
+      "its gradient from the backward of the weights, which a zero-bubble "
+      "schedule runs apart from that of the input",
+      "none: the schedule was shown the shards when it split the backward",
+      "Shard the stage with reshard_after_forward=False."));
+}
+
+void Unit::on_recorded_backward(WeakNodePtr result) {
+  recorded_results_.push_back(std::move(result));
 }
 
 // Of a contiguous gradient whose parameter is split along another dimension
@@ -142,16 +245,14 @@ at::Tensor Unit::rank_major(std::int32_t i, at::Tensor gradient) const {
 void Unit::on_inputs_done(const torch::autograd::Node* node) {
   const base::TraceRange trace("lowtide::post_backward", *name_);
   root_->open_backward();
-  if (next_in_backward_ != nullptr) {  // not all gradients came
-    prefetch(*std::exchange(next_in_backward_, nullptr));
-  }
+  written_.inputs_done();
   output_gradient_ = false;
   const bool nested = root_->nested_backward();
   if (nested) {
     ++nested_calls_done_;
   }
-  bool more_to_come =
-      calls_without_inputs_ > 0 || calls_without_grad_ > nested_calls_done_;
+  bool more_to_come = !recorded_results_.empty() || calls_without_inputs_ > 0 ||
+                      calls_without_grad_ > nested_calls_done_;
   const auto is_over = [&](const WeakNodePtr& weak, bool open) {
     const auto call = weak.lock();
     if (!call || call.get() == node) {
@@ -170,6 +271,7 @@ void Unit::on_inputs_done(const torch::autograd::Node* node) {
   if (!more_to_come) {
     finish_backward();
   }
+  gather_next();  // chunks of other units are ahead of this one's
 }
 
 // All gradients of this unit have been seen, and nobody reads its parameters.
@@ -177,6 +279,7 @@ void Unit::finish_backward() {
   if (encloses_units) {
     return;
   }
+  take_written_gradients();
   gradients_.add_small();
   if (gradients_.sync() && root_->stream().contains(gradients_)) {
     root_->stream().seal(gradients_);
@@ -234,6 +337,7 @@ void Unit::end_backward(bool more_backwards) {
   }
   if (in_backward_) {
     gradients_.end();
+    observe_gradients();
   }
   in_backward_ = output_gradient_ = false;
   next_in_backward_ = nullptr;
@@ -247,6 +351,7 @@ void Unit::end_backward(bool more_backwards) {
             std::back_inserter(done_before_));
   done_now_.clear();
   std::erase_if(done_before_, expired);
+  std::erase_if(recorded_results_, expired);
   if (state() == UnitState::reducing) {
     state_.on(UnitEvent::drain);
   }

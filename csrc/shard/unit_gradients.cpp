@@ -7,6 +7,18 @@
 #include "base/check.h"
 
 namespace lowtide::shard {
+namespace {
+
+std::vector<PartialGradients::Parameter> shards_of(
+    const std::vector<ParameterInfo>& infos, const ParameterBuffers& buffers) {
+  std::vector<PartialGradients::Parameter> shards;
+  for (std::size_t i = 0; i < infos.size(); ++i) {
+    shards.push_back({buffers.slice(i).shard_numel, infos[i].reduce_dtype});
+  }
+  return shards;
+}
+
+}  // namespace
 
 UnitGradients::UnitGradients(UnitName unit,
                              const std::vector<ParameterInfo>& infos,
@@ -17,7 +29,8 @@ UnitGradients::UnitGradients(UnitName unit,
       infos_(infos),
       group_(std::move(group)),
       memory_(std::move(memory)),
-      sharded_(unit_, memory_) {
+      sharded_(unit_, memory_),
+      partial_(unit_, shards_of(infos, buffers), memory_) {
   for (std::size_t i = 0; i < infos_.size(); ++i) {
     Parameter parameter;
     parameter.name = infos_[i].name;
@@ -125,7 +138,7 @@ std::int64_t UnitGradients::in_place_bytes() const {
 void UnitGradients::begin(bool sync) {
   sync_ = sync;
   small_.clear();
-  sealed_ = false;
+  sealed_ = leaves_early_ = false;
   completed_.clear();
   for (auto& parameter : parameters_) {
     parameter.source.reset();
@@ -134,9 +147,7 @@ void UnitGradients::begin(bool sync) {
     parameter.pieces_written = 0;
     parameter.fired = parameter.produced = parameter.held = false;
     parameter.added = parameter.complete = parameter.offered = false;
-  }
-  for (auto& lane : lanes_) {
-    lane.used_anywhere.clear();
+    parameter.used = false;
   }
 }
 
@@ -177,6 +188,18 @@ void UnitGradients::accumulate_rows(std::int32_t i, std::int64_t block,
       i, block * p.block_rows * p.row_numel, block_columns(i, block), rows);
 }
 
+bool UnitGradients::waiting() const {
+  return accumulating_ || !partial_.flats().empty();
+}
+
+void UnitGradients::drop(std::int32_t i) {
+  auto& p = parameter(i);
+  partial_.clear(i);
+  if (p.lane >= 0) {
+    slab(i).drop(i);
+  }
+}
+
 void UnitGradients::end() {
   add_small();
   if (!sync_) {
@@ -186,9 +209,6 @@ void UnitGradients::end() {
   accumulating_ = false;
   for (auto& lane : lanes_) {
     lane.slab.reset();
-  }
-  if (!reduction_.keeps_partial()) {
-    drop_partial();
   }
 }
 
@@ -203,18 +223,12 @@ bool UnitGradients::used_all(const Lane& lane) const {
 }
 
 bool UnitGradients::used_by_any_rank(std::int32_t i) const {
-  if (used_here(i)) {
-    return true;
-  }
-  const auto& parameter = parameters_[static_cast<std::size_t>(i)];
-  const auto& flags =
-      lanes_[static_cast<std::size_t>(parameter.lane)].used_anywhere;
-  return !flags.empty() && flags[static_cast<std::size_t>(i)] != 0.0F;
+  return used_here(i) || parameter(i).used;
 }
 
 void UnitGradients::abort() {
   begin(true);
-  drop_partial();
+  partial_.drop();
   accumulating_ = false;
   for (auto& lane : lanes_) {
     lane.slab.reset();

@@ -21,6 +21,7 @@
 #include "shard/gradient_rows.h"
 #include "shard/gradient_slab.h"
 #include "shard/parameter_buffers.h"
+#include "shard/partial_gradients.h"
 #include "shard/sharded_gradients.h"
 
 namespace lowtide::shard {
@@ -31,9 +32,6 @@ struct Lane {
   std::vector<std::int32_t> members;  // trainable parameters
   UnitPlan plan;
   GradientSlab slab;
-  // The flag columns after the sum; empty unless this rank left a parameter
-  // without a gradient (only then does it need to know about the others).
-  std::vector<float> used_anywhere;
   // Where its first chunk stands in the stream's sequence, while it is there.
   std::optional<std::size_t> place;
   // Of one parameter whose gradient is summed where it is sent from, in the
@@ -64,10 +62,6 @@ class UnitGradients {
     std::int64_t block_rows = 0;
     std::int64_t blocks_seen = 0;
     std::vector<at::Tensor> blocks;
-    // Reduced over the shards but not yet over the replicas, flat, and whether
-    // any rank used it, as a flag column says; undefined without.
-    at::Tensor partial;
-    at::Tensor partial_flag;
     std::int32_t pieces_written = 0;
     bool fired = false;
     bool produced = false;  // fired with a defined gradient
@@ -77,6 +71,7 @@ class UnitGradients {
     bool added = false;     // to its slab, in this backward, by no node of it
     bool complete = false;  // of a lane of its own: it may leave
     bool offered = false;   // as a product, in this backward
+    bool used = false;      // by some rank, if this one asked
   };
 
   UnitGradients(UnitName unit, const std::vector<ParameterInfo>& infos,
@@ -115,6 +110,9 @@ class UnitGradients {
   bool plans_only(const std::vector<bool>& trainable) const;
 
   const std::string& unit() const { return *unit_; }
+  // Of its unit among its root's.
+  std::int32_t number() const { return number_; }
+  void set_number(std::int32_t number) { number_ = number; }
   void rename_parameters(const std::vector<std::string>& names);
   comm::Collectives& group() const { return *group_; }
   std::vector<Lane>& lanes() { return lanes_; }
@@ -139,14 +137,8 @@ class UnitGradients {
     group_ = std::move(group);
   }
 
-  // Before results are kept for a later all-reduce: leases what no earlier
-  // backward has, on the compute stream.  Whether there was any.
-  bool prepare_partial();
-  // With replicas: keeps `pieces` of a reduced row for a later all-reduce, or
-  // adds to the row what was kept.  On the current stream; so for the flags.
-  void exchange_partial(const std::vector<Piece>& pieces,
-                        const at::Tensor& row);
-  void exchange_partial_flags(const Lane& lane, const at::Tensor& flags);
+  // Reduced over the shards, if more is to follow than that.
+  PartialGradients& partial() { return partial_; }
 
   GradientColumns columns(std::int32_t i, std::int64_t begin,
                           std::int64_t end) const;
@@ -184,6 +176,10 @@ class UnitGradients {
 
   bool sealed() const { return sealed_; }
   void seal() { sealed_ = true; }
+  // Chunks may leave before the unit is sealed: what completes them comes
+  // between the same calls of other units on every rank.
+  bool leaves_early() const { return leaves_early_; }
+  void set_leaves_early(bool early) { leaves_early_ = early; }
 
   // Adds to the slab, on the compute stream; a small gradient at `add_small` at
   // the latest ([Note: Small gradients]).
@@ -196,6 +192,12 @@ class UnitGradients {
   // own.
   std::int64_t num_blocks(std::int32_t i) const;
   GradientColumns block_columns(std::int32_t i, std::int64_t block) const;
+  // Between backwards: gradients of some parameter wait for a reduction, over
+  // the shards or over the replicas.
+  bool waiting() const;
+  // Between backwards: forgets those of i.  What leaves, and in which order,
+  // stays the same.
+  void drop(std::int32_t i);
   // The backward is over: without sync the slabs stay, with sync they go.
   void end();
   // Whether any rank produced a gradient for i since the last reduction.
@@ -203,14 +205,18 @@ class UnitGradients {
   // Whether this rank did for all members of the lane.
   bool used_all(const Lane& lane) const;
   bool used_here(std::int32_t i) const;
+  // Gradients of i wait in the slab.
+  bool touched(std::int32_t i) const {
+    const auto lane = parameters_[static_cast<std::size_t>(i)].lane;
+    return lane >= 0 && lanes_[static_cast<std::size_t>(lane)].slab.touched(i);
+  }
+  // Whether another rank did, as the flag says after the sum; only a rank that
+  // left a parameter of the lane without a gradient reads it.
+  void note_use(std::int32_t i, bool used) { parameter(i).used = used; }
 
   void abort();
 
  private:
-  void lease_partial(std::int32_t i);
-  void add(const at::Tensor& to, const at::Tensor& from);
-  void touch(const at::Tensor& tensor, device::Access access);
-  void drop_partial();
   void choose_blocks(std::int64_t budget_bytes);
   void add_lanes(const std::vector<bool>& takes_part,
                  const std::vector<std::int32_t>& order,
@@ -225,14 +231,17 @@ class UnitGradients {
   std::vector<std::int32_t> completed_;
   std::vector<Lane> lanes_;
   ShardedGradients sharded_;
+  PartialGradients partial_;
   GradientReduction reduction_;
   std::vector<GradientSlab::Gradient> small_;
+  std::int32_t number_ = -1;
   std::int64_t source_bytes_ = 0;
   std::int64_t room_ = 0;
   bool own_slots_ = false;
   bool sync_ = true;
   bool accumulating_ = false;
   bool sealed_ = false;
+  bool leaves_early_ = false;
 };
 
 }  // namespace lowtide::shard

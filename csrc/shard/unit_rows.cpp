@@ -95,6 +95,9 @@ void Unit::begin_rows_forward(bool recorded) {
 void Unit::begin_rows_backward() {
   root_->open_backward();
   begin_backward();
+  if (!output_gradient_) {  // not called as a module
+    next_in_backward_ = root_->enter_backward(*this);
+  }
 }
 
 void Unit::on_row_gradient(std::int64_t block, at::Tensor rows) {

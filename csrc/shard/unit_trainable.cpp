@@ -31,10 +31,15 @@ void Unit::extend_plan(std::int64_t budget_bytes) {
 void Unit::install_nodes() {
   nodes_.assign(full_.size(), nullptr);
   for (std::size_t i = 0; i < full_.size(); ++i) {
-    if (torch::autograd::isDifferentiableType(full_[i].scalar_type())) {
-      nodes_[i] = install_gradient_node(full_[i], weak_from_this(),
-                                        static_cast<std::int32_t>(i));
-    }
+    install_node(i);
+  }
+  written_.watch(full_, nodes_);
+}
+
+void Unit::install_node(std::size_t i) {
+  if (torch::autograd::isDifferentiableType(full_[i].scalar_type())) {
+    nodes_[i] = install_gradient_node(full_[i], weak_from_this(),
+                                      static_cast<std::int32_t>(i));
   }
 }
 

@@ -22,6 +22,7 @@ from lowtide._state.fsdp_module import (
     become_fsdp_module,
     register_hooks,
 )
+from lowtide._state.late import watch
 from lowtide._state.unit import UnitState, unit_state
 from lowtide.policies import GradientMode, MixedPrecisionPolicy
 
@@ -35,7 +36,6 @@ __all__ = [
 ]
 
 _DEFAULT_PRECISION = MixedPrecisionPolicy()
-_NO_OFFLOAD = OffloadPolicy()
 
 
 @overload
@@ -46,7 +46,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     grads: GradientMode = ...,
 ) -> "FSDPModule": ...
@@ -60,7 +60,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     grads: GradientMode = ...,
 ) -> list["FSDPModule"]: ...
@@ -73,7 +73,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     mp_policy: MixedPrecisionPolicy = _DEFAULT_PRECISION,
-    offload_policy: OffloadPolicy = _NO_OFFLOAD,
+    offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     grads: GradientMode = "exact",
 ) -> Any:
@@ -100,7 +100,7 @@ def fully_shard(
             ``Shard(0)``, others must be a multiple of the number of shards.
         mp_policy: Dtypes for compute, reduction, inputs and outputs; torch's own.
         ignored_params: Parameters to leave alone.
-        offload_policy: Only its default is supported.
+        offload_policy: None; parameter offload is not supported.
         grads: ``"exact"``: gradients have FSDP2's bits. ``"fused"``: the GEMM of an
             ``nn.Linear``'s weight gradient adds to the fp32 gradient that is reduced,
             without a gradient in the compute dtype, its rounding and its copy. Layers
@@ -122,6 +122,7 @@ def fully_shard(
     device = _device_of(mesh)
     modules = managed.managed_modules(roots)
     parameters = managed.managed_parameters(modules, ignored_params or set())
+    managed.require_initialized(roots, parameters, "fully_shard")
     managed.move_to_device(modules, parameters, device)
 
     state = UnitState(roots, mesh, device, mp_policy, reshard, grads)
@@ -130,10 +131,16 @@ def fully_shard(
         # torch.compile then treats parameters as it does FSDP2's.
         one._is_fsdp_managed_module = True  # type: ignore[assignment]
         one._fsdp_use_orig_params = True  # type: ignore[assignment]
+    state.ignored = {id(parameter) for parameter in ignored_params or ()}
+    watch(state)
     register_hooks(state)
     for one in roots:
         become_fsdp_module(one)
     return module
+
+
+# As torch's composable APIs have it: what this call attached to a module, or None.
+fully_shard.state = unit_state
 
 
 def abort_step(model: nn.Module) -> None:

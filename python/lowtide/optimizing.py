@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lowtide._state.local_parameter import LocalParameter, local_parameter_of
+from lowtide._state.subclass import is_extended
 from lowtide._state.unit import unit_state
 
 __all__ = ["local_parameters", "sharded_optimizer"]
@@ -28,13 +29,21 @@ def local_parameters(model: nn.Module) -> list[nn.Parameter]:
     for good: ``to_empty``, ``to`` and ``load_state_dict(assign=True)`` make other
     tensors.
 
-    Raises ValueError for a model without a unit.
+    Raises ValueError for a model without a unit, and for a parameter that is a tensor
+    subclass.
     """
     if all(unit_state(module) is None for module in model.modules()):
         raise ValueError(
             "lowtide: local_parameters: expected a model sharded by lowtide, got "
             f"{type(model).__name__} without a unit. Call fully_shard or wrap first."
         )
+    for name, p in model.named_parameters():
+        if isinstance(p, DTensor) and is_extended(p._local_tensor):
+            raise ValueError(
+                f"lowtide: local_parameters: {name}: expected a plain tensor, got a "
+                f"{type(p._local_tensor).__name__}, which has its own way to be "
+                "updated. Give the optimizer model.parameters()."
+            )
     return [local_parameter_of(p) for p in model.parameters()]
 
 

@@ -30,6 +30,9 @@ GradientMode = Literal["exact", "fused"]
 INPUT = "input"
 
 
+REDUCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
 @dataclasses.dataclass(frozen=True)
 class ParameterDtypes:
     """The dtypes of one parameter on its way through a step."""
@@ -53,11 +56,11 @@ def parameter_dtypes(
         return ParameterDtypes(storage, storage, storage)
     compute = policy.param_dtype or storage
     reduce = policy.reduce_dtype or compute
-    if trainable and reduce not in (torch.float32, torch.bfloat16, torch.float64):
+    if trainable and reduce not in REDUCE_DTYPES:
         raise NotImplementedError(
-            f"lowtide: {who}: expected reduce_dtype torch.float32, torch.bfloat16 or "
-            f"torch.float64, got {reduce}. Pass MixedPrecisionPolicy(reduce_dtype="
-            "torch.float32): fp16 sums overflow."
+            f"lowtide: {who}: expected reduce_dtype torch.float32, torch.bfloat16, "
+            f"torch.float16 or torch.float64, got {reduce}. Pass "
+            "MixedPrecisionPolicy(reduce_dtype=torch.float32)."
         )
     return ParameterDtypes(storage, compute, reduce)
 

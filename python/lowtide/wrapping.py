@@ -6,11 +6,12 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import Shard
 
 from lowtide._state import arguments, blocks
+from lowtide._state import modules as managed
 from lowtide._state.blocks import Decision
+from lowtide._state.unit import unit_state
 from lowtide.activations import checkpoint
 from lowtide.api import default_mesh, fully_shard
 from lowtide.policies import ActivationPolicy, GradientMode, MixedPrecisionPolicy
@@ -44,7 +45,10 @@ def wrap(
     - an ``nn.Embedding`` or ``nn.Linear`` outside the blocks that is large beside one
       and shares its weight with no other module: the embedding and the head.
 
-    What is left, tied weights included, is gathered with ``model`` itself.
+    Never a module without a forward of its own, nor one of several of a class under
+    names in an ``nn.ModuleDict``, of which a step may run some. What is left, tied
+    weights included, is gathered with ``model`` itself. A model that reads the weight
+    of a unit without calling it raises in its first forward, naming ``units`` to pass.
 
     Args:
         model: Any module with a ``forward``.
@@ -63,9 +67,11 @@ def wrap(
             without a block.
     """
     arguments.require_shardable(model, "wrap")
-    arguments.check_settings(mesh, mp_policy, OffloadPolicy(), grads, "wrap")
+    arguments.check_settings(mesh, mp_policy, None, grads, "wrap")
     mesh = mesh if mesh is not None else default_mesh()
     ignored = ignored_params or set()
+    parameters = managed.managed_parameters(model.modules(), ignored)
+    managed.require_initialized((model,), parameters, "wrap")
     if isinstance(units, str):
         _require_auto(units)
         decision = blocks.decide(model, ignored)
@@ -83,8 +89,13 @@ def wrap(
         "grads": grads,
     }
     text = blocks.describe(model, decision, mesh, mp_policy)
-    for unit in decision.units:
+    # Its sizes are of full parameters.
+    instead = [blocks.without(decision, unit) for unit in decision.units]
+    for unit, others in zip(decision.units, instead, strict=True):
         fully_shard(unit.module, **settings)
+        state = unit_state(unit.module)
+        assert state is not None
+        state.instead = f"pass {others} to lowtide.wrap, which chose this one"
     fully_shard(model, **settings)
     if dist.get_rank() == int(mesh.mesh.flatten()[0]):
         print(text)

@@ -15,7 +15,8 @@ from lowtide.policies import GradientMode, MixedPrecisionPolicy
 
 
 def modules_of(module: Any, who: str) -> tuple[nn.Module, ...]:
-    """Of a module or a list of modules, none of them sharded yet."""
+    """Of a module or a list of modules, none of them sharded yet. A module that
+    another of the list contains belongs to that one, as in FSDP2."""
     several = isinstance(module, Iterable) and not isinstance(module, str | nn.Module)
     roots = tuple(module) if several else (module,)
     if not roots:
@@ -25,7 +26,8 @@ def modules_of(module: Any, who: str) -> tuple[nn.Module, ...]:
         )
     for root in roots:
         require_shardable(root, who)
-    return roots
+    inside = {below for root in roots for below in list(root.modules())[1:]}
+    return tuple(dict.fromkeys(root for root in roots if root not in inside))
 
 
 def require_shardable(root: Any, who: str) -> None:
@@ -58,7 +60,7 @@ def require_shardable(root: Any, who: str) -> None:
 def check_settings(
     mesh: DeviceMesh | None,
     mp_policy: MixedPrecisionPolicy,
-    offload_policy: OffloadPolicy,
+    offload_policy: OffloadPolicy | None,
     grads: str,
     who: str,
 ) -> None:
@@ -86,14 +88,14 @@ def check_settings(
             f"and shards, got {mesh.ndim} dimensions ({mesh}). Pass a slice of it: "
             "mesh['name']."
         )
-    if not isinstance(offload_policy, OffloadPolicy):
+    if not isinstance(offload_policy, OffloadPolicy | None):
         raise ValueError(
-            f"lowtide: {who}: expected offload_policy=OffloadPolicy(), got "
+            f"lowtide: {who}: expected offload_policy=None, got "
             f"{_kind(offload_policy)}. Leave it out."
         )
-    if type(offload_policy) is not OffloadPolicy:
+    if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
         raise NotImplementedError(
-            f"lowtide: {who}: expected offload_policy=OffloadPolicy(), got "
+            f"lowtide: {who}: expected offload_policy=None, got "
             f"{offload_policy}. Parameter offload is not supported."
         )
 
@@ -104,7 +106,7 @@ def post_forward(
     """As given, but an int only if it is a smaller group than all shards."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward
-    size = mesh.size(-1)
+    size = mesh.size(mesh.ndim - 1)
     if not isinstance(reshard_after_forward, int):
         raise ValueError(
             "lowtide: fully_shard: expected reshard_after_forward to be a bool or "

@@ -14,6 +14,8 @@ from lowtide.policies import MixedPrecisionPolicy
 # parameters on; without blocks, of the model's.
 OWN_UNIT_SHARE = 0.25
 OWN_UNIT_SHARE_OF_MODEL = 0.05
+# Alternatives that hold more of the model than this are searched for blocks.
+ALTERNATIVES_SHARE = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +34,13 @@ class Decision:
 
 def decide(model: nn.Module, ignored: set[nn.Parameter]) -> Decision:
     """Blocks, then what is large outside of them; see ``lowtide.wrap``."""
-    units = list(_blocks(model, ignored))
+    alternatives = _alternatives(model)
+    of_alternatives = sum(_size(module, ignored) for module in alternatives)
+    search_them = of_alternatives > ALTERNATIVES_SHARE * _size(model, ignored)
+    units = list(_blocks(model, ignored, alternatives, search_them))
     inside = {m for unit in units for m in unit.module.modules()}
+    whole = [m for m in alternatives if inside.isdisjoint(m.modules())]
+    inside |= {m for module in alternatives for m in module.modules()}
     largest = max((_size(u.module, ignored) for u in units), default=0)
     least = (
         OWN_UNIT_SHARE * largest
@@ -47,6 +54,8 @@ def decide(model: nn.Module, ignored: set[nn.Parameter]) -> Decision:
             continue
         if module is model or _size(module, ignored) == 0:
             continue
+        if _parent_reads_weight(model, name):
+            continue
         if any(parameter in shared for parameter in module.parameters()):
             continue
         if _size(module, ignored) >= least:
@@ -58,6 +67,12 @@ def decide(model: nn.Module, ignored: set[nn.Parameter]) -> Decision:
         f"{' = '.join(names)}: tied, gathered once for all of them"
         for names in shared.values()
         if not _in_one_block(model, names, units)
+    ]
+    notes += [
+        f"{alternatives[module]}: one of several {type(module).__name__}, of which a "
+        "step may run some"
+        for module in whole
+        if _size(module, ignored) >= least
     ]
     order = {name: i for i, (name, _) in enumerate(model.named_modules())}
     return Decision(sorted(units, key=lambda unit: order[unit.name]), notes)
@@ -76,16 +91,14 @@ def as_told(model: nn.Module, names: Sequence[str]) -> Decision:
 
 def _require_module(model: nn.Module, name: str, modules: dict[str, nn.Module]) -> None:
     named = modules.get(name) if name else None
-    if named is not None and not isinstance(named, nn.ModuleList | nn.ModuleDict):
+    if named is not None and _has_forward(named):
         return
     can_be_units = [
-        path
-        for path, module in modules.items()
-        if path and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+        path for path, module in modules.items() if path and _has_forward(module)
     ]
     if named is not None:
         kind = f"a {type(named).__name__}, which has no forward"
-        meant = [f"{name}.{child}" for child, _ in named.named_children()]
+        meant = list(_callable_inside(named, name))
         advice = "Name the modules inside"
     else:
         kind = "which is none"
@@ -98,23 +111,75 @@ def _require_module(model: nn.Module, name: str, modules: dict[str, nn.Module]) 
     )
 
 
-def _blocks(module: nn.Module, ignored: set[nn.Parameter]) -> Iterator[PlannedUnit]:
-    for path, container in _outermost_containers(module):
+def _has_forward(module: nn.Module) -> bool:
+    """Nobody can call the others, so nothing would gather them."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def _callable_inside(module: nn.Module, path: str) -> Iterator[str]:
+    for name, child in module.named_children():
+        if _has_forward(child):
+            yield _join(path, name)
+        else:
+            yield from _callable_inside(child, _join(path, name))
+
+
+def _parent_reads_weight(model: nn.Module, name: str) -> bool:
+    """The parent hands it to an operator and never calls the module."""
+    parent = model.get_submodule(name.rpartition(".")[0])
+    return isinstance(parent, nn.MultiheadAttention)
+
+
+def _alternatives(model: nn.Module) -> dict[nn.Module, str]:
+    """Modules of one class under names of their own, as the heads of several tasks: a
+    step may run some of them, and another rank others."""
+    found = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleDict) or _has_forward(module):
+            continue
+        of_class = Counter(type(child) for child in module.children())
+        for name, child in module.named_children():
+            # Numbers are places in a sequence, tables of several features all read.
+            several = of_class[type(child)] > 1 and len(_stems(module)) > 1
+            if several and _has_forward(child) and not isinstance(child, nn.Embedding):
+                found[child] = _join(path, name)
+    return found
+
+
+def _stems(names: Iterable[str]) -> set[str]:
+    return {
+        name.rstrip("0123456789") if name[-1:].isdecimal() else name for name in names
+    }
+
+
+def _blocks(
+    model: nn.Module,
+    ignored: set[nn.Parameter],
+    alternatives: dict[nn.Module, str],
+    search_them: bool,
+) -> Iterator[PlannedUnit]:
+    for path, container in _outermost_containers(model, alternatives, search_them):
         seen: set[nn.Module] = set()
         for name, child in container.named_children():
-            if _may_be_block(child, ignored) and child not in seen:
+            if child in alternatives or child in seen:
+                continue
+            if _may_be_block(child, ignored):
                 seen.add(child)
                 kind = type(child).__name__
                 where = _join(path, name)
                 yield PlannedUnit(where, child, f"a repeated {kind}", True)
 
 
-def _outermost_containers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _outermost_containers(
+    model: nn.Module, alternatives: dict[nn.Module, str], search_them: bool
+) -> Iterator[tuple[str, nn.Module]]:
     """Lists and sequences that repeat a class, none inside another's block."""
-    pending: list[tuple[str, nn.Module]] = [("", module)]
+    pending: list[tuple[str, nn.Module]] = [("", model)]
     while pending:
         path, here = pending.pop(0)
-        if _repeats(here):
+        if here in alternatives and not search_them:
+            continue
+        if _repeats(here, alternatives):
             yield path, here
             continue
         pending = [
@@ -126,11 +191,13 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _repeats(module: nn.Module) -> bool:
+def _repeats(module: nn.Module, alternatives: dict[nn.Module, str]) -> bool:
     if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
         return False
     classes = Counter(
-        type(child) for child in module.children() if _may_be_block(child, set())
+        type(child)
+        for child in module.children()
+        if child not in alternatives and _may_be_block(child, set())
     )
     return any(count > 1 for count in classes.values())
 
@@ -138,7 +205,7 @@ def _repeats(module: nn.Module) -> bool:
 def _may_be_block(module: nn.Module, ignored: set[nn.Parameter]) -> bool:
     return (
         any(True for _ in module.children())
-        and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+        and _has_forward(module)
         and _size(module, ignored) > 0
     )
 
@@ -163,6 +230,20 @@ def _in_one_block(
 
 
 # -- words --------------------------------------------------------------------------
+
+
+def without(decision: Decision, unit: PlannedUnit) -> str:
+    """What to pass to ``wrap`` where nobody calls ``unit``, in Python."""
+    runs = list(_runs(decision.units))
+    return f"units=[{', '.join(_expression(run) for run in runs if unit not in run)}]"
+
+
+def _expression(run: list[PlannedUnit]) -> str:
+    stem, dot, first = run[0].name.rpartition(".")
+    numbers = [unit.name.rpartition(".")[2] for unit in run]
+    if len(run) > 2 and numbers == [str(i) for i in range(len(run))]:
+        return f"*(f'{stem}{dot}{{i}}' for i in range({len(run)}))"
+    return ", ".join(repr(unit.name) for unit in run)
 
 
 def describe(
@@ -196,22 +277,27 @@ def describe(
 
 
 def _unit_lines(units: Iterable[PlannedUnit]) -> Iterator[str]:
-    """One for each run of equal blocks."""
+    for run in _runs(units):
+        size = _count(_size(run[0].module, set()))
+        if len(run) == 1:
+            yield f"{run[0].name}: {run[0].why}, {size} parameters"
+        else:
+            yield (
+                f"{run[0].name} to {run[-1].name}: {len(run)} times "
+                f"{run[0].why}, {size} parameters each"
+            )
+
+
+def _runs(units: Iterable[PlannedUnit]) -> Iterator[list[PlannedUnit]]:
+    """Of equal blocks, one behind the other."""
     run: list[PlannedUnit] = []
-    for unit in [*units, None]:
-        if unit is not None and run and _alike(run[-1], unit):
-            run.append(unit)
-            continue
-        if run:
-            size = _count(_size(run[0].module, set()))
-            if len(run) == 1:
-                yield f"{run[0].name}: {run[0].why}, {size} parameters"
-            else:
-                yield (
-                    f"{run[0].name} to {run[-1].name}: {len(run)} times "
-                    f"{run[0].why}, {size} parameters each"
-                )
-        run = [unit] if unit is not None else []
+    for unit in units:
+        if run and not _alike(run[-1], unit):
+            yield run
+            run = []
+        run.append(unit)
+    if run:
+        yield run
 
 
 def _alike(one: PlannedUnit, other: PlannedUnit) -> bool:

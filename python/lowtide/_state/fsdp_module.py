@@ -51,6 +51,19 @@ class FSDPModule(TorchFSDPModule):
         unit.gather()
         return _UnshardHandle(unit)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``nn.Module.zero_grad``, also while the full parameters are registered,
+        and gradients that wait for a reduction."""
+        assert isinstance(self, nn.Module)
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for state in self._states(recurse=True):
+            for parameter in state.parameters:
+                if (gradient := parameter.shard.grad) is not None:
+                    if set_to_none:
+                        parameter.shard.grad = None
+                    else:
+                        gradient.zero_()
+
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted for compatibility. In FSDP2 ``False`` postpones waiting for
         reductions; lowtide never lets the host wait for them, and orders every
@@ -99,16 +112,18 @@ class FSDPModule(TorchFSDPModule):
     ) -> None:
         """Units to gather ahead when this one runs forward, instead of the next in
         the recorded order."""
-        unit = self._get_fsdp_state().materialized()
-        unit.set_forward_prefetch(_units_of(modules))
+        state = self._get_fsdp_state()
+        state.forward_prefetch = _states_of(modules)
+        state.apply_prefetch()
 
     def set_modules_to_backward_prefetch(  # type: ignore[override]
         self, modules: "list[FSDPModule]"
     ) -> None:
         """Units to gather ahead when this one runs backward, instead of the one
         before it in forward."""
-        unit = self._get_fsdp_state().materialized()
-        unit.set_backward_prefetch(_units_of(modules))
+        state = self._get_fsdp_state()
+        state.backward_prefetch = _states_of(modules)
+        state.apply_prefetch()
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divides the sum of this unit's gradients by ``factor`` instead of the number
@@ -238,16 +253,16 @@ class _UnshardHandle(UnshardHandle):
             self._unit = None
 
 
-def _units_of(modules: Iterable[Any]) -> list[Any]:
-    units = []
+def _states_of(modules: Iterable[Any]) -> list[UnitState]:
+    states = []
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(
                 "lowtide: prefetch list: expected modules sharded by lowtide, got "
                 f"{type(module).__name__}. Call fully_shard on it first."
             )
-        units.append(module._get_fsdp_state().materialized())
-    return units
+        states.append(module._get_fsdp_state())
+    return states
 
 
 # -- becoming an FSDPModule ---------------------------------------------------------
@@ -288,36 +303,8 @@ def _refuse_deepcopy(module: nn.Module, memo: object) -> NoReturn:
 
 
 def register_hooks(state: UnitState) -> None:
-    if len(state.modules) == 1:
-        module = state.modules[0]
+    for module in state.modules:
         module.register_forward_pre_hook(
             state.hooks.pre, prepend=True, with_kwargs=True
         )
         module.register_forward_hook(state.hooks.post, prepend=False)
-        return
-    _GroupHooks(state).register()
-
-
-class _GroupHooks:
-    """For modules sharded together: before the first that runs, after the last."""
-
-    def __init__(self, state: UnitState) -> None:
-        self._state = state
-        self._waiting: set[nn.Module] = set()
-
-    def register(self) -> None:
-        for module in self._state.modules:
-            module.register_forward_pre_hook(self._pre, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._post, prepend=False)
-
-    def _pre(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self._waiting:
-            return None
-        self._waiting = set(self._state.modules)
-        return self._state.hooks.pre(module, args, kwargs)
-
-    def _post(self, module: nn.Module, args: Any, output: Any) -> Any:
-        self._waiting.discard(module)
-        if self._waiting:
-            return None
-        return self._state.hooks.post(module, args, output)

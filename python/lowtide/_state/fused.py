@@ -226,6 +226,8 @@ def _obstacle(
         return "frozen"
     if len(parameter.slots) > 1:
         return "several modules share it"
+    if parameter.extended:
+        return "a tensor subclass"
     if parameter.parallel is not None:
         return "a DTensor before it was sharded"
     if parameter.shard_dim != 0:

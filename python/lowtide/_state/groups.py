@@ -1,24 +1,17 @@
 """The communicators of a mesh.
 
 [Note: Two communicators]
-Gathers are ordered by the units' forwards and backwards, reduce-scatters by the
-gradient plan. Each order is the same on every rank, but how the two interleave is
-not: a rank that leaves a parameter unused completes its chunks later. One
-communicator for both would deadlock or mix them up. Two take each order by itself, and
-on NCCL they also overlap. Sums over replicas follow the plan's order on a third.
-
-NVIDIA asks for one order over all communicators of a device, because a kernel that
-waits for its peers keeps its place on it. Where ranks use the same parameters there is
-one. Where they do not, nothing waits in a circle as long as a kernel of each fits on
-the device beside the other: they are on streams of their own, neither's input comes
-from the other that is in flight, and a collective takes up to 32 of an H100's 132 SMs.
-It can deadlock where launches wait for each other: with CUDA_LAUNCH_BLOCKING=1,
-CUDA_DEVICE_MAX_CONNECTIONS=1 or NCCL_LAUNCH_ORDER_IMPLICIT=1, ranks must use the same
-parameters.
+Gathers and reduce-scatters have a communicator each, so that on NCCL they overlap; sums
+over replicas have a third. There is one order over all of them, the same on every rank
+whatever its data is ([Note: One order over all communicators] in gradient_stream.h), as
+NVIDIA asks for: a kernel that waits for its peers keeps its place on the device.
 
 LOWTIDE_COMMUNICATORS=shared uses the mesh's own for both, which saves NCCL's buffers of
-one. It is for models whose ranks use the same parameters in every step; their
-communication no longer overlaps.
+one; communication no longer overlaps.
+
+A fourth, of gloo, compares on the host what ranks did (step_log.h).
+LOWTIDE_COMPARE_RANKS=off leaves it out, for machines without gloo's network: ranks that
+run different units are then noticed in the first forward only.
 """
 
 import contextlib
@@ -40,6 +33,7 @@ class Groups:
     gather: _C.Collectives
     reduce: _C.Collectives
     replicas: _C.Collectives | None
+    host: _C.HostChannel | None  # over all ranks of the mesh
     # What they stand for.
     gather_process_group: dist.ProcessGroup
     reduce_process_group: dist.ProcessGroup
@@ -68,6 +62,7 @@ def groups_of(mesh: DeviceMesh, device: torch.device) -> Groups:
         _C.Collectives(shards.group_name, device),
         _C.Collectives(reduce_group.group_name, device),
         _C.Collectives(replicas[0].group_name, device) if replicas else None,
+        _host_channel(mesh, device),
         shards,
         reduce_group,
     )
@@ -86,6 +81,32 @@ def _shared() -> bool:
             "Unset it for a communicator of reductions beside that of gathers."
         )
     return value == "shared"
+
+
+_COMPARE_RANKS = "LOWTIDE_COMPARE_RANKS"
+
+
+def _host_channel(mesh: DeviceMesh, device: torch.device) -> _C.HostChannel | None:
+    value = os.environ.get(_COMPARE_RANKS, "on")
+    if value not in ("on", "off"):
+        raise ValueError(
+            f"lowtide: {_COMPARE_RANKS}: expected on or off, got {value!r}. Unset it "
+            "to compare what ranks did in every step."
+        )
+    shards = mesh.get_group(mesh.ndim - 1)
+    comparable = dist.is_gloo_available() and dist.get_backend(shards) != "fake"
+    if value == "off" or mesh.size() == 1 or not comparable:
+        return None
+    with _no_split():
+        group = dist.new_group(
+            mesh.mesh.flatten().tolist(),
+            timeout=_timeout(shards, device),
+            backend="gloo",
+            use_local_synchronization=True,
+            group_desc="lowtide_compare",
+        )
+    assert group is not None
+    return _C.HostChannel(group.group_name)
 
 
 def _second_group(shards: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:

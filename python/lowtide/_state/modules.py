@@ -5,6 +5,10 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import _get_registry
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 @dataclasses.dataclass
@@ -16,11 +20,14 @@ class ManagedParameter:
 
 
 def managed_modules(roots: tuple[nn.Module, ...]) -> list[nn.Module]:
-    """``roots`` and their descendants, except what earlier calls manage."""
+    """``roots`` and their descendants, except what earlier calls manage, and what
+    torch's ``replicate`` does."""
     found: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:
         if module in found or (module not in roots and is_unit(module)):
+            return
+        if "replicate" in (_get_registry(module) or ()):
             return
         found[module] = None
         for child in module.children():
@@ -51,6 +58,26 @@ def managed_parameters(
     return list(found.values())
 
 
+def require_initialized(
+    roots: Iterable[nn.Module], managed: Iterable[ManagedParameter], who: str
+) -> None:
+    """Of lazy modules, whose parameters have no shape before the first forward."""
+    places = {item.slots[0] for item in managed if is_lazy(item.parameter)}
+    lazy = [
+        (f"{path}.{name}" if path else name, type(module).__name__)
+        for root in roots
+        for path, module in root.named_modules()
+        for name in module._parameters
+        if (module, name) in places
+    ]
+    if lazy:
+        raise ValueError(
+            f"lowtide: {who}: expected parameters with shapes, got "
+            f"{', '.join(f'{path} of a {kind}' for path, kind in lazy)} without. Run a "
+            "forward with a batch of the right shape before."
+        )
+
+
 def check_shardable(managed: ManagedParameter) -> None:
     module, name = managed.slots[0]
     who = f"{type(module).__name__}.{name}"
@@ -79,5 +106,13 @@ def move_to_device(
         buffer for module in modules for buffer in module.buffers(recurse=False)
     ]
     for tensor in tensors:
-        if tensor.device != device and not tensor.is_meta:
+        if tensor.device == device or tensor.is_meta:
+            continue
+        if is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor):
+            with torch.no_grad():  # `.data` would not reach the tensors inside
+                moved = tensor.to(device)
+                if isinstance(tensor, nn.Parameter):
+                    moved = nn.Parameter(moved, tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, moved)
+        else:
             tensor.data = tensor.to(device)

@@ -11,6 +11,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from lowtide._state.subclass import (
+    is_extended,
+    plain_gradient,
+    require_both_hooks,
+    shard_of_subclass,
+)
+
 
 @dataclasses.dataclass(eq=False)
 class UnitParameter:
@@ -21,6 +28,8 @@ class UnitParameter:
     shard_dim: int
     sizes: torch.Size  # of the full parameter; of this rank's part if it is parallel
     parallel: DTensorSpec | None  # of a parameter that was a DTensor already
+    # A subclass says what is gathered for it, see subclass.py.
+    extended: bool = False
     # Registered while the unit is unsharded; printing it without bytes would crash.
     full: nn.Parameter | None = dataclasses.field(default=None, repr=False)
 
@@ -48,7 +57,8 @@ class UnitParameter:
     @property
     def may_stream_rows(self) -> bool:
         """A row of it is a row of one rank's shard, registered in one place."""
-        return self.shard_dim == 0 and self.parallel is None and len(self.slots) == 1
+        alone = self.parallel is None and not self.extended and len(self.slots) == 1
+        return alone and self.shard_dim == 0
 
     def make_full(self, data: torch.Tensor) -> None:
         """``data``: what the unit gathers into."""
@@ -56,18 +66,20 @@ class UnitParameter:
         # later, in a forward, it would look like a saved view (shard/unit.cpp).
         data.untyped_storage()
         if self.parallel is not None:
-            meta = self.parallel.tensor_meta
-            assert meta is not None
-            data = DTensor(
-                data,
-                DTensorSpec(
-                    self.parallel.mesh,
-                    self.parallel.placements,
-                    tensor_meta=TensorMeta(meta.shape, meta.stride, data.dtype),
-                ),
-                requires_grad=False,
-            )
+            data = over_parallel(data, self.parallel)
         self.full = nn.Parameter(data, requires_grad=self.shard.requires_grad)
+
+
+def over_parallel(data: torch.Tensor, parallel: DTensorSpec) -> DTensor:
+    """This rank's part of a full parameter that was a DTensor of ``parallel``."""
+    meta = parallel.tensor_meta
+    assert meta is not None
+    spec = DTensorSpec(
+        parallel.mesh,
+        parallel.placements,
+        tensor_meta=TensorMeta(meta.shape, meta.stride, data.dtype),
+    )
+    return DTensor(data, spec, requires_grad=False)
 
 
 def require_sharded(registered: nn.Parameter, parameter: UnitParameter) -> None:
@@ -85,7 +97,7 @@ def local_gradient(
     parallel: list[DTensorSpec | None], i: int, gradient: torch.Tensor
 ) -> torch.Tensor:
     """This rank's part of what autograd computed for the ``i``-th parameter, which
-    was a DTensor of ``parallel[i]``."""
+    was a DTensor of ``parallel[i]``; plain, if that is a subclass."""
     if isinstance(gradient, AsyncCollectiveTensor):
         gradient = gradient.wait()
     if isinstance(gradient, DTensor):
@@ -94,7 +106,7 @@ def local_gradient(
         gradient = gradient.redistribute(placements=spec.placements)._local_tensor
     if isinstance(gradient, AsyncCollectiveTensor):
         gradient = gradient.wait()
-    return gradient
+    return plain_gradient(gradient)
 
 
 def make_shard(
@@ -105,7 +117,8 @@ def make_shard(
     placement = _checked(parameter, placement, who)
     parallel = parameter._spec if isinstance(parameter, DTensor) else None
     data = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-    size, rank = mesh.size(-1), mesh.get_local_rank(-1)
+    shards = mesh.ndim - 1  # a flattened mesh takes no negative dimension
+    size, rank = mesh.size(shards), mesh.get_local_rank(shards)
     if placement.dim > 0 and data.shape[placement.dim] % size != 0:
         raise NotImplementedError(
             f"lowtide: {who}: expected dimension {placement.dim}, which is to be "
@@ -113,12 +126,17 @@ def make_shard(
             f"{data.shape[placement.dim]}. Return Shard(0) for it from "
             "shard_placement_fn: only dim 0 may be uneven."
         )
-    chunks = data.detach().chunk(size, placement.dim)
-    local = (
-        chunks[rank].clone(memory_format=torch.contiguous_format)
-        if rank < len(chunks)
-        else data.new_empty((0, *data.shape[1:]))
-    )
+    extended = is_extended(data)
+    if extended:
+        require_both_hooks(data, who)
+        local = shard_of_subclass(data, size, rank, placement.dim)
+    else:
+        chunks = data.detach().chunk(size, placement.dim)
+        local = (
+            chunks[rank].clone(memory_format=torch.contiguous_format)
+            if rank < len(chunks)
+            else data.new_empty((0, *data.shape[1:]))
+        )
     spec = _spec(parameter, mesh, placement, parallel)
     shard = nn.Parameter(
         DTensor(local, spec, requires_grad=False),
@@ -130,6 +148,7 @@ def make_shard(
         "shard_dim": placement.dim,
         "sizes": data.shape,
         "parallel": parallel,
+        "extended": extended,
     }
 
 

@@ -1,17 +1,22 @@
 """The first forward: which units are in the tree, what they are called, and whether
 all ranks agree."""
 
+import weakref
+
 from torch import nn
 
 from lowtide import _C
 from lowtide._state.agreement import require_agreement
+from lowtide._state.late import warn_of_additions
 from lowtide._state.memory import device_memory
+from lowtide._state.optimizers import watch_optimizers
 from lowtide._state.ties import move_shared_parameters
 from lowtide._state.unit import UnitState, original_class, unit_state
 
 
 def build_root(state: UnitState) -> None:
-    """Makes ``state``'s module the root of every unit below it. The first unit to
+    """Makes ``state``'s module the root of every unit below it: before the first
+    forward, and before the next one after a unit has been made anew. The first unit to
     run forward becomes the root, as in FSDP2. Collective: compares the units with
     the other ranks' before anything is gathered."""
     if len(state.modules) > 1:
@@ -32,6 +37,8 @@ def build_root(state: UnitState) -> None:
     move_shared_parameters(root_module, states)
     _name(root_module, states)
     for other in states:
+        warn_of_additions(other)
+    for other in states:
         other.set("encloses_units", _encloses(other, states))
         other.set("leaf_module", _is_torch_leaf(other))
     if state.auto_reshard:
@@ -41,6 +48,7 @@ def build_root(state: UnitState) -> None:
     for other, unit in zip(states, units, strict=True):
         unit.rename(other.name, [p.name for p in other.parameters])
     for other in states:
+        other.require_extensions()
         other.choose_rows()
         other.choose_fused()
     require_agreement(states)
@@ -48,6 +56,9 @@ def build_root(state: UnitState) -> None:
     root.adopt(units)
     for other in states:
         other.root = root
+        other.tree = [weakref.ref(state) for state in states]
+        other.apply_prefetch()
+    watch_optimizers(states)
     if state.device.type != "cpu":
         state.hooks.move_inputs_to(state.device)
 
@@ -81,7 +92,8 @@ def _encloses(state: UnitState, states: list[UnitState]) -> bool:
 
 
 def _is_torch_leaf(state: UnitState) -> bool:
-    if len(state.modules) != 1 or any(p.parallel for p in state.parameters):
+    unknown = any(p.parallel or p.extended for p in state.parameters)
+    if len(state.modules) != 1 or unknown:
         return False
     module = state.modules[0]
     original = original_class(module)

@@ -9,7 +9,7 @@ a rule. Its gradient is then complete when that unit's are.
 import weakref
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lowtide._state.modules import managed_modules
@@ -27,8 +27,32 @@ _by_shard: "weakref.WeakValueDictionary[int, UnitParameter]" = (
 )
 
 
+# Parameters that are registered nowhere any more -> the names of what replaced them.
+_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_num_replacements = 0
+
+
 def remember_original(parameter: nn.Parameter, became: "UnitParameter") -> None:
     _became[parameter] = weakref.ref(became)
+
+
+def remember_replaced(shard: nn.Parameter, owner: "UnitParameter") -> None:
+    """``owner`` has got another shard."""
+    global _num_replacements
+    _replaced[shard] = weakref.ref(owner)
+    _num_replacements += 1
+
+
+def replacements() -> int:
+    """How many shards have been replaced."""
+    return _num_replacements
+
+
+def became(parameter: Tensor) -> str | None:
+    """The name of what replaced ``parameter``; ``None`` if nothing did."""
+    reference = _became.get(parameter) or _replaced.get(parameter)
+    owner = reference() if reference is not None else None
+    return owner.name if owner is not None and owner.shard is not parameter else None
 
 
 def remember_shard(owner: "UnitParameter") -> None:
@@ -43,6 +67,11 @@ def owner_of(parameter: nn.Parameter) -> "UnitParameter | None":
     reference = _became.get(parameter)
     became: UnitParameter | None = reference() if reference is not None else None
     return became
+
+
+def sharded_places() -> set[tuple[nn.Module, str]]:
+    """Where parameters of units are registered."""
+    return {slot for owner in _by_shard.values() for slot in owner.slots}
 
 
 def move_shared_parameters(root: nn.Module, states: "list[UnitState]") -> None:

@@ -9,7 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import STATE_KEY
+from torch.distributed._composable.contract import (
+    REGISTRY_KEY,
+    STATE_KEY,
+    RegistryItem,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -18,8 +22,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from lowtide import _C
 from lowtide._state.embedding import EmbeddingRows, wants_rows
+from lowtide._state.extension import Extensions
 from lowtide._state.fused import FusedWeights
 from lowtide._state.groups import groups_of, smaller_group
+from lowtide._state.late import warn_of_additions
 from lowtide._state.memory import device_memory
 from lowtide._state.modules import ManagedParameter, check_shardable
 from lowtide._state.parameter import (
@@ -28,7 +34,13 @@ from lowtide._state.parameter import (
     make_shard,
     require_sharded,
 )
-from lowtide._state.ties import owner_of, remember_original, remember_shard
+from lowtide._state.subclass import is_extended, require_hooks
+from lowtide._state.ties import (
+    owner_of,
+    remember_original,
+    remember_replaced,
+    remember_shard,
+)
 from lowtide.policies import (
     GradientMode,
     MixedPrecisionPolicy,
@@ -62,12 +74,17 @@ class UnitState:
         self.policy = policy
         self.auto_reshard = reshard_after_forward is None
         self.name = ", ".join(type(module).__name__ for module in modules)
+        # What to do where its parameters are read and its modules not called.
+        self.ignored: set[int] = set()  # ids of parameters that stay the user's
+        self.instead = "shard the module that reads it and not this one"
         self.parameters: list[UnitParameter] = []
         self.groups = groups_of(mesh, device)
         self.post_forward_group: _C.Collectives | None = None
         self.unit: _C.Unit | None = None
         self.root: _C.Root | None = None  # of the tree this unit is in
+        self.tree: list[weakref.ref[UnitState]] = []  # its units
         self.embedding_rows: EmbeddingRows | None = None  # of a large nn.Embedding
+        self.extensions: Extensions | None = None  # of tensor subclasses
         self.fused = FusedWeights() if grads == "fused" else None
         # Settings survive the C++ unit; applied by `_apply_settings`.
         self.settings: dict[str, Any] = {
@@ -84,6 +101,9 @@ class UnitState:
         self.reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.custom_all_gather: AllGather | None = None
         self.custom_reduce_scatter: ReduceScatter | None = None
+        # Whose units to gather ahead; the units may not exist yet.
+        self.forward_prefetch: list[UnitState] = []
+        self.backward_prefetch: list[UnitState] = []
         if not isinstance(reshard_after_forward, bool | None):
             self.post_forward_group = smaller_group(mesh, reshard_after_forward, device)
         self.hooks = _C.ForwardHooks(
@@ -91,12 +111,16 @@ class UnitState:
             cast_outputs=policy.output_dtype,
             # Bound weakly: the garbage collector does not see through C++.
             lazy_init=functools.partial(_lazy_init, weakref.ref(self)),
+            modules=modules,
         )
         for module in modules:
             module.__dict__[_STATE] = self
             # So that torch.distributed.fsdp.fully_shard.state(module) finds it.
             states = module.__dict__.setdefault(STATE_KEY, {})
             states[torch_fully_shard.__wrapped__] = self
+            # So that torch's replicate() leaves its parameters alone.
+            registry = module.__dict__.setdefault(REGISTRY_KEY, {})
+            registry[torch_fully_shard.__name__] = RegistryItem()
 
     # -- wrapping ---------------------------------------------------------------
 
@@ -162,6 +186,7 @@ class UnitState:
         """Takes over parameters that were replaced (``to_empty``, ``.to(dtype)``,
         ``load_state_dict(assign=True)``, ...): their values move into the unit's
         flat buffer. Does nothing while any is on the meta device."""
+        moved = False
         for parameter in self.parameters:
             registered = parameter.registered
             owner = owner_of(registered)
@@ -169,21 +194,25 @@ class UnitState:
                 self._require_tied_in_time(parameter, owner)
             elif registered is not parameter.full:
                 require_sharded(registered, parameter)
+                if registered is not parameter.shard:
+                    moved = True
+                    remember_replaced(parameter.shard, parameter)
                 parameter.shard = registered
                 remember_shard(parameter)
         if any(local_of(p.shard).is_meta for p in self.parameters):
             return
-        if self.unit is None or not self._dtypes_fit():
+        if self.unit is None or not self._layout_fits():
             self._make_unit()
         assert self.unit is not None
-        moved = False
         for i, parameter in enumerate(self.parameters):
-            local, own = local_of(parameter.shard), self.unit.local_shard(i)
-            if local.data_ptr() != own.data_ptr() or parameter.full is None:
-                own.copy_(local)
-                parameter.shard._local_tensor = own
-                moved = True
+            if not parameter.extended:
+                local, own = local_of(parameter.shard), self.unit.local_shard(i)
+                if local.data_ptr() != own.data_ptr() or parameter.full is None:
+                    own.copy_(local)
+                    parameter.shard._local_tensor = own
+                    moved = True
             if parameter.full is None:
+                moved = True
                 parameter.make_full(self.unit.full(i))
                 if self.fused is not None:
                     self.fused.made_full(parameter)
@@ -200,19 +229,22 @@ class UnitState:
                 "Tie it when the model is built."
             )
 
-    def _dtypes_fit(self) -> bool:
+    def _layout_fits(self) -> bool:
         return all(
             parameter.spec.tensor_meta is not None
             and parameter.spec.tensor_meta.dtype == parameter.shard.dtype
+            and parameter.extended == is_extended(local_of(parameter.shard))
             for parameter in self.parameters
         )
 
     def _make_unit(self) -> None:
+        self._leave_root()
         infos = []
         for parameter in self.parameters:
             shard = parameter.shard
             parameter.spec = shard._spec
             parameter.full = None
+            parameter.extended = is_extended(local_of(shard))
             dtypes = self.dtypes(parameter)
             infos.append(
                 _C.ParameterInfo(
@@ -222,20 +254,47 @@ class UnitState:
                     compute_dtype=dtypes.compute,
                     reduce_dtype=dtypes.reduce,
                     shard_dim=parameter.shard_dim,
+                    extended=parameter.extended,
                 )
             )
+        extended = [p for p in self.parameters if p.extended]
+        self.extensions = (
+            Extensions(
+                extended,
+                [self.dtypes(parameter).compute for parameter in extended],
+                self.mesh,
+                self.policy,
+            )
+            if extended
+            else None
+        )
         self.unit = _C.Unit(
             name=self.name,
             infos=infos,
             gather_group=self.groups.gather,
             reduce_group=self.groups.reduce,
             memory=device_memory(self.device),
+            host_channel=self.groups.host,
         )
         self.embedding_rows = None
         if self.fused is not None:
             self.fused.use(self.unit)
         self.hooks.set_unit(self.unit)
         self._apply_settings()
+
+    def _leave_root(self) -> None:
+        """Another unit takes this one's place: the next forward makes another root."""
+        if self.unit is not None and self.unit.accumulating:
+            raise RuntimeError(
+                f"lowtide: unit '{self.name}': expected parameters to keep their dtype "
+                "while gradients accumulate without sync, got other dtypes. Convert "
+                "after a backward that reduces, or after zero_grad()."
+            )
+        for reference in self.tree:
+            if (state := reference()) is not None:
+                state.root = None
+                state.hooks.look_again()
+        self.tree = []
 
     def dtypes(self, parameter: UnitParameter) -> ParameterDtypes:
         shard = parameter.shard
@@ -265,6 +324,8 @@ class UnitState:
             unwrap=functools.partial(
                 local_gradient, [parameter.parallel for parameter in self.parameters]
             ),
+            refuse=functools.partial(_refuse_replaced, weakref.ref(self)),
+            extension=self.extensions.calls if self.extensions is not None else None,
         )
 
     def detach(self) -> None:
@@ -309,6 +370,14 @@ class UnitState:
         if self.unit is not None:
             self._apply_settings()
 
+    def apply_prefetch(self) -> None:
+        """The first forward does it again, when every unit exists."""
+        units = [[of.unit for of in self.forward_prefetch if of.unit is not None]]
+        units += [[of.unit for of in self.backward_prefetch if of.unit is not None]]
+        if self.unit is not None:
+            self.unit.set_forward_prefetch(units[0])
+            self.unit.set_backward_prefetch(units[1])
+
     def choose_rows(self) -> None:
         """Lets a large embedding and its gradient come in blocks of rows."""
         module = self.modules[0]
@@ -350,6 +419,13 @@ class UnitState:
     def _root_post_backward_final_callback(self) -> None:
         if self.root is not None:
             self.root.reduce_accumulated()
+
+    def require_extensions(self) -> None:
+        """Not earlier than the first forward: FSDP2 lets the hooks be set on what
+        ``fully_shard`` and ``to_empty`` leave."""
+        for parameter in self.parameters:
+            if parameter.extended:
+                require_hooks(local_of(parameter.shard), parameter.name)
 
     def materialized(self) -> _C.Unit:
         """The C++ unit; raises while a parameter is on the meta device."""
@@ -394,10 +470,40 @@ def _lazy_init(state: "weakref.ref[UnitState]") -> None:
 
     alive = state()
     assert alive is not None
+    if alive.root is not None:
+        warn_of_additions(alive)
+        return
     if "torch._dynamo" in sys.modules:  # the root's own forward may be compiled
         torch.compiler.disable(build_root)(alive)
     else:
         build_root(alive)
+
+
+def _refuse_replaced(state: "weakref.ref[UnitState]", index: int, name: str) -> None:
+    """Of a parameter that is not where `fully_shard` left it, shard or full."""
+    alive = state()
+    assert alive is not None
+    parameter = alive.parameters[index]
+    found = next(
+        there
+        for module, slot in parameter.slots
+        if slot == name
+        and (there := module._parameters.get(name)) is not parameter.shard
+        and there is not parameter.full
+    )
+    owner = owner_of(found) if found is not None else None
+    if found is None:
+        got = "none"
+    elif owner is not None:
+        got = f"that of {owner.name}, to which it has been tied"
+    else:
+        got = f"another {type(found).__name__} of shape {tuple(found.shape)}"
+    raise ValueError(
+        f"lowtide: {parameter.name}: expected the parameter that fully_shard left "
+        f"there, got {got} since. Replace, tie or remove a parameter before "
+        "fully_shard; to change its values, load a state dict or write to the DTensor "
+        "in place."
+    )
 
 
 def _wrap_gradients(

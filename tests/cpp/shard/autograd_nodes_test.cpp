@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 
@@ -29,10 +30,18 @@ class Recorder final : public BackwardReceiver {
     events.emplace_back("inputs");
     nodes.push_back(node);
   }
+  void on_gradient_returned(std::int32_t i) override {
+    events.push_back(base::concat("returned ", i));
+  }
+  void on_recorded_backward(WeakNodePtr result) override {
+    events.emplace_back("recorded");
+    results.push_back(std::move(result));
+  }
 
   std::vector<std::string> events;
   std::vector<at::Tensor> gradients;
   std::vector<const torch::autograd::Node*> nodes;
+  std::vector<WeakNodePtr> results;
 };
 
 class AutogradNodesTest : public testing::Test {
@@ -137,9 +146,52 @@ TEST_F(AutogradNodesTest, HigherOrderDerivativesAreRefused) {
       ThrowsMessage<Error>(StrEq(
           "lowtide: backward: expected create_graph=False for parameters "
           "sharded by lowtide, got create_graph=True (or a backward inside an "
-          "enable_grad context). Compute higher-order derivatives on an "
-          "unsharded model.")));
+          "enable_grad context). Take the inner gradient with "
+          "torch.autograd.grad(..., create_graph=True), and call backward() "
+          "without it.")));
   EXPECT_THAT(recorder_->events, IsEmpty());
+}
+
+TEST_F(AutogradNodesTest, AGradientThatIsReturnedRunsTheHooksAndTellsSo) {
+  int hooks = 0;
+  weight_.register_hook([&](const at::Tensor& gradient) {
+    ++hooks;
+    return gradient * 2;
+  });
+  const at::Tensor y = forward(at::ones({1, 2})).sum();
+  const auto returned = torch::autograd::grad({y}, {weight_});
+  EXPECT_THAT(recorder_->events, ElementsAre("returned 0"));
+  EXPECT_TRUE(returned[0].equal(at::full({2, 2}, 2.f)));
+  EXPECT_EQ(hooks, 1);
+}
+
+TEST_F(AutogradNodesTest, AnInnerGradientIsWatchedAsAnOutput) {
+  const at::Tensor x = at::ones({1, 2}).set_requires_grad(true);
+  const auto watched = watch_inputs({x}, recorder_);
+  const at::Tensor y = forward(watched.tensors[0]).square().sum();
+  const auto inner = torch::autograd::grad({y}, {x}, {}, /*retain_graph=*/true,
+                                           /*create_graph=*/true)[0];
+  EXPECT_THAT(recorder_->events, ElementsAre("recorded", "inputs"));
+  EXPECT_EQ(recorder_->results[0].lock(), inner.grad_fn());
+  recorder_->events.clear();
+  inner.sum().backward();
+  EXPECT_EQ(recorder_->events.front(), "output");
+  EXPECT_EQ(recorder_->gradients.size(), 2u);
+}
+
+TEST_F(AutogradNodesTest, KnowsWhatABackwardLeavesOut) {
+  const at::Tensor x = at::ones({1, 2}).set_requires_grad(true);
+  const at::Tensor y = forward(x);
+  std::vector<Obstacle> seen;
+  y.register_hook([&](const at::Tensor& gradient) {
+    seen.push_back(obstacle_of_inputs(nodes_[0].get()));
+    return gradient;
+  });
+  y.sum().backward({}, /*retain_graph=*/true);
+  torch::autograd::grad({y.sum()}, {x}, {}, /*retain_graph=*/true);
+  torch::autograd::grad({y.sum()}, {weight_});
+  EXPECT_THAT(seen, ElementsAre(Obstacle::none, Obstacle::unwanted,
+                                Obstacle::asked_for));
 }
 
 TEST_F(AutogradNodesTest, KnowsWhichBackwardRuns) {

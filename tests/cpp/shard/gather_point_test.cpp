@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <limits>
+#include <vector>
 
 namespace lowtide::shard {
 namespace {
@@ -37,31 +38,30 @@ TEST(ElementsThatCover, UnknownTokensCoverNothing) {
             std::numeric_limits<std::int64_t>::max());
 }
 
-TEST(GatherPoint, IsBehindTheLastGradientThatLeavesEnoughToCover) {
-  GatherPoint point;
-  point.begin(kBlock, elements_that_cover(416 * kMiB, 8, 8192));
-  EXPECT_FALSE(point.reached(kFfn));
-  point.came(kFfn);
-  EXPECT_FALSE(point.reached(kFfn));
-  point.came(kFfn);
-  EXPECT_FALSE(point.reached(kFfn));
-  point.came(kFfn);
-  // 41.9 M are left, 34.9 M needed, 16.8 M come next.
-  EXPECT_TRUE(point.reached(kSquare));
+const std::vector<std::int64_t> kGradients = {kFfn,  kFfn,  kFfn,   kSquare,
+                                              kKeys, kKeys, kSquare};
+
+TEST(GradientsBeforeGather, AreThoseThatLeaveEnoughToCover) {
+  // Behind the three of the MLP 41.9 M are left, 34.9 M needed, 16.8 M come
+  // next.
+  EXPECT_EQ(gradients_before_gather(kGradients,
+                                    elements_that_cover(416 * kMiB, 8, 8192)),
+            3u);
 }
 
-TEST(GatherPoint, IsTheBeginningWhereTheBackwardIsTooShort) {
-  GatherPoint point;
-  point.begin(kBlock, elements_that_cover(416 * kMiB, 8, 1024));
-  EXPECT_TRUE(point.reached(kFfn));
-  point.begin(kBlock, elements_that_cover(416 * kMiB, 64, 8192));
-  EXPECT_TRUE(point.reached(kFfn));
+TEST(GradientsBeforeGather, AreNoneWhereTheBackwardIsTooShort) {
+  EXPECT_EQ(gradients_before_gather(kGradients,
+                                    elements_that_cover(416 * kMiB, 8, 1024)),
+            0u);
+  EXPECT_EQ(gradients_before_gather(kGradients,
+                                    elements_that_cover(416 * kMiB, 64, 8192)),
+            0u);
+  EXPECT_EQ(gradients_before_gather({kFfn}, 1), 0u);
 }
 
-TEST(GatherPoint, IsBeforeTheOnlyGradient) {
-  GatherPoint point;
-  point.begin(kFfn, 1);
-  EXPECT_TRUE(point.reached(kFfn));
+TEST(GradientsBeforeGather, AreAllWhereNothingHasToBeCovered) {
+  EXPECT_EQ(gradients_before_gather({kFfn, kSquare}, 0), 2u);
+  EXPECT_EQ(gradients_before_gather({}, 0), 0u);
 }
 
 }  // namespace

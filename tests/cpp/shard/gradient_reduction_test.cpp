@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <utility>
+
 #include "comm/recording_collectives.h"
 
 namespace lowtide::shard {
@@ -17,7 +19,8 @@ class GradientReductionTest : public testing::Test {
  protected:
   at::Tensor finish(const GradientReduction& reduction, double value) {
     at::Tensor row = at::full({2}, value);
-    reduction.finish(row, shards_, "layers.0");
+    if (const auto sum = reduction.over_replicas(row, "layers.0")) sum->wait();
+    reduction.finish(row, shards_);
     return row;
   }
 
@@ -30,8 +33,8 @@ class GradientReductionTest : public testing::Test {
 
 TEST_F(GradientReductionTest, IsTheAverageByDefault) {
   const GradientReduction reduction;
-  EXPECT_TRUE(reduction.plain());
-  EXPECT_EQ(reduction.over_shards(shards_), Reduction::average);
+  EXPECT_FALSE(reduction.of_whole_units());
+  EXPECT_EQ(reduction.over_shards(shards_, at::kFloat), Reduction::average);
   EXPECT_TRUE(finish(reduction, 6).equal(at::full({2}, 6.0)));
   EXPECT_TRUE(shards_.calls().empty());
 }
@@ -39,11 +42,11 @@ TEST_F(GradientReductionTest, IsTheAverageByDefault) {
 TEST_F(GradientReductionTest, DividesASumByTheFactorOrTheRanks) {
   GradientReduction reduction;
   reduction.divide_factor = 3.0;
-  EXPECT_EQ(reduction.over_shards(shards_), Reduction::sum);
+  EXPECT_EQ(reduction.over_shards(shards_, at::kFloat), Reduction::sum);
   EXPECT_TRUE(finish(reduction, 6).equal(at::full({2}, 2.0)));
   reduction = GradientReduction();
   reduction.sum_only = true;
-  EXPECT_EQ(reduction.over_shards(shards_), Reduction::sum);
+  EXPECT_EQ(reduction.over_shards(shards_, at::kFloat), Reduction::sum);
   EXPECT_TRUE(finish(reduction, 6).equal(at::full({2}, 1.5)));
 }
 
@@ -51,7 +54,7 @@ TEST_F(GradientReductionTest, AFactorOfTheShardsIsTheirAverage) {
   GradientReduction reduction;
   reduction.replicas = replicas_;
   reduction.divide_factor = 4.0;
-  EXPECT_EQ(reduction.over_shards(shards_), Reduction::average);
+  EXPECT_EQ(reduction.over_shards(shards_, at::kFloat), Reduction::average);
   EXPECT_TRUE(finish(reduction, 6).equal(at::full({2}, 18.0)));
 }
 
@@ -70,6 +73,36 @@ TEST_F(GradientReductionTest, AveragesReplicasOrSumsThemBeforeTheDivision) {
   EXPECT_EQ(replicas_->calls()[1].reduction, Reduction::sum);
 }
 
+TEST_F(GradientReductionTest, DividesHalfBeforeAndBehindTheSum) {
+  GradientReduction reduction;
+  EXPECT_EQ(reduction.over_shards(shards_, at::kHalf), Reduction::sum);
+  const auto halves = [&](double factor) {
+    reduction.divide_factor = factor;
+    at::Tensor input = at::full({1}, 6144.0, at::kHalf);
+    at::Tensor row = input.clone();
+    reduction.prepare(input, shards_);
+    if (const auto sum = reduction.over_replicas(row, "layers.0")) sum->wait();
+    reduction.finish(row, shards_);
+    return std::make_pair(6144.0 / input.item<double>(),
+                          6144.0 / row.item<double>());
+  };
+  using Pair = std::pair<double, double>;
+  EXPECT_EQ(halves(1), Pair(1, 1));
+  EXPECT_EQ(halves(2), Pair(2, 1));
+  EXPECT_EQ(halves(3), Pair(2, 1.5));
+  EXPECT_EQ(halves(4), Pair(2, 2));
+  EXPECT_EQ(halves(6), Pair(4, 1.5));
+  EXPECT_EQ(halves(64), Pair(8, 8));
+  reduction.divide_factor.reset();
+  reduction.replicas = replicas_;
+  at::Tensor row = at::full({1}, 6.0, at::kHalf);
+  reduction.prepare(row, shards_);
+  EXPECT_EQ(row.item<double>(), 1.5);  // of 12 ranks, 4 before the sums
+  if (const auto sum = reduction.over_replicas(row, "layers.0")) sum->wait();
+  reduction.finish(row, shards_);
+  EXPECT_EQ(replicas_->calls()[0].reduction, Reduction::sum);
+}
+
 TEST_F(GradientReductionTest, TheHookRunsBeforeTheDivision) {
   GradientReduction reduction;
   reduction.divide_factor = 2.0;
@@ -82,6 +115,7 @@ TEST_F(GradientReductionTest, KeepsPartialResultsOnlyBesideReplicas) {
   reduction.all_reduce = false;
   EXPECT_FALSE(reduction.keeps_partial());
   reduction.replicas = replicas_;
+  EXPECT_TRUE(reduction.of_whole_units());
   EXPECT_TRUE(reduction.keeps_partial());
 }
 

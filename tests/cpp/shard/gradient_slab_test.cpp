@@ -155,5 +155,21 @@ TEST_F(GradientSlabTest, CanSumInTheComputeDtype) {
   EXPECT_EQ(slab.inputs(members_)[0][0].item<float>(), 0);
 }
 
+TEST_F(GradientSlabTest, ADroppedParameterBeginsAgain) {
+  auto slab = this->slab();
+  slab.add(0, at::full({3, 5}, 2.f));
+  slab.add(3, at::full({1}, 3.f));
+  slab.drop(0);
+  EXPECT_FALSE(slab.touched(0));
+  EXPECT_TRUE(slab.touched(3));
+  EXPECT_TRUE(slab.allocated());
+  slab.add(0, at::full({3, 5}, 7.f));
+  slab.complete(members_);
+  EXPECT_TRUE(slab.whole(0, 5).narrow(0, 0, 2).equal(at::full({2, 5}, 7.f)));
+  slab.drop(0);
+  slab.drop(3);
+  EXPECT_EQ(live(), 0);
+}
+
 }  // namespace
 }  // namespace lowtide::shard

@@ -30,7 +30,7 @@ std::vector<Guess> forward(Schedule& schedule, const Units& units,
 std::vector<Guess> backward(Schedule& schedule, const Units& units) {
   std::vector<Guess> guesses;
   for (const std::int32_t unit : units) {
-    guesses.push_back(schedule.enter_backward(unit));
+    guesses.push_back(schedule.enter_backward(unit).next);
   }
   return guesses;
 }
@@ -119,6 +119,38 @@ TEST(ScheduleTest, BackwardsOfSeveralForwardsComeInReverse) {
   EXPECT_THAT(backward(schedule, {2, 1, 0}), ElementsAre(1, 0, none));
 }
 
+TEST(ScheduleTest, AUnitIsOverWhenAnEarlierCallBegins) {
+  Schedule schedule(4);
+  forward(schedule, {0, 1, 2, 1});
+  const auto again = schedule.enter_backward(1);
+  EXPECT_EQ(again.place, 3u);
+  EXPECT_FALSE(again.last);
+  const auto two = schedule.enter_backward(2);
+  EXPECT_TRUE(two.last);
+  EXPECT_FALSE(schedule.is_over(1, *two.place));  // its first call is to come
+  const auto one = schedule.enter_backward(1);
+  EXPECT_TRUE(one.last);
+  EXPECT_TRUE(schedule.is_over(2, *one.place));
+  EXPECT_FALSE(schedule.is_over(1, *one.place));
+  EXPECT_FALSE(schedule.is_over(3, *one.place));  // not called
+  EXPECT_TRUE(schedule.is_over(1, *schedule.enter_backward(0).place));
+  schedule.end_backward();
+  EXPECT_FALSE(schedule.is_over(2, 0));
+}
+
+TEST(ScheduleTest, AUnitAroundAnotherIsNotOverWhenThatBegins) {
+  Schedule schedule(2);
+  schedule.begin_forward();
+  for (const auto unit : {0, 1}) schedule.enter_forward(unit);
+  for (const auto unit : {1, 0}) schedule.leave_forward(unit, true);
+  schedule.end_forward();
+  const auto outer = schedule.enter_backward(0);
+  EXPECT_FALSE(outer.alone);
+  const auto inner = schedule.enter_backward(1);
+  EXPECT_TRUE(inner.alone);
+  EXPECT_FALSE(schedule.is_over(0, *inner.place));
+}
+
 TEST(ScheduleTest, AbortForgetsTheUnfinishedStepOnly) {
   Schedule schedule(3);
   forward(schedule, {0, 2, 1});
@@ -127,7 +159,7 @@ TEST(ScheduleTest, AbortForgetsTheUnfinishedStepOnly) {
   schedule.leave_forward(0, true);
   schedule.abort();
   EXPECT_THAT(schedule.completion_order(), IsEmpty());
-  EXPECT_EQ(schedule.enter_backward(0), none);
+  EXPECT_EQ(schedule.enter_backward(0).next, none);
   EXPECT_THAT(forward(schedule, {0, 2, 1}), ElementsAre(2, 1, none));
   EXPECT_THAT(backward(schedule, {1, 2, 0}), ElementsAre(2, 0, none));
 }
@@ -136,7 +168,7 @@ TEST(ScheduleTest, ForwardsWithoutBackwardDoNotGrowTheRecordForEver) {
   Schedule schedule(2);
   for (int step = 0; step < 20'000; ++step) forward(schedule, {0, 1});
   int recorded = 0;
-  while (schedule.enter_backward(1)) ++recorded;
+  while (schedule.enter_backward(1).place) ++recorded;
   EXPECT_LE(recorded, 1 << 14);
   EXPECT_GE(recorded, 1);
 }

@@ -103,18 +103,19 @@ def kept_gathered(how: str) -> Record:
     for module in model.blocks:
         set_trainable(list(module.parameters()), False)
     loss_of(model, 0).backward()
+    model.reshard()  # FSDP2's zero_grad sees what is shown only
     model.zero_grad()
     for step in range(3):
         for micro in range(2):
             model.set_requires_gradient_sync(micro == 1)
             set_trainable(single(model), step + micro != 1)
             loss_of(model, 10 * step + micro).backward()
-        for module in model.blocks:
+        for module in (*model.blocks, model):
             module.reshard()
         record.add_model(model)
+        model.zero_grad()
         for module in model.blocks:
             module.unshard()
-        model.zero_grad()
     return record.values
 
 

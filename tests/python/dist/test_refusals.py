@@ -125,8 +125,9 @@ def reshard_after_forward_text() -> None:
     fully_shard(linear(), reshard_after_forward="yes")  # type: ignore[call-overload]
 
 
-def fp16_reduce() -> None:
-    fully_shard(linear(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
+def fp8_reduce() -> None:
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float8_e4m3fn)
+    fully_shard(linear(), mp_policy=policy)
 
 
 def scalar() -> None:
@@ -227,7 +228,7 @@ REFUSALS: dict[Callable[[], None], tuple[str, str]] = {
     ),
     flag_as_offload_policy: (
         "ValueError",
-        "fully_shard: expected offload_policy=OffloadPolicy(), got bool. ",
+        "fully_shard: expected offload_policy=None, got bool. ",
     ),
     sharded_by_torch: (
         "ValueError",
@@ -282,7 +283,7 @@ REFUSALS: dict[Callable[[], None], tuple[str, str]] = {
     ),
     offload: (
         "NotImplementedError",
-        "fully_shard: expected offload_policy=OffloadPolicy(), got CPUOffloadPolicy",
+        "fully_shard: expected offload_policy=None, got CPUOffloadPolicy",
     ),
     smaller_mesh_after_forward: (
         "ValueError",
@@ -293,10 +294,10 @@ REFUSALS: dict[Callable[[], None], tuple[str, str]] = {
         "ValueError",
         "fully_shard: expected reshard_after_forward to be a bool or None, got 'yes'. ",
     ),
-    fp16_reduce: (
+    fp8_reduce: (
         "NotImplementedError",
-        "Linear.weight: expected reduce_dtype torch.float32, torch.bfloat16 or "
-        "torch.float64, got torch.float16. ",
+        "Linear.weight: expected reduce_dtype torch.float32, torch.bfloat16, "
+        "torch.float16 or torch.float64, got torch.float8_e4m3fn. ",
     ),
     scalar: (
         "ValueError",

@@ -11,9 +11,11 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 
@@ -111,3 +113,67 @@ def test_checkpoint_crosses(pool_of, tmp_path, systems):
     ):
         assert list(before) == list(after)
         assert all(same_bits(before[name], after[name]) for name in before)
+
+
+def sequence_parallel_model(system_name: str | None) -> Any:
+    """The norm's weights are whole on every rank, which sees a part of the sequence:
+    its gradient for them is one term of a sum over the tensor-parallel ranks."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(5)
+    model = MLP()
+    plan = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    parallelize_module(model, mesh["tp"], plan)
+    if system_name is not None:
+        get_system(system_name).fully_shard(model, mesh=mesh["dp"])
+    return model
+
+
+def sequence_backward(model: Any, microbatch: int) -> None:
+    generator = torch.Generator().manual_seed(microbatch)
+    x = torch.randn(2, 6, 8, generator=generator).chunk(2, 1)[dist.get_rank()]
+    (model(x) * (microbatch + 1)).square().mean().backward()
+
+
+def full_gradients(model: Any) -> dict[str, torch.Tensor]:
+    return {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+
+
+def accumulate_without_sync(system_name: str) -> dict[str, torch.Tensor]:
+    model = sequence_parallel_model(system_name)
+    for microbatch in range(3):
+        model.set_requires_gradient_sync(microbatch == 2)
+        sequence_backward(model, microbatch)
+    return full_gradients(model)
+
+
+def accumulate_unsharded(ranks_first: bool) -> dict[str, torch.Tensor]:
+    model = sequence_parallel_model(None)
+    total: dict[str, torch.Tensor] = {}
+    for microbatch in range(3):
+        sequence_backward(model, microbatch)
+        if ranks_first:
+            for name, gradient in full_gradients(model).items():
+                total[name] = total[name] + gradient if name in total else gradient
+            model.zero_grad()
+    return total or full_gradients(model)
+
+
+def test_partial_gradients_are_summed_over_ranks_in_every_microbatch(pool_of):
+    """FSDP2 sums what microbatches left on a rank, then over the ranks."""
+    pool = pool_of(2)
+    by_rule = {
+        "fsdp2": pool.run(accumulate_unsharded, False),
+        "lowtide": pool.run(accumulate_unsharded, True),
+    }
+    assert not all(
+        same_bits(one, by_rule["lowtide"][0][name])
+        for name, one in by_rule["fsdp2"][0].items()
+    )
+    for system_name, expected in by_rule.items():
+        actual = pool.run(accumulate_without_sync, system_name)
+        for mine, other in zip(actual, expected, strict=True):
+            assert all(same_bits(mine[name], other[name]) for name in other)

@@ -47,6 +47,8 @@ def test_sdist_and_wheel_install_into_an_empty_environment(tmp_path, bare_venv):
     for name in (
         *("liblowtide_core.so", "_C.pyi", "py.typed", "cli/env.py"),
         *("liblowtide_phantom.so", "_phantom.pyi", "phantom/allocator.py"),
+        *("liblowtide_cuda_dry.so", "liblowtide_dry_observer.so"),
+        "phantom/dry/program.py",
     ):
         assert f"lowtide/{name}" in names
     assert {name.split("/")[0].split("-")[0] for name in names} == {"lowtide"}

@@ -1,0 +1,28 @@
+// All-gather extensions written in Python.  Takes the GIL where it needs it.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <vector>
+
+#include "shard/all_gather_extension.h"
+
+namespace lowtide::python {
+
+class PyAllGatherExtension final : public shard::AllGatherExtension {
+ public:
+  // `inputs() -> list[Tensor]`,
+  // `arrived(gathered, from_parts) -> (list[Parameter], list[Tensor])`.
+  PyAllGatherExtension(pybind11::object inputs, pybind11::object arrived);
+  ~PyAllGatherExtension() override;
+
+  std::vector<at::Tensor> inputs() override;
+  Made arrived(const std::vector<at::Tensor>& gathered,
+               bool from_parts) override;
+
+ private:
+  pybind11::object inputs_;
+  pybind11::object arrived_;
+};
+
+}  // namespace lowtide::python

@@ -1,0 +1,172 @@
+#include "shard/step_log.h"
+
+#include <algorithm>
+#include <sstream>
+#include <utility>
+
+#include "base/check.h"
+
+namespace lowtide::shard {
+namespace {
+
+constexpr std::size_t kHashNumbers = 2;
+
+std::vector<std::string> lines_of(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream in(text);
+  for (std::string line; std::getline(in, line);) lines.push_back(line);
+  return lines;
+}
+
+const std::string& line_or_none(const std::vector<std::string>& lines,
+                                std::size_t i) {
+  static const std::string none = "nothing more";
+  return i < lines.size() ? lines[i] : none;
+}
+
+}  // namespace
+
+std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
+  std::uint64_t z = hash + 0x9e3779b97f4a7c15ULL + value;
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ULL;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebULL;
+  return z ^ (z >> 31);
+}
+
+StepLog::StepLog(std::string root, NameOf name_of)
+    : root_(std::move(root)), name_of_(std::move(name_of)) {}
+
+void StepLog::compare_over(std::shared_ptr<comm::HostChannel> channel,
+                           std::vector<std::int32_t> units) {
+  channels_.push_back({std::move(channel), std::move(units)});
+}
+
+void StepLog::note(StepNote note) {
+  if (!compares()) return;
+  hash_ = mix(hash_, static_cast<std::uint64_t>(note.what));
+  hash_ = mix(hash_, static_cast<std::uint64_t>(note.unit));
+  hash_ = mix(hash_, static_cast<std::uint64_t>(note.value));
+  notes_.push_back(note);
+}
+
+void StepLog::post(
+    const std::function<Numbers(std::int32_t unit)>& numbers_of) {
+  if (notes_.size() == num_posted_) return;
+  num_posted_ = notes_.size();
+  for (std::size_t c = 0; c < channels_.size(); ++c) {
+    // Equal on all ranks if the greatest is the least.
+    const auto hash = static_cast<std::int64_t>(hash_ >> 1);
+    std::vector<std::int64_t> numbers{hash, -hash};
+    for (const auto unit : channels_[c].units) {
+      const auto of_unit = numbers_of(unit);
+      numbers.insert(numbers.end(), of_unit.begin(), of_unit.end());
+    }
+    posted_.push_back(
+        {c, num_posted_, channels_[c].ranks->maximum(std::move(numbers))});
+  }
+}
+
+void StepLog::require(
+    const std::function<void(std::int32_t unit, Numbers greatest)>& agreed) {
+  std::size_t required = 0;
+  while (!posted_.empty()) {
+    const auto posted = std::move(posted_.front());
+    posted_.pop_front();
+    const auto& channel = channels_[posted.channel];
+    const auto greatest = posted.maximum->wait();
+    if (greatest[0] != -greatest[1]) {
+      throw_difference(channel, posted.num_notes);
+    }
+    for (std::size_t u = 0; u < channel.units.size(); ++u) {
+      Numbers numbers;
+      std::copy_n(greatest.begin() + static_cast<std::ptrdiff_t>(
+                                         kHashNumbers + u * numbers.size()),
+                  numbers.size(), numbers.begin());
+      agreed(channel.units[u], numbers);
+    }
+    required = posted.num_notes;
+  }
+  notes_.erase(notes_.begin(),
+               notes_.begin() + static_cast<std::ptrdiff_t>(required));
+  num_posted_ -= required;
+}
+
+void StepLog::forget() {
+  posted_.clear();
+  notes_.clear();
+  num_posted_ = 0;
+  hash_ = 0;
+}
+
+std::string StepLog::text_of(const StepNote& note) const {
+  using What = StepNote::What;
+  const auto name =
+      base::concat("'", note.unit < 0 ? root_ : name_of_(note.unit), "'");
+  switch (note.what) {
+    case What::forward:
+      return base::concat("the end of a forward of ", name);
+    case What::gather:
+      return base::concat("the all-gather of unit ", name);
+    case What::rows:
+      return base::concat("the all-gather of rows of unit ", name);
+    case What::reduce:
+      return base::concat("the reduce-scatter of unit ", name, ", part ",
+                          note.value);
+    case What::sum:
+      return base::concat("the all-reduce of unit ", name);
+    case What::backward:
+      return base::concat("the backward of unit ", name);
+    case What::trainable:
+      return base::concat("other trainable parameters in unit ", name, " (",
+                          std::hex, note.value, ")");
+    case What::settings:
+      return base::concat("other settings of unit ", name, " (", std::hex,
+                          note.value, ")");
+  }
+  return name;
+}
+
+void StepLog::throw_difference(const Channel& channel, std::size_t num_notes) {
+  std::string mine;
+  for (std::size_t i = 0; i < num_notes; ++i) {
+    mine += text_of(notes_[i]) + "\n";
+  }
+  std::vector<std::vector<std::string>> by_rank;
+  for (const auto& text : channel.ranks->texts(mine)) {
+    by_rank.push_back(lines_of(text));
+  }
+  forget();
+  // Where ranks part first, and who parts there from rank 0.
+  std::size_t place = static_cast<std::size_t>(-1);
+  std::size_t other = 0;
+  for (std::size_t r = 1; r < by_rank.size(); ++r) {
+    const auto [here, there] =
+        std::mismatch(by_rank[0].begin(), by_rank[0].end(), by_rank[r].begin(),
+                      by_rank[r].end());
+    const auto at = static_cast<std::size_t>(here - by_rank[0].begin());
+    const bool same = here == by_rank[0].end() && there == by_rank[r].end();
+    if (!same && at < place) {
+      place = at;
+      other = r;
+    }
+  }
+  if (other == 0) {
+    place = 0;  // they differ in something before these notes
+  }
+  throw Error(base::error_text(
+      base::concat("step of '", root_, "'"),
+      "every rank to run the same units in the same order, with the same "
+      "trainable parameters and settings",
+      base::on_rank(
+          other == 0
+              ? std::string("ranks that differ in an earlier step")
+              : base::concat(line_or_none(by_rank[0], place), " on rank 0 and ",
+                             line_or_none(by_rank[other], place), " on rank ",
+                             other, ", call ", place + 1,
+                             " since ranks were last compared"),
+          channel.ranks->rank(), channel.ranks->size()),
+      "Nothing of this step has reached `.grad`. Where ranks choose between "
+      "modules by their data, shard the module around these as one unit."));
+}
+
+}  // namespace lowtide::shard

@@ -1,0 +1,253 @@
+"""Parameters of tensor subclasses that say what is gathered for them, and what that
+becomes: FSDP2's all-gather extensions, ``fsdp_pre_all_gather`` and
+``fsdp_post_all_gather``. The engine's side is csrc/shard/all_gather_extension.h.
+"""
+
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._prims_common import make_contiguous_strides_for
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lowtide._state.agreement import require_same_lines
+from lowtide._state.parameter import UnitParameter, over_parallel
+from lowtide._state.subclass import POST, PRE, plain_gradient, require_hooks
+from lowtide.policies import MixedPrecisionPolicy
+
+
+def _undisturbed(method: Callable[..., Any]) -> Callable[..., Any]:
+    """What is made in an evaluation may be used in training."""
+
+    def run(*args: Any) -> Any:
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args)
+
+    return run
+
+
+class _Extended:
+    """One parameter's way through a gather."""
+
+    def __init__(self, parameter: UnitParameter) -> None:
+        # Weakly, like all that the C++ unit holds: a parameter leads to its modules.
+        self._reference = weakref.ref(parameter)
+        self.made = False
+        self._num_arguments: int | None = None  # of the hook
+        self.metadata: Any = None
+        self.sizes: list[torch.Size] = []
+        self.dtypes: list[torch.dtype] = []
+
+    @property
+    def parameter(self) -> UnitParameter:
+        parameter = self._reference()
+        assert parameter is not None
+        return parameter
+
+    @property
+    def local(self) -> Tensor:
+        shard = self.parameter.shard
+        assert isinstance(shard, DTensor)
+        return shard._local_tensor
+
+    def inputs(self, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> list[Tensor]:
+        parameter, local = self.parameter, self.local
+        require_hooks(local, parameter.name)
+        hook: Any = getattr(local, PRE)
+        if self._num_arguments is None:
+            self._num_arguments = _num_arguments(hook, local, parameter.name)
+        arguments = (
+            mesh,
+            parameter.sizes,
+            make_contiguous_strides_for(parameter.sizes),
+            parameter.slots[0][0],
+            policy,
+        )
+        sent, self.metadata = hook(*arguments[: self._num_arguments])
+        if isinstance(sent, Tensor):
+            sent = (sent,)
+        sent = [_plain(tensor) for tensor in sent]
+        dtypes = [tensor.dtype for tensor in sent]
+        numels = [tensor.numel() for tensor in sent]
+        if self.sizes and (dtypes, numels) != (
+            self.dtypes,
+            [size.numel() for size in self.sizes],
+        ):
+            raise ValueError(
+                f"lowtide: {parameter.name}: expected {type(local).__name__}.{PRE} to "
+                f"send the same every time, {_list(self.sizes, self.dtypes)}, got "
+                f"{_list([t.shape for t in sent], dtypes)}. Shard it again if its "
+                "layout has to change."
+            )
+        self.sizes = [tensor.shape for tensor in sent]
+        self.dtypes = dtypes
+        return sent
+
+    def describe(self) -> str:
+        pairs = zip(self.sizes, self.dtypes, strict=True)
+        text = ", ".join(f"{size.numel()} elements {dtype}" for size, dtype in pairs)
+        return f"parameter '{self.parameter.name}' sending {text or 'nothing'}"
+
+    def arrived(
+        self,
+        gathered: list[Tensor],
+        dtype: torch.dtype,
+        world_size: int,
+        in_order: bool,
+    ) -> tuple[nn.Parameter, list[Tensor]] | None:
+        """The full parameter and what else it is made of, the first time."""
+        parameter = self.parameter
+        if parameter.shard_dim != 0 and not in_order:
+            for tensor in gathered:
+                self._put_in_order(tensor, world_size)
+        outputs = tuple(
+            tensor.view(-1, *size[1:])
+            for tensor, size in zip(gathered, self.sizes, strict=True)
+        )
+        hook: Any = getattr(self.local, POST)
+        if self.made:
+            hook(outputs, self.metadata, dtype, out=parameter.full)
+            return None
+        full, inner = hook(outputs, self.metadata, dtype)
+        full = torch.as_strided(
+            full,
+            parameter.sizes,
+            make_contiguous_strides_for(parameter.sizes),
+            storage_offset=0,
+        )
+        if full.dtype != dtype and parameter.shard.requires_grad:
+            raise NotImplementedError(
+                f"lowtide: {parameter.name}: expected {type(self.local).__name__}."
+                f"{POST} to return a tensor of the param_dtype it is given, {dtype}, "
+                f"got {full.dtype}. Convert it, or pass MixedPrecisionPolicy("
+                f"param_dtype={full.dtype}) for its unit."
+            )
+        if parameter.parallel is not None:
+            full = over_parallel(full, parameter.parallel)
+        full = nn.Parameter(full, requires_grad=parameter.shard.requires_grad)
+        return full, list(inner)
+
+    def _put_in_order(self, gathered: Tensor, world_size: int) -> None:
+        """From the ranks' pieces one after the other to their places along another
+        dimension than the first."""
+        dim, size = self.parameter.shard_dim, self.local.shape
+        if gathered.numel() != size.numel() * world_size:
+            raise NotImplementedError(
+                f"lowtide: {self.parameter.name}: expected {PRE} to send tensors of "
+                f"the shard's size {tuple(size)} where dimension {dim} is split, got "
+                f"{gathered.numel() // world_size} elements. Return Shard(0) for it "
+                "from shard_placement_fn."
+            )
+        pieces = list(gathered.view(world_size, *size).clone())
+        whole = [*size[:dim], size[dim] * world_size, *size[dim + 1 :]]
+        with torch.autograd._unsafe_preserve_version_counter(gathered):
+            torch.cat(pieces, dim=dim, out=gathered.view(whole))
+
+
+class Extensions:
+    """Of one unit: in the order of its parameters, those that are extended."""
+
+    def __init__(
+        self,
+        parameters: list[UnitParameter],
+        dtypes: list[torch.dtype],
+        mesh: DeviceMesh,
+        policy: MixedPrecisionPolicy,
+    ) -> None:
+        self._extended = [_Extended(parameter) for parameter in parameters]
+        self._dtypes = dtypes
+        self._mesh = _last_dimension(mesh)
+        self._policy = policy
+        self._agreed = False
+
+    @property
+    def calls(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """For the C++ unit, which a compiled forward calls: Dynamo would go on with
+        the frames below it and trace the hooks."""
+        return torch.compiler.disable(self.inputs), torch.compiler.disable(self.arrived)
+
+    @_undisturbed
+    def inputs(self) -> list[Tensor]:
+        try:
+            sent = [
+                tensor
+                for extended in self._extended
+                for tensor in extended.inputs(self._mesh, self._policy)
+            ]
+        except Exception as error:
+            self._agree([f"{type(error).__name__}: {error}"])
+            raise
+        self._agree([extended.describe() for extended in self._extended])
+        self._agreed = True
+        return sent
+
+    def _agree(self, lines: list[str]) -> None:
+        """In the first gather: what does not fit together would be exchanged between
+        other places, or wait for ever."""
+        if self._agreed:
+            return
+        require_same_lines(
+            self._mesh.get_group(),
+            torch.device(self._mesh.device_type),
+            lines,
+            who=PRE,
+            expected="as many elements",
+            advice="Pad what it returns to ceil(outer_size[0] / ranks) rows.",
+        )
+
+    @_undisturbed
+    def arrived(
+        self, gathered: list[Tensor], from_parts: bool
+    ) -> tuple[list[nn.Parameter], list[Tensor]]:
+        made: list[tuple[_Extended, nn.Parameter]] = []
+        inner: list[Tensor] = []
+        place = 0
+        for extended, dtype in zip(self._extended, self._dtypes, strict=True):
+            end = place + len(extended.sizes)
+            new = extended.arrived(
+                gathered[place:end], dtype, self._mesh.size(), from_parts
+            )
+            place = end
+            if new is not None:
+                made.append((extended, new[0]))
+                inner += new[1]
+        for extended, full in made:
+            extended.parameter.full = full
+            extended.made = True
+        return [full for _, full in made], inner
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    if type(tensor) is Tensor:
+        return tensor.contiguous()
+    return plain_gradient(tensor.detach())
+
+
+def _num_arguments(hook: Any, local: Tensor, who: str) -> int:
+    """All five that FSDP2 gives, or the mesh, as it first did."""
+    signature = inspect.signature(hook)
+    if len(signature.parameters) not in (1, 5):
+        raise ValueError(
+            f"lowtide: {who}: expected {type(local).__name__}.{PRE} to take (mesh, "
+            "outer_size, outer_stride, module, mp_policy), or the mesh alone, got "
+            f"{signature}. Change its signature."
+        )
+    return len(signature.parameters)
+
+
+def _list(sizes: list[torch.Size], dtypes: list[torch.dtype]) -> str:
+    pairs = zip(sizes, dtypes, strict=True)
+    return ", ".join(f"{tuple(size)} {dtype}" for size, dtype in pairs) or "nothing"
+
+
+def _last_dimension(mesh: DeviceMesh) -> DeviceMesh:
+    """Over which the unit is sharded."""
+    if mesh.ndim == 1:
+        return mesh
+    if mesh.mesh_dim_names is not None:
+        return mesh[mesh.mesh_dim_names[-1]]
+    return DeviceMesh.from_group(mesh.get_group(-1), mesh.device_type)

@@ -1,0 +1,98 @@
+"""What an optimizer's step means for sharded models: what is still gathered is old, and
+an optimizer of parameters that are no longer there changes nothing."""
+
+import functools
+import warnings
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lowtide._state.local_parameter import sharded_of
+from lowtide._state.ties import became, replacements
+from lowtide._state.unit import UnitState
+
+_units: "weakref.WeakSet[UnitState]" = weakref.WeakSet()  # of every root
+_known: "weakref.WeakKeyDictionary[Optimizer, _Known]" = weakref.WeakKeyDictionary()
+_num_roots = 0
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Of an optimizer, as long as `stamp` is the same."""
+
+    stamp: tuple[int, int, int]
+    units: list["weakref.ref[UnitState]"]  # one for every root it steps
+    warned: bool
+
+
+def watch_optimizers(units: list[UnitState]) -> None:
+    """``units`` have got a root: from now on optimizers' steps count."""
+    global _num_roots
+    _num_roots += 1
+    _units.update(units)
+    _register_once()
+
+
+@functools.cache
+def _register_once() -> None:
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return  # compiled code counts the writes
+    known = _known.get(optimizer)
+    stamp = (_num_roots, replacements(), len(optimizer.param_groups))
+    if known is None or known.stamp != stamp:
+        known = _look_at(optimizer, stamp, warned=known is not None and known.warned)
+        _known[optimizer] = known
+    for reference in known.units:
+        unit = reference()
+        if unit is not None and unit.root is not None:
+            unit.root.optimizer_stepped()
+
+
+def _look_at(
+    optimizer: Optimizer, stamp: tuple[int, int, int], *, warned: bool
+) -> _Known:
+    parameters = list(_parameters_of(optimizer))
+    stepped = {id(parameter) for parameter in parameters}
+    by_root: dict[Any, weakref.ref[UnitState]] = {}
+    gathered: dict[int, str] = {}
+    for unit in _units:
+        gathered |= {
+            id(parameter.full): parameter.name for parameter in unit.parameters
+        }
+        if any(id(parameter.shard) in stepped for parameter in unit.parameters):
+            by_root.setdefault(unit.root, weakref.ref(unit))
+    names = [
+        name
+        for p in parameters
+        if (name := gathered.get(id(p)) or became(p)) is not None
+    ]
+    if names and not warned:
+        _warn(optimizer, names, len(parameters))
+    return _Known(stamp, list(by_root.values()), warned or bool(names))
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield sharded_of(parameter)
+
+
+def _warn(optimizer: Optimizer, names: list[str], count: int) -> None:
+    warnings.warn(
+        f"lowtide: {type(optimizer).__name__}: expected the model's sharded "
+        f"parameters, got {len(names)} of {count} that are not: gathered ones, or what "
+        "fully_shard or load_state_dict(assign=True) has replaced, the first is "
+        f"'{names[0]}'. Steps do not change the model: make the optimizer again, of "
+        "model.parameters() before a forward.",
+        stacklevel=5,
+    )

@@ -1,0 +1,63 @@
+"""What makes a parameter of a tensor subclass other than a plain one."""
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+# FSDP2's names for the hooks of an all-gather extension.
+PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+# Subclasses that stand for the plain tensor they will be.
+_TRANSPARENT = (FakeTensor, AsyncCollectiveTensor)
+
+
+def is_extended(tensor: Tensor) -> bool:
+    """Whether copying the bytes of ``tensor``, of one rank or not yet sharded, would
+    lose what it is: a subclass, or one with hooks of its own. A subclass whose results
+    are plain, as that of a ``Parameter``, ends with the first operator."""
+    if hasattr(tensor, PRE) or hasattr(tensor, POST):
+        return True
+    detached = tensor.detach()
+    return type(detached) is not Tensor and not isinstance(detached, _TRANSPARENT)
+
+
+def require_both_hooks(tensor: Tensor, who: str) -> None:
+    """Neither may still come: they can be set on the sharded tensor, as FSDP2 allows,
+    and are asked for in the first forward."""
+    if hasattr(tensor, PRE) != hasattr(tensor, POST):
+        there, lacking = (PRE, POST) if hasattr(tensor, PRE) else (POST, PRE)
+        raise ValueError(
+            f"lowtide: {who}: expected {PRE} and {POST}, got a "
+            f"{type(tensor).__name__} with {there} alone. Define {lacking}, too."
+        )
+
+
+def require_hooks(tensor: Tensor, who: str) -> None:
+    require_both_hooks(tensor, who)
+    if not hasattr(tensor, PRE):
+        raise NotImplementedError(
+            f"lowtide: {who}: expected a plain tensor, or a subclass that defines "
+            f"{PRE} and {POST}, got a {type(tensor).__name__}, of which a gather "
+            "would leave a plain tensor. Define both (FSDP2's all-gather extensions), "
+            "or convert the parameter before fully_shard."
+        )
+
+
+def shard_of_subclass(data: Tensor, world_size: int, rank: int, dim: int) -> Tensor:
+    """This rank's rows, with the operators that FSDP2 uses and nothing else, because a
+    subclass defines those. Behind them zeros, up to what the first rank has."""
+    chunks = torch.chunk(data, world_size, dim=dim)
+    padded = data.new_zeros(chunks[0].size())
+    length = chunks[rank].size(dim) if rank < len(chunks) else 0
+    local = padded.narrow(dim, 0, length)
+    if length > 0:
+        local.copy_(chunks[rank])
+    return local
+
+
+def plain_gradient(gradient: Tensor) -> Tensor:
+    """Of a subclass: what it writes into a plain tensor, as FSDP2's copies do."""
+    if type(gradient) is Tensor or isinstance(gradient, _TRANSPARENT):
+        return gradient
+    plain = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+    return plain.copy_(gradient)

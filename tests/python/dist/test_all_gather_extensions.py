@@ -1,0 +1,548 @@
+"""Parameters of tensor subclasses that say what is gathered for them
+(`fsdp_pre_all_gather`, `fsdp_post_all_gather`), beside FSDP2."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
+
+import lowtide
+from lowtide._state.unit import unit_state
+from support import extended
+from support.bits import assert_same_tensors
+from support.systems import System, get_system
+
+DIM = 8
+Record = dict[str, Tensor | None]
+BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.up = nn.Linear(DIM, hidden)
+        self.down = nn.Linear(hidden, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Sequential):
+    """Two blocks and a head, each a unit."""
+
+    recomputes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        *blocks, head = self
+        for block in blocks:
+            if self.recomputes:
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return head(x)
+
+
+def net(kind: type, hidden: int = 16) -> Any:
+    torch.manual_seed(0)
+    model = Net(Block(hidden), Block(hidden), nn.Linear(DIM, 4))
+    return extended.extend(model, kind)
+
+
+def wrap(
+    system: System, model: Any, *, mesh: Any = None, mp: Any = None, **kwargs: Any
+) -> Any:
+    policy = system.MixedPrecisionPolicy(**(mp or {}))
+    for block in list(model)[:-1]:
+        system.fully_shard(block, mesh=mesh, mp_policy=policy, **kwargs)
+    system.fully_shard(model, mesh=mesh, mp_policy=policy)
+    system.prepare(model)
+    return model
+
+
+def batch(step: int, microbatch: int = 0) -> Tensor:
+    seed = 100 * step + 10 * microbatch + dist.get_rank()
+    return torch.randn(3, 5, DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """This rank's rows, without the subclass."""
+    local = getattr(tensor, "_local_tensor", tensor).detach()
+    return getattr(local, "_data", local).clone()
+
+
+def train(
+    model: Any,
+    *,
+    steps: int = 3,
+    microbatches: int = 1,
+    between: Callable[[Any], None] = lambda model: None,
+) -> Record:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
+    record: Record = {}
+    for step in range(steps):
+        for microbatch in range(microbatches):
+            model.set_requires_gradient_sync(microbatch == microbatches - 1)
+            loss = model(batch(step, microbatch)).square().mean()
+            loss.backward()
+            record[f"{step}.{microbatch} loss"] = loss.detach()
+        for name, p in model.named_parameters():
+            assert p.grad is not None and type(plain(p.grad)) is Tensor
+            record[f"{step} {name}.grad"] = plain(p.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, p in model.named_parameters():
+            record[f"{step} {name}"] = plain(p)
+        between(model)
+    return record
+
+
+def compare(pool: Any, scenario: Callable[..., Any], *args: Any) -> list[Any]:
+    ours = pool.run(scenario, "lowtide", *args)
+    for one, other in zip(ours, pool.run(scenario, "fsdp2", *args), strict=True):
+        assert_same_tensors(one, other, scenario.__name__)
+    return ours
+
+
+# -- the same bits as FSDP2 ---------------------------------------------------------
+
+
+def evaluate(model: Any) -> None:
+    with torch.no_grad():
+        model(batch(9))
+
+
+def load_again(model: Any) -> None:
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    for value in state.values():
+        plain(value).add_(1)  # a copy, not what the model has
+    model.load_state_dict(state)
+    model.load_state_dict(state, assign=True)
+
+
+FLOAT8, OF_MESH, OWN_BYTES = "float8", "float8, hook of the mesh", "bytes of its own"
+KINDS = {
+    FLOAT8: extended.Float8Weight,
+    OF_MESH: extended.Float8WeightOfMesh,
+    OWN_BYTES: extended.Bf16Weight,
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "bf16": {"mp": BF16},
+    "kept after forward": {"mp": BF16, "reshard_after_forward": False},
+    "without sync": {"mp": BF16, "microbatches": 3},
+    "recomputed": {"mp": BF16, "recomputes": True},
+    "evaluated between": {"between": evaluate},
+    "loaded between": {"between": load_again},
+}
+
+
+def same_bits(system_name: str, kind: str, setting: str, shape: Any = None) -> Record:
+    options = dict(SETTINGS[setting])
+    model = net(KINDS[kind])
+    model.recomputes = options.pop("recomputes", False)
+    during = {k: options.pop(k) for k in ("between", "microbatches") if k in options}
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")) if shape else None
+    model = wrap(get_system(system_name), model, mesh=mesh, **options)
+    return train(model, **during)
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting"),
+    [
+        *((FLOAT8, setting) for setting in SETTINGS),
+        (OF_MESH, "defaults"),
+        (OWN_BYTES, "bf16"),
+        (OWN_BYTES, "recomputed"),
+        (OWN_BYTES, "without sync"),
+    ],
+)
+def test_steps_have_fsdp2s_bits(pool_of, kind, setting):
+    compare(pool_of(2), same_bits, kind, setting)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_of_other_numbers_of_ranks(pool_of, num_ranks):
+    compare(pool_of(num_ranks), same_bits, OWN_BYTES, "defaults")
+
+
+def test_of_replicas(pool_of):
+    compare(pool_of(4), same_bits, FLOAT8, "bf16", (2, 2))
+
+
+def along_another_dimension(system_name: str) -> Record:
+    return train(
+        wrap(
+            get_system(system_name),
+            net(extended.Unpadded),
+            shard_placement_fn=lambda p: Shard(1) if p.shape == (DIM, 16) else None,
+        )
+    )
+
+
+def test_along_another_dimension(pool_of):
+    compare(pool_of(2), along_another_dimension)
+
+
+def smaller_groups() -> tuple[Record, Record]:
+    """What FSDP2 refuses: beside gathering everything again."""
+    ours = []
+    for reshard in (2, True):
+        model = net(extended.Float8Weight)
+        wrap(get_system("lowtide"), model, mp=BF16, reshard_after_forward=reshard)
+        ours.append(train(model, steps=2))
+    return ours[0], ours[1]
+
+
+def test_what_forward_keeps_in_part_is_gathered_from_neighbours(pool_of):
+    for kept, whole in pool_of(4).run(smaller_groups):
+        assert_same_tensors(kept, whole, "in parts")
+
+
+def two_tensors(system_name: str) -> Record:
+    """The full parameter's gradient, and what the module returns, is a subclass, too;
+    nothing here but the hooks says how it is gathered."""
+
+    def pre(self: Any, mesh: Any) -> Any:
+        return (self.a, self.b), None
+
+    def post(self: Any, gathered: Any, metadata: Any, dtype: Any, *, out: Any = None):
+        a, b = gathered
+        if out is None:
+            return TwoTensor(a, b).to(dtype), (a, b)
+        if a.dtype != dtype:
+            out.a.copy_(a)
+            out.b.copy_(b)
+        return None
+
+    TwoTensor.fsdp_pre_all_gather, TwoTensor.fsdp_post_all_gather = pre, post
+    try:
+        with torch.device("meta"):
+            model: Any = nn.Sequential(*(nn.Linear(DIM, DIM, False) for _ in range(3)))
+        for layer in model:
+            weight = TwoTensor(layer.weight.detach(), layer.weight.detach().clone())
+            layer.weight = nn.Parameter(weight)
+        wrap(get_system(system_name), model, mp={"param_dtype": torch.bfloat16})
+        model.to_empty(device="cpu")
+        torch.manual_seed(5)
+        for p in model.parameters():
+            nn.init.trunc_normal_(p)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1, foreach=True)
+        record: Record = {}
+        for step in range(3):
+            model(batch(step)).sum().backward()
+            for name, p in model.named_parameters():
+                assert p.grad is not None
+                record[f"{step} {name}"] = plain(p.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+            for name, p in model.named_parameters():
+                assert type(p.to_local()) is TwoTensor
+                record[f"{step} {name}.a"] = p.to_local().a.clone()
+        return record
+    finally:
+        del TwoTensor.fsdp_pre_all_gather, TwoTensor.fsdp_post_all_gather
+
+
+def test_made_on_meta_and_initialised_in_place(pool_of):
+    compare(pool_of(2), two_tensors)
+
+
+def hooks_of_instances(system_name: str) -> Record:
+    """Set where `fully_shard` and `to_empty` left a tensor."""
+
+    def pre(self: Tensor, *rest: Any) -> Any:
+        return (self.to(torch.bfloat16),), None
+
+    def pre_of_five(
+        self: Tensor, mesh: Any, size: Any, stride: Any, module: Any, policy: Any
+    ) -> Any:
+        return pre(self)
+
+    @torch.no_grad()
+    def post(self: Tensor, gathered: Any, meta: Any, dtype: Any, *, out: Any = None):
+        (data,) = gathered
+        if out is not None:
+            with torch.autograd._unsafe_preserve_version_counter(out):
+                out.copy_(data)
+            return None
+        full = data.to(dtype)
+        return full, (data, full)
+
+    with torch.device("meta"):
+        model: Any = Net(Block(16), Block(16), nn.Linear(DIM, 4))
+    wrap(get_system(system_name), model, reshard_after_forward=False)
+    model.to_empty(device="cpu")
+    torch.manual_seed(7)
+    for name, p in model.named_parameters():
+        nn.init.uniform_(p, -0.5, 0.5)
+        if "weight" in name and "norm" not in name:
+            local = p._local_tensor
+            local.fsdp_pre_all_gather = pre_of_five.__get__(local)
+            local.fsdp_post_all_gather = post.__get__(local)
+    return train(model)
+
+
+def test_hooks_of_single_tensors_are_used(pool_of):
+    ours = compare(pool_of(2), hooks_of_instances)
+    weight = ours[0]["0 0.up.weight"]
+    assert weight is not None and weight.dtype == torch.float32
+
+
+# -- what the hooks see, and what is there when -------------------------------------
+
+
+def seen() -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 2))  # without names
+    model = wrap(get_system("lowtide"), net(extended.Float8Weight), mesh=mesh, mp=BF16)
+    extended.calls.clear()
+    model(batch(0)).sum().backward()
+    pre = [facts for name, facts in extended.calls if name == "pre"]
+    post = [facts for name, facts in extended.calls if name == "post"]
+    up, *_ = [facts for facts in pre if facts["to"] is model[0].up]
+    return {
+        "mesh": (up["mesh"].ndim, up["mesh"].size()),
+        "outer": (tuple(up["size"]), tuple(up["stride"])),
+        "gathers": len(pre),
+        "made": sum(facts["out"] is None for facts in post),
+        "again": [type(f["out"]).__name__ for f in post if f["out"] is not None],
+        "dtypes": {facts["dtype"] for facts in post},
+        "parameter": type(model[0].up.weight.data).__name__,
+        "rows": type(model[0].up.weight.to_local()).__name__,
+        "in state dict": type(model.state_dict()["0.up.weight"].to_local()).__name__,
+    }
+
+
+def test_hooks_get_the_mesh_of_shards_and_the_whole_parameters_size(pool_of):
+    for facts in pool_of(4).run(seen):
+        assert facts == {
+            "mesh": (1, 2),
+            "outer": ((16, DIM), (DIM, 1)),
+            # Two matrices a block, in forward and in backward; the head stays.
+            "gathers": 9,
+            "made": 5,
+            "again": ["Float8Full"] * 4,
+            "dtypes": {torch.bfloat16},
+            "parameter": "DTensor",
+            "rows": "Float8Weight",
+            "in state dict": "Float8Weight",
+        }
+
+
+def bytes_of(kind_name: str) -> dict[str, int]:
+    """Of one matrix of 64 Ki elements, in bytes."""
+    extended.calls.clear()  # which may hold another test's model
+    gc.collect()
+    layer: Any = nn.Linear(256, 256, bias=False)
+    model = extended.extend(nn.Sequential(layer), getattr(extended, kind_name))
+    model = get_system("lowtide").fully_shard(model, reshard_after_forward=True)
+    state = unit_state(model)
+    assert state is not None
+    x = torch.randn(2, 256)
+    model(x).sum().backward()
+    lowtide.memory_report(model, reset_peaks=True)
+    state.groups.gather.reset_counters()
+    model(x)
+    report = lowtide.memory_report(model)
+    return {
+        "wire": state.groups.gather.counters["all-gather"][1],
+        "peak": report.categories["gathered"].peak,
+        "planned": report.categories["gathered"].planned,
+        "live": report.categories["gathered"].live,
+    }
+
+
+def test_float8_is_one_byte_a_parameter_on_the_wire_and_gathered(pool_of):
+    numel, scales = 256 * 256, 256 * 4
+    for facts in pool_of(2).run(bytes_of, "Float8Weight"):
+        assert facts == {
+            "wire": (numel + scales) // 2,
+            "peak": numel + scales,
+            "planned": numel + scales,
+            "live": 0,
+        }
+
+
+def test_bytes_of_its_own_go_with_the_gathered_ones(pool_of):
+    numel = 256 * 256
+    for facts in pool_of(2).run(bytes_of, "Bf16Weight"):
+        assert facts["peak"] == 2 * numel + 4 * numel
+        assert facts["live"] == 0
+
+
+class Watched(extended.Bf16Weight):
+    def fsdp_post_all_gather(self, *args: Any, out: Any = None) -> Any:
+        extended.calls.append(("post", {"traced": torch.compiler.is_compiling()}))
+        return super().fsdp_post_all_gather(*args, out=out)
+
+
+def compiled() -> list[bool]:
+    model = net(Watched)
+    for block in list(model)[:-1]:
+        block.compile(backend="eager")
+    wrap(get_system("lowtide"), model)
+    extended.calls.clear()
+    for step in range(2):
+        model(batch(step)).sum().backward()
+    return [facts["traced"] for _, facts in extended.calls]
+
+
+def test_a_compiled_forward_does_not_trace_the_hooks(pool_of):
+    for traced in pool_of(2).run(compiled):
+        assert len(traced) == 18 and not any(traced)
+
+
+def inference_first() -> Record:
+    model = wrap(get_system("lowtide"), net(extended.Float8Weight))
+    with torch.inference_mode():
+        model(batch(0))
+    model.reshard()
+    return train(model)
+
+
+def test_what_inference_made_can_be_trained(pool_of):
+    pool = pool_of(2)
+    for one, other in zip(
+        pool.run(inference_first),
+        pool.run(same_bits, "lowtide", FLOAT8, "defaults"),
+        strict=True,
+    ):
+        assert_same_tensors(one, other, "after inference")
+
+
+def after_a_failure() -> tuple[str, Record, Record]:
+    model = wrap(get_system("lowtide"), net(extended.Float8Weight))
+    post = extended.Float8Weight.fsdp_post_all_gather
+    failures = iter([False, False, True])
+
+    def fails(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if next(failures, False):
+            raise OSError("no kernel")
+        return post(self, *args, **kwargs)
+
+    extended.Float8Weight.fsdp_post_all_gather = fails  # type: ignore[method-assign]
+    try:
+        text = ""
+        try:
+            model(batch(0))
+        except OSError as error:
+            text = str(error)
+        lowtide.abort_step(model)
+        record = train(model)
+    finally:
+        extended.Float8Weight.fsdp_post_all_gather = post  # type: ignore[method-assign]
+    return text, record, train(wrap(get_system("lowtide"), net(extended.Float8Weight)))
+
+
+def test_training_goes_on_after_a_hook_raised(pool_of):
+    for text, record, expected in pool_of(2).run(after_a_failure):
+        assert text == "no kernel"
+        assert_same_tensors(record, expected, "after a failure")
+
+
+# -- refusals -----------------------------------------------------------------------
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def without_hooks() -> str:
+    model = wrap(get_system("lowtide"), net(extended.NoHooks))
+    return error_of(lambda: model(batch(0)))
+
+
+def test_a_subclass_that_nothing_gathers_is_refused_by_name(pool_of):
+    for text in pool_of(2).run(without_hooks):
+        assert text.startswith(
+            "NotImplementedError: lowtide: 2.weight: expected a plain tensor, or a "
+            "subclass that defines fsdp_pre_all_gather and fsdp_post_all_gather, got a "
+            "NoHooks"
+        )
+
+
+class OneHook(extended.NoHooks):
+    fsdp_pre_all_gather = extended.Float8Weight.fsdp_pre_all_gather
+
+
+class OtherForm(extended.Float8Weight):
+    def fsdp_pre_all_gather(self, mesh: Any, module: Any) -> Any:  # type: ignore[override]
+        raise AssertionError
+
+
+class Changing(extended.Bf16Weight):
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
+        extended.calls.append(("pre", {}))
+        return self._data.to(
+            torch.bfloat16 if len(extended.calls) < 2 else torch.float32
+        ), None
+
+
+class KeepsDtype(extended.Bf16Weight):
+    def fsdp_post_all_gather(self, gathered: Any, *rest: Any, out: Any = None) -> Any:
+        return gathered[0].float(), ()
+
+
+def refused(kind_name: str, rows: int, **kwargs: Any) -> str:
+    kind = globals().get(kind_name) or getattr(extended, kind_name)
+    layer = extended.extend(nn.Sequential(nn.Linear(DIM, rows, bias=False)), kind)
+    extended.calls.clear()
+
+    def run() -> None:
+        policy = get_system("lowtide").MixedPrecisionPolicy(**kwargs)
+        model = get_system("lowtide").fully_shard(layer, mp_policy=policy)
+        for _ in range(2):
+            model(batch(0)).sum().backward()
+
+    return error_of(run)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "policy", "expected"),
+    [
+        (
+            "OneHook",
+            4,
+            {},
+            "Linear.weight: expected fsdp_pre_all_gather and fsdp_",
+        ),
+        (
+            "OtherForm",
+            4,
+            {},
+            "weight: expected OtherForm.fsdp_pre_all_gather to take",
+        ),
+        ("Changing", 4, {}, "send the same every time, (2, 8) torch.bfloat16, got (2,"),
+        ("KeepsDtype", 4, BF16, "to return a tensor of the param_dtype it is given"),
+        ("Unpadded", 5, {}, "fsdp_pre_all_gather: expected as many elements on every"),
+    ],
+)
+def test_what_a_hook_must_not_do_is_refused_on_every_rank(
+    pool_of, kind, rows, policy, expected
+):
+    for text in pool_of(2).run(refused, kind, rows, **policy):
+        assert expected in text
+
+
+def local_parameters_of() -> str:
+    model = wrap(get_system("lowtide"), net(extended.Float8Weight))
+    return error_of(lambda: lowtide.local_parameters(model))
+
+
+def test_local_parameters_are_of_plain_tensors(pool_of):
+    for text in pool_of(2).run(local_parameters_of):
+        assert "0.up.weight: expected a plain tensor, got a Float8Weight" in text

@@ -1,0 +1,167 @@
+"""What torch's other parts look for on a module that `fully_shard` has sharded: the
+contract of its composable APIs, meshes of every make, settings of modules on meta."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable import replicate
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate2
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import lowtide
+from support.recorder import Recorder, assert_pattern_equals_fsdp2, finish_step
+from support.systems import System
+
+Pattern = Callable[[System, Recorder], None]
+
+
+def build() -> Any:
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    return nn.Sequential(nn.Linear(8, 8), inner, nn.Linear(8, 8))
+
+
+def train(model: nn.Module, record: Recorder) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    x = torch.ones(2, 8) * (dist.get_rank() + 1)
+    for _ in range(3):
+        model(x).square().mean().backward()
+        record.add(str([type(p).__name__ for p in model.parameters()]), None)
+        finish_step(model, optimizer, record)
+
+
+def replicate_around(system: System, record: Recorder) -> None:
+    model = build()
+    system.fully_shard(model[1][0])
+    system.fully_shard(model[1])
+    replicate(model)
+    train(model, record)
+
+
+def replicate_with_fsdp_around(system: System, record: Recorder) -> None:
+    model = build()
+    system.fully_shard(model[1])
+    mesh = init_device_mesh(
+        "cpu", (dist.get_world_size(),), mesh_dim_names=("replicas",)
+    )
+    replicate2(model, mesh=mesh)
+    train(model, record)
+
+
+def replicate_inside(system: System, record: Recorder) -> None:
+    model = build()
+    replicate(model[1])
+    system.fully_shard(model)
+    train(model, record)
+
+
+def ddp_around(system: System, record: Recorder) -> None:
+    model = build()
+    system.fully_shard(model[1])
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        model, [name for name, _ in model.named_parameters() if name.startswith("1.")]
+    )
+    train(DistributedDataParallel(model, broadcast_buffers=False), record)
+
+
+def flattened_meshes(system: System, record: Recorder) -> None:
+    shape, names = (1, 1, dist.get_world_size()), ("replicas", "cp", "dp")
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    flat = mesh["cp", "dp"]._flatten("dp_cp")
+    for one in (flat, mesh["replicas", "dp_cp"]):
+        model = build()
+        system.fully_shard(model[1], mesh=one)
+        system.fully_shard(model, mesh=one)
+        train(model, record)
+
+
+def settings_on_meta(system: System, record: Recorder) -> None:
+    with torch.device("meta"):
+        model = build()
+    for module in (model[0], model[1], model[2]):
+        system.fully_shard(module, offload_policy=None)
+    system.fully_shard(model)
+    model[0].set_modules_to_forward_prefetch([model[1], model[2]])
+    model[2].set_modules_to_backward_prefetch([model[1], model[0]])
+    model.to_empty(device="cpu")
+    for number, p in enumerate(model.parameters()):
+        nn.init.constant_(p, 0.1 * number)
+    train(model, record)
+
+
+PATTERNS: dict[str, Pattern] = {
+    pattern.__name__: pattern
+    for pattern in (
+        replicate_around,
+        replicate_with_fsdp_around,
+        replicate_inside,
+        ddp_around,
+        flattened_meshes,
+        settings_on_meta,
+    )
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_composition_equals_fsdp2(pool_of, pattern):
+    assert_pattern_equals_fsdp2(pool_of(2), __name__, pattern)
+
+
+def states() -> list[bool]:
+    model = build()
+    fully_shard: Any = lowtide.fully_shard
+    before = fully_shard.state(model)
+    fully_shard([model[0], model[2]])
+    fully_shard(model)
+    state = fully_shard.state(model)
+    return [
+        before is None,
+        state is model._get_fsdp_state(),
+        fully_shard.state(model[0]) is fully_shard.state(model[2]) is not state,
+        fully_shard.state(model[1]) is None,
+    ]
+
+
+def test_state_of_a_module(pool_of):
+    assert pool_of(1).run(states) == [[True] * 4]
+
+
+def replicate_what_is_sharded() -> str:
+    model = build()
+    lowtide.fully_shard(model)
+    with pytest.raises(RuntimeError, match="already managed by `fully_shard`") as error:
+        replicate(model)
+    return str(error.value)
+
+
+def test_a_sharded_module_is_not_replicated(pool_of):
+    assert pool_of(1).run(replicate_what_is_sharded)
+
+
+def prefetch_on_meta() -> list[str]:
+    """What the first unit's forward has gathered when its module runs."""
+    with torch.device("meta"):
+        model = build()
+    for module in model:
+        lowtide.fully_shard(module)
+    lowtide.fully_shard(model)
+    model[0].set_modules_to_forward_prefetch([model[2]])
+    model.to_empty(device="cpu")
+    units = [module._get_fsdp_state() for module in model]
+    seen: list[str] = []
+    model[0].register_forward_hook(
+        lambda *_: seen.extend(state.unit.state for state in units)
+    )
+    model(torch.ones(2, 8))
+    return seen
+
+
+def test_prefetch_lists_set_on_meta_are_followed(pool_of):
+    assert pool_of(1).run(prefetch_on_meta) == [["sharded", "sharded", "gathering"]]
