@@ -244,6 +244,10 @@ bool in_current_backward(const Node* node) {
   return nodes != nullptr && nodes->count(const_cast<Node*>(node)) > 0;
 }
 
+bool current_backward_keeps_graph() {
+  return torch::autograd::get_current_graph_task_keep_graph();
+}
+
 void at_end_of_backward(std::function<void()> callback) {
   torch::autograd::Engine::get_default_engine().queue_callback(
       std::move(callback));

@@ -340,6 +340,7 @@ void Root::open_backward() {
   extend_plans();
   note_settings();
   backward_ = current_backward();
+  graph_kept_ = current_backward_keeps_graph();
   LOWTIDE_INVARIANT(backward_ != -1, "autograd runs on this thread");
   in_backward_ = participants();
   std::vector<UnitGradients*> streamed;
@@ -357,6 +358,18 @@ void Root::open_backward() {
   });
 }
 
+// [Note: Graphs that are kept]
+// A graph that an earlier backward kept may be gone through again together with
+// a later one, behind it.  Whether ranks still hold such a graph they tell each
+// other with the numbers they compare; a unit without inputs that autograd
+// follows has no node to know by, and counts as held until the optimizer steps.
+bool Root::all_run_in_order() const {
+  return kept_at_step_ != optimizer_steps_ &&
+         std::none_of(units_.begin(), units_.end(), [](const Unit* unit) {
+           return unit != nullptr && unit->in_kept_graph();
+         });
+}
+
 bool Root::nested_backward() const { return current_backward() != backward_; }
 
 Unit* Root::enter_backward(Unit& unit) {
@@ -368,7 +381,7 @@ Unit* Root::enter_backward(Unit& unit) {
     posted_backward_ = true;
     ask_ranks();
   }
-  const bool in_order = call.place && !nested_backward();
+  const bool in_order = call.place && !nested_backward() && all_run_in_order();
   if (in_order) {
     stream_.seal_leading([&](const UnitGradients& gradients) {
       const auto number = gradients.number();
@@ -509,9 +522,10 @@ void Root::close_backward() {
   const bool more_backwards = open_forwards_ > 0;
   for (auto* unit : units_) {
     if (unit != nullptr) {
-      unit->end_backward(more_backwards);
+      unit->end_backward(more_backwards, graph_kept_);
     }
   }
+  if (std::exchange(graph_kept_, false)) kept_at_step_ = optimizer_steps_;
   if (!more_backwards) {
     schedule_.end_backward();
   }

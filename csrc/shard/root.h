@@ -102,6 +102,7 @@ class Root : public std::enable_shared_from_this<Root> {
   void adopt_orders(const std::vector<UnitGradients*>& gradients,
                     const std::vector<std::int64_t>& orders);
   std::vector<Unit*> participants();
+  bool all_run_in_order() const;
 
   std::string name_;
   std::shared_ptr<memory::DeviceMemory> memory_;
@@ -126,6 +127,9 @@ class Root : public std::enable_shared_from_this<Root> {
   std::int64_t optimizer_steps_ = 0;
 
   std::int64_t backward_ = -1;  // the graph task that was opened
+  bool graph_kept_ = false;     // by that task
+  // When a backward last kept its graph, in optimizer steps.
+  std::int64_t kept_at_step_ = -1;
   std::vector<Unit*> in_backward_;
   std::atomic<bool> failed_{false};
 };

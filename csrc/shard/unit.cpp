@@ -377,12 +377,15 @@ void Unit::count_references() {
 }
 
 StepLog::Numbers Unit::own_numbers() const {
-  return {-output_rows_, ever_saved_ ? 1 : 0};
+  const bool kept = std::any_of(kept_.begin(), kept_.end(),
+                                [](auto& call) { return !call.expired(); });
+  return {-output_rows_, ever_saved_ ? 1 : 0, kept ? 1 : 0};
 }
 
 void Unit::agree_on(const StepLog::Numbers& greatest) {
   rows_of_all_ = -greatest[0];
   saved_by_any_ = greatest[1] != 0;
+  in_kept_graph_ = greatest[2] != 0;
 }
 
 std::uint64_t Unit::settings_hash() const {
@@ -453,6 +456,7 @@ void Unit::abort(bool drop_gradients) {
   open_calls_.clear();
   done_now_.clear();
   done_before_.clear();
+  kept_.clear();
   recorded_results_.clear();
   for (std::size_t i = 0; i < main_gradients_.size(); ++i) {
     close_main_gradient(static_cast<std::int32_t>(i));

@@ -243,7 +243,8 @@ class Unit final : public BackwardReceiver,
   void require_split_backward_complete();
   // Called by Root when all gradients have landed; `more_backwards`: forwards
   // from before this backward still wait for theirs.
-  void end_backward(bool more_backwards);
+  // `graph_kept`: another backward may go through its graph.
+  void end_backward(bool more_backwards, bool graph_kept);
   void abort(bool drop_gradients);
 
   // A forward begins on the current stream; see [Note: The stream of a
@@ -261,12 +262,14 @@ class Unit final : public BackwardReceiver,
 
   // What of this rank's last forward decides when the unit is gathered in
   // backward, and what it is for all ranks: the negative number of rows of its
-  // output, and whether autograd saved a parameter.
+  // output, whether autograd saved a parameter, and whether a graph that a
+  // backward kept may send it gradients again.
   StepLog::Numbers own_numbers() const;
   void agree_on(const StepLog::Numbers& greatest);
   // Its backward runs in the reverse order of its forward: none of it goes
   // through what recorded backwards gave.
   bool runs_in_order() const { return recorded_results_.empty(); }
+  bool in_kept_graph() const { return in_kept_graph_; }
   // Of those settings that decide which collectives are issued.
   std::uint64_t settings_hash() const;
 
@@ -360,6 +363,7 @@ class Unit final : public BackwardReceiver,
   // What all ranks know of it: the fewest rows of any, whether any saved.
   std::int64_t rows_of_all_ = 0;
   bool saved_by_any_ = false;
+  bool in_kept_graph_ = false;  // on any rank
 
   // Forward calls whose inputs' gradients have not been seen, and calls that
   // ran without grad inside a recorded forward (re-entrant checkpoints).
@@ -368,6 +372,7 @@ class Unit final : public BackwardReceiver,
   // graph that is retained they come again.
   std::vector<WeakNodePtr> done_now_;
   std::vector<WeakNodePtr> done_before_;
+  std::vector<WeakNodePtr> kept_;  // of these, in graphs that were kept
   std::int64_t calls_without_grad_ = 0;
   std::int64_t nested_calls_done_ = 0;
   // Recorded forwards none of whose inputs required grad: nothing tells when

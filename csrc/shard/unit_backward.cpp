@@ -328,7 +328,7 @@ bool Unit::has_gradient_hooks() const {
   });
 }
 
-void Unit::end_backward(bool more_backwards) {
+void Unit::end_backward(bool more_backwards, bool graph_kept) {
   if (in_backward_ && gradients_.sync()) {
     publish_gradients();
   }
@@ -347,6 +347,10 @@ void Unit::end_backward(bool more_backwards) {
   }
   const auto expired = [](const WeakNodePtr& call) { return call.expired(); };
   std::erase_if(open_calls_, expired);
+  std::erase_if(kept_, expired);
+  if (graph_kept) {
+    kept_.insert(kept_.end(), done_now_.begin(), done_now_.end());
+  }
   std::move(done_now_.begin(), done_now_.end(),
             std::back_inserter(done_before_));
   done_now_.clear();

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import lowtide
 from llama import CONFIGS, Llama
 from lowtide.losses import linear_cross_entropy, stream_rows
+from lowtide.phantom.dry import lone_rank
 
 Step = Callable[[], None]
 
@@ -39,6 +40,7 @@ class LlamaWithLoss(Llama):
 
 def start(options: Any = None) -> None:
     """One rank of WORLD on NCCL; ``options``: ProcessGroupNCCL's."""
+    lone_rank.replace_gloo()
     dist.init_process_group(
         "nccl",
         store=dist.HashStore(),

@@ -87,7 +87,7 @@ def install(world: int, rank: int) -> None:
     handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
     for scheme in handlers:
         handlers[scheme] = meet
-    _replace_gloo()
+    replace_gloo()
     # NCCL says nothing of the size of a part, so each group is a communicator of its
     # own.
     internals: Any = distributed_c10d
@@ -105,7 +105,7 @@ def _as_bytes(value: Any) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
 
 
-def _replace_gloo() -> None:
+def replace_gloo() -> None:
     """Its groups would wait for the others; torch's ``fake`` ones stand for them under
     gloo's name."""
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers
