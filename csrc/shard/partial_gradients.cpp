@@ -1,5 +1,6 @@
 #include "shard/partial_gradients.h"
 
+#include <ATen/ceil_div.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include <algorithm>
@@ -11,9 +12,8 @@
 namespace lowtide::shard {
 namespace {
 
-std::int64_t padded(std::int64_t numel) {
-  return (numel + kPieceColumnMultiple - 1) / kPieceColumnMultiple *
-         kPieceColumnMultiple;
+std::int64_t aligned(std::int64_t numel) {
+  return at::round_up(numel, kPieceColumnMultiple);
 }
 
 }  // namespace
@@ -46,7 +46,7 @@ bool PartialGradients::prepare(const std::vector<std::int32_t>& parameters) {
       const auto numel = parameters_[k].shard_numel;
       places_[k] = Place{flats_.size(), flat.pieces.size()};
       flat.pieces.push_back({i, 0, numel, column});
-      column += padded(numel);
+      column += aligned(numel);
       return true;
     });
     flat.flags_column = column;
@@ -118,8 +118,8 @@ void PartialGradients::clear(std::int32_t i) {
         slice_of(flat.row,
                  flat.flags_column + static_cast<std::int64_t>(place.piece),
                  1)}) {
-    runtime.touches(runtime.current(), tensor.const_data_ptr(),
-                    tensor.nbytes(), device::Access::write);
+    runtime.touches(runtime.current(), tensor.const_data_ptr(), tensor.nbytes(),
+                    device::Access::write);
     tensor.fill_(-0.0);
   }
 }
