@@ -116,6 +116,10 @@ py::dict unit_plan(shard::Unit& unit) {
   bytes["gradient_own_slots"] = gradients.own_slots() ? 1 : 0;
   bytes["gradient_slab"] = gradients.slab_bytes();
   bytes["gradient_in_place"] = gradients.in_place_bytes();
+  bytes["partial_gradients"] =
+      gradients.reduction().of_whole_units()
+          ? gradients.partial().bytes_of(gradients.trainable())
+          : 0;
   bytes["sharded_gradients"] =
       gradients.sharded().generation_bytes(gradients.trainable());
   return bytes;

@@ -30,6 +30,16 @@ bool PartialGradients::holds(std::int32_t i) const {
   return places_[static_cast<std::size_t>(i)].has_value();
 }
 
+std::int64_t PartialGradients::bytes_of(
+    const std::vector<std::int32_t>& parameters) const {
+  std::int64_t bytes = 0;
+  for (const auto i : parameters) {
+    const auto& [numel, dtype] = parameters_[static_cast<std::size_t>(i)];
+    bytes += (aligned(numel) + 1) * itemsize(dtype);
+  }
+  return bytes;
+}
+
 bool PartialGradients::prepare(const std::vector<std::int32_t>& parameters) {
   auto lacking = parameters;
   std::erase_if(lacking, [&](auto i) { return holds(i); });

@@ -42,6 +42,8 @@ class PartialGradients {
   // adding from the first time on.
   bool prepare(const std::vector<std::int32_t>& parameters);
   bool holds(std::int32_t i) const;
+  // What `prepare` of all those parameters leases.
+  std::int64_t bytes_of(const std::vector<std::int32_t>& parameters) const;
 
   // Adds a reduced row, on the current stream.
   void add(const std::vector<Piece>& pieces, const at::Tensor& row);

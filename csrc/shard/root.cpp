@@ -75,6 +75,14 @@ void Root::set_gradient_budget(std::int64_t bytes) {
 
 // --- forward ----------------------------------------------------------------
 
+namespace {
+
+// More than any schedule has under way; a frozen model that is called again and
+// again with grad mode on has no backward.
+constexpr std::int64_t kMostOpenForwards = 1024;
+
+}  // namespace
+
 Unit* Root::enter_forward(Unit& unit) {
   // Entered again from outside, or from a module around it: the forward before
   // did not return.
@@ -119,6 +127,12 @@ void Root::begin_forward(Unit& unit) {
   forward_root_ = &unit;
   forward_stream_ = device::current_stream(memory_->runtime().device());
   recorded_ = at::GradMode::is_enabled();
+  // Recorded forwards whose backward never came are no longer expected.
+  if (std::exchange(forward_at_step_, optimizer_steps_) != optimizer_steps_ ||
+      open_forwards_ == kMostOpenForwards) {
+    schedule_.end_backward();
+    open_forwards_ = 0;
+  }
   schedule_.begin_forward();
   if (recorded_) {
     for (auto* one : units_) {

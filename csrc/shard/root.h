@@ -123,6 +123,7 @@ class Root : public std::enable_shared_from_this<Root> {
   std::optional<c10::Stream> forward_stream_;
   bool recorded_ = false;
   std::int64_t open_forwards_ = 0;  // recorded ones without a backward so far
+  std::int64_t forward_at_step_ = 0;
   std::vector<std::int32_t> last_order_;
   std::int64_t optimizer_steps_ = 0;
 

@@ -138,9 +138,29 @@ def _planned(
         "gradient_stream": _ring_peak(syncing),
         "gradient_slab": sum(unit["gradient_slab"] for unit in waiting)
         + max((unit["gradient_in_place"] for unit in syncing), default=0),
-        "sharded_gradients": sum(unit["sharded_gradients"] for unit in syncing),
+        "sharded_gradients": _sharded_gradients_peak(states, units),
         "activations": 0,
     }
+
+
+# Sums that are under way: one comes together, one waits for its place behind the next
+# unit's first chunk, one is with the replicas.
+_SUMS_AT_ONCE = 3
+
+
+def _sharded_gradients_peak(
+    states: list[UnitState], units: dict[str, dict[str, int]]
+) -> int:
+    """What `.grad` shows, and what is not summed over replicas yet."""
+    syncing = [s for s in states if s.settings["gradient_sync"]]
+    landing = [units[s.name] for s in syncing if s.settings["all_reduce"]]
+    staying = [units[s.name] for s in syncing if not s.settings["all_reduce"]]
+    sums = sorted((unit["partial_gradients"] for unit in landing), reverse=True)
+    return (
+        sum(unit["sharded_gradients"] for unit in landing)
+        + sum(sums[:_SUMS_AT_ONCE])
+        + sum(u["partial_gradients"] or u["sharded_gradients"] for u in staying)
+    )
 
 
 def _ring_peak(units: list[dict[str, int]]) -> int:

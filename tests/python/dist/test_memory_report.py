@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import lowtide
 from lowtide._state.memory import ledger
@@ -220,6 +222,41 @@ def test_steady_steps_lease_the_same_few_buffers(
     assert steady["gathered"] == steady["gather_input"] == 7
     assert steady["gradient_stream"] <= 4  # slots of the ring
     assert steady["sharded_gradients"] == 4
+
+
+def replicated(num_layers: int, all_reduce: bool) -> tuple[dict[str, Any], int]:
+    """Of the sharded gradients of equal layers, and the bytes of a layer's sum over
+    replicas; four ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model: Any = nn.Sequential(*(nn.Linear(32, 32) for _ in range(num_layers)))
+    for layer in model:
+        lowtide.fully_shard(layer, mesh=mesh)
+    lowtide.fully_shard(model, mesh=mesh)
+    x = torch.ones(2, 32)
+    model(x).sum().backward()
+    model.zero_grad()
+    lowtide.memory_report(model, reset_peaks=True)
+    model.set_requires_all_reduce(all_reduce)
+    model(x).sum().backward()
+    report = lowtide.memory_report(model)
+    row = vars(report.categories["sharded_gradients"])
+    return row, max(unit["partial_gradients"] for unit in report.units.values())
+
+
+@pytest.mark.parametrize("num_layers", [4, 9])
+def test_sums_over_replicas_live_beside_three_units_at_most(pool_of, num_layers):
+    for row, of_a_sum in pool_of(4).run(replicated, num_layers, True):
+        # A shard's weight and bias, rounded up to 64 elements, and two flags.
+        assert of_a_sum == 4 * (16 * 32 + 64 + 2)
+        shown = num_layers * 4 * (16 * 32 + 64)
+        assert row["planned"] == shown + 3 * of_a_sum
+        # gloo's threads keep one more as long as they like.
+        assert shown < row["peak"] <= shown + 4 * of_a_sum
+
+
+def test_what_is_not_summed_over_replicas_stays(pool_of):
+    for row, of_a_sum in pool_of(4).run(replicated, 4, False):
+        assert row["live"] == row["peak"] == row["planned"] == 4 * of_a_sum
 
 
 def test_report_is_a_table_with_planned_beside_observed(
