@@ -4,7 +4,8 @@
 # make lint   formatters and type checks
 # make bench  benchmarks, JSON and a table
 #
-# Reads: JOBS, LOWTIDE_CUDA (AUTO|ON|OFF), LOWTIDE_CUDA_ARCHS, LOWTIDE_WERROR.
+# Reads: JOBS, LOWTIDE_CUDA (AUTO|ON|OFF), LOWTIDE_CUDA_ARCHS, LOWTIDE_UNITY,
+#   LOWTIDE_WERROR.
 # Needs: Debian with g++, make, python3-dev and python3-venv (Python >= 3.10).
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ LOWTIDE_WERROR ?= $(if $(CI),ON,OFF)
 
 BIN := .venv/bin
 CMAKE := $(BIN)/cmake
-OPTIONS := $(foreach name,LOWTIDE_CUDA LOWTIDE_CUDA_ARCHS LOWTIDE_WERROR,\
+OPTIONS := $(foreach name,LOWTIDE_CUDA LOWTIDE_CUDA_ARCHS LOWTIDE_UNITY LOWTIDE_WERROR,\
   $(if $($(name)),'-D$(name)=$($(name))','-U$(name)'))
 # Changed options mean a changed stamp, so they are never ignored.
 CONFIGURED := $(BUILD)/.configured-$(shell echo "$(OPTIONS)" | md5sum | cut -c -8)

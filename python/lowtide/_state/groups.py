@@ -97,14 +97,21 @@ def _host_channel(mesh: DeviceMesh, device: torch.device) -> _C.HostChannel | No
     comparable = dist.is_gloo_available() and dist.get_backend(shards) != "fake"
     if value == "off" or mesh.size() == 1 or not comparable:
         return None
-    with _no_split():
-        group = dist.new_group(
-            mesh.mesh.flatten().tolist(),
-            timeout=_timeout(shards, device),
-            backend="gloo",
-            use_local_synchronization=True,
-            group_desc="lowtide_compare",
-        )
+    try:
+        with _no_split():
+            group = dist.new_group(
+                mesh.mesh.flatten().tolist(),
+                timeout=_timeout(shards, device),
+                backend="gloo",
+                use_local_synchronization=True,
+                group_desc="lowtide_compare",
+            )
+    except RuntimeError as error:
+        raise RuntimeError(
+            "lowtide: comparing what ranks did: expected gloo to connect the ranks of "
+            f"the mesh, got {str(error).splitlines()[0]!r}. Set GLOO_SOCKET_IFNAME to "
+            f"an interface that reaches all machines, or {_COMPARE_RANKS}=off."
+        ) from error
     assert group is not None
     return _C.HostChannel(group.group_name)
 

@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from lowtide import _C
 from lowtide._state import groups
@@ -197,3 +198,29 @@ def test_one_communicator_for_both_gives_the_same_bits(pool_of):
         assert apart.losses == together.losses
         for a, b in zip(apart.params, together.params, strict=True):
             assert all(same_bits(a[name], b[name]) for name in a)
+
+
+def compare_without_network() -> str:
+    group = dist.new_group()
+    assert isinstance(group, dist.ProcessGroup)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOWTIDE_COMMUNICATORS", "shared")
+        patch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+        with pytest.raises(RuntimeError) as caught:
+            groups.groups_of(mesh, torch.device("cpu"))
+        patch.setenv("LOWTIDE_COMPARE_RANKS", "off")
+        assert groups.groups_of(mesh, torch.device("cpu")).host is None
+    return str(caught.value)
+
+
+def test_a_network_that_gloo_can_not_use_is_named(pool_of):
+    for text in pool_of(2).run(compare_without_network):
+        assert text.startswith(
+            "lowtide: comparing what ranks did: expected gloo to connect the ranks of "
+            "the mesh, got '"
+        )
+        assert text.endswith(
+            "Set GLOO_SOCKET_IFNAME to an interface that reaches all machines, or "
+            "LOWTIDE_COMPARE_RANKS=off."
+        )

@@ -1,0 +1,208 @@
+#include "shard/step_log.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <deque>
+#include <utility>
+
+#include "base/check.h"
+
+namespace lowtide::shard {
+namespace {
+
+using testing::HasSubstr;
+using What = StepNote::What;
+
+// Ranks of one thread: what is posted meets when all have posted.
+class Meeting {
+ public:
+  explicit Meeting(std::int64_t size) : posted_(size), texts_(size) {}
+
+  std::shared_ptr<comm::HostChannel> rank(std::int64_t rank) {
+    return std::make_shared<Channel>(*this, rank);
+  }
+  std::size_t num_posts(std::int64_t rank) const {
+    return posted_[static_cast<std::size_t>(rank)].size();
+  }
+  // What the ranks will say when they have differed.
+  void say(std::vector<std::string> texts) { texts_ = std::move(texts); }
+  const std::string& said(std::int64_t rank) const {
+    return said_.at(static_cast<std::size_t>(rank));
+  }
+
+ private:
+  class Channel final : public comm::HostChannel {
+   public:
+    Channel(Meeting& meeting, std::int64_t rank)
+        : meeting_(meeting), rank_(rank) {}
+    std::int64_t rank() const override { return rank_; }
+    std::int64_t size() const override {
+      return static_cast<std::int64_t>(meeting_.posted_.size());
+    }
+    std::unique_ptr<Maximum> maximum(
+        std::vector<std::int64_t> numbers) override {
+      auto& posted = meeting_.posted_[static_cast<std::size_t>(rank_)];
+      posted.push_back(std::move(numbers));
+      return std::make_unique<Answer>(meeting_, posted.size() - 1);
+    }
+    std::vector<std::string> texts(const std::string& mine) override {
+      meeting_.said_.resize(meeting_.posted_.size());
+      meeting_.said_[static_cast<std::size_t>(rank_)] = mine;
+      auto all = meeting_.texts_;
+      all[static_cast<std::size_t>(rank_)] = mine;
+      return all;
+    }
+
+   private:
+    Meeting& meeting_;
+    std::int64_t rank_;
+  };
+  struct Answer final : comm::HostChannel::Maximum {
+    Answer(Meeting& meeting, std::size_t post) : meeting(meeting), post(post) {}
+    std::vector<std::int64_t> wait() override {
+      auto greatest = meeting.posted_.front().at(post);
+      for (const auto& posted : meeting.posted_) {
+        for (std::size_t i = 0; i < greatest.size(); ++i) {
+          greatest[i] = std::max(greatest[i], posted.at(post).at(i));
+        }
+      }
+      return greatest;
+    }
+    Meeting& meeting;
+    std::size_t post;
+  };
+
+  std::vector<std::vector<std::vector<std::int64_t>>> posted_;
+  std::vector<std::string> texts_;
+  std::vector<std::string> said_;
+};
+
+class StepLogTest : public testing::Test {
+ protected:
+  StepLogTest() {
+    for (std::int64_t rank = 0; rank < 2; ++rank) {
+      auto& log = logs.emplace_back("model", [](std::int32_t unit) {
+        return "layers." + std::to_string(unit);
+      });
+      log.compare_over(meeting.rank(rank), {0, 1});
+    }
+  }
+  void note(StepNote note) {
+    for (auto& log : logs) log.note(note);
+  }
+  // Rank r's numbers of unit u: {10 r + u, u, 0}.
+  void post() {
+    for (std::int64_t rank = 0; rank < 2; ++rank) {
+      logs[static_cast<std::size_t>(rank)].post([&](std::int32_t unit) {
+        return StepLog::Numbers{10 * rank + unit, unit, 0};
+      });
+    }
+  }
+  static std::string error_of(StepLog& log) {
+    try {
+      log.require([](std::int32_t, StepLog::Numbers) {});
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "none";
+  }
+
+  Meeting meeting{2};
+  std::deque<StepLog> logs;  // which do not move
+};
+
+TEST_F(StepLogTest, RanksThatDoTheSameAgreeOnTheGreatestNumbers) {
+  note({What::gather, 0});
+  note({What::reduce, 1, 3});
+  post();
+  std::vector<std::pair<std::int32_t, StepLog::Numbers>> agreed;
+  logs[0].require([&](std::int32_t unit, StepLog::Numbers greatest) {
+    agreed.emplace_back(unit, greatest);
+  });
+  EXPECT_EQ(agreed, (std::vector<std::pair<std::int32_t, StepLog::Numbers>>{
+                        {0, {10, 0, 0}}, {1, {11, 1, 0}}}));
+  EXPECT_EQ(error_of(logs[1]), "none");
+}
+
+TEST_F(StepLogTest, AsksOnlyWhenSomethingHasBeenNoted) {
+  post();
+  EXPECT_EQ(meeting.num_posts(0), 0);
+  note({What::forward});
+  post();
+  post();
+  EXPECT_EQ(meeting.num_posts(0), 1);
+}
+
+TEST_F(StepLogTest, NamesTheFirstCallThatDiffersOnEveryRank) {
+  note({What::gather, 0});
+  logs[0].note({What::gather, 1});
+  logs[1].note({What::reduce, 1, 2});
+  post();
+  meeting.say(
+      {"the all-gather of unit 'layers.0'\n"
+       "the all-gather of unit 'layers.1'\n",
+       "the all-gather of unit 'layers.0'\n"
+       "the reduce-scatter of unit 'layers.1', part 2\n"});
+  for (auto& log : logs) {
+    const auto error = error_of(log);
+    EXPECT_THAT(error, HasSubstr("step of 'model'"));
+    EXPECT_THAT(error, HasSubstr("the all-gather of unit 'layers.1' on rank 0 "
+                                 "and the reduce-scatter of unit 'layers.1', "
+                                 "part 2 on rank 1, call 2 "));
+  }
+  EXPECT_EQ(meeting.said(1),
+            "the all-gather of unit 'layers.0'\n"
+            "the reduce-scatter of unit 'layers.1', part 2\n");
+}
+
+TEST_F(StepLogTest, ADifferenceIsNotForgottenByEqualCallsBehindIt) {
+  logs[0].note({What::trainable, 0, 5});
+  logs[1].note({What::trainable, 0, 6});
+  note({What::forward});
+  post();
+  EXPECT_THAT(error_of(logs[0]), HasSubstr("every rank to run the same"));
+}
+
+TEST_F(StepLogTest, OrderAndValuesCount) {
+  logs[0].note({What::gather, 0});
+  logs[0].note({What::gather, 1});
+  logs[1].note({What::gather, 1});
+  logs[1].note({What::gather, 0});
+  post();
+  EXPECT_NE(error_of(logs[0]), "none");
+}
+
+TEST_F(StepLogTest, WhatWasRequiredIsNotToldAgain) {
+  note({What::gather, 0});
+  post();
+  for (auto& log : logs) EXPECT_EQ(error_of(log), "none");
+  logs[0].note({What::gather, 1});
+  logs[1].note({What::forward});
+  post();
+  EXPECT_NE(error_of(logs[1]), "none");
+  EXPECT_EQ(meeting.said(1), "the end of a forward of 'model'\n");
+}
+
+TEST_F(StepLogTest, AFailedStepIsForgotten) {
+  logs[0].note({What::gather, 0});
+  for (auto& log : logs) log.forget();
+  note({What::forward});
+  post();
+  for (auto& log : logs) EXPECT_EQ(error_of(log), "none");
+}
+
+TEST(StepLogAloneTest, WithoutRanksNothingIsKept) {
+  StepLog log("model", [](std::int32_t) { return std::string(); });
+  EXPECT_FALSE(log.compares());
+  log.note({What::forward});
+  log.post([](std::int32_t) -> StepLog::Numbers {
+    ADD_FAILURE() << "nobody to ask";
+    return {};
+  });
+  log.require([](std::int32_t, StepLog::Numbers) { ADD_FAILURE(); });
+}
+
+}  // namespace
+}  // namespace lowtide::shard
