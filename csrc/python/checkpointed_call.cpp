@@ -112,11 +112,10 @@ class CheckpointedCall::PythonReplay final : public activation::Replay {
   void run(const std::vector<at::Tensor>& inputs,
            activation::Recomputation& recomputation) override {
     const py::gil_scoped_acquire gil;
-    if (forward_ended_) {
-      if (const py::object first =
-              std::exchange(callbacks_->first_backward, py::none());
-          !first.is_none()) {
-        first(state_->module);
+    if (forward_ended_ && !callbacks_->first_backward.is_none()) {
+      const auto first = callbacks_->first_backward;
+      if (first(state_->module).cast<bool>()) {
+        callbacks_->first_backward = py::none();
       }
     }
     const WithoutOuterCompiler eager;

@@ -30,7 +30,8 @@ struct RegionCallbacks {
   pybind11::object is_state;
   // (module) -> where its parameters are.
   pybind11::object device_of;
-  // (module), once, in the first backward that computes it again.
+  // (module) -> whether it need not be told again, in each backward that
+  // computes it again until then.
   pybind11::object first_backward;
 };
 

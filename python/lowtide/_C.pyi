@@ -323,7 +323,7 @@ class RegionCallbacks:
         replayer: Callable[[Frame, list[torch.Tensor], Callable[[], int], Any], Any],
         is_state: Callable[[torch.nn.Module, torch.Tensor], bool],
         device_of: Callable[[torch.nn.Module], torch.device],
-        first_backward: Callable[[torch.nn.Module], None],
+        first_backward: Callable[[torch.nn.Module], bool],
     ) -> None: ...
 
 class Region:

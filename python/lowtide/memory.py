@@ -15,15 +15,32 @@ from lowtide._state.activation_report import ActivationReport
 from lowtide._state.memory import ledger
 from lowtide._state.unit import UnitState, unit_state
 
-# In the order of the report, with what each holds.
+
+@dataclasses.dataclass(frozen=True)
+class Category:
+    """Of the ledger every buffer is leased from."""
+
+    holds: str
+    in_plans: str  # the category of `lowtide plan` that its bytes count in
+
+
+# By the ledger's names, in the order of the report.
 CATEGORIES = {
-    "parameters": "shards in the storage dtype",
-    "gathered": "full parameters of the units in use",
-    "gather_input": "shards cast to the compute dtype, during a gather",
-    "gradient_stream": "ring of chunks on their way to the reduce-scatter",
-    "gradient_slab": "gradients accumulated without sync, or summed in place",
-    "sharded_gradients": "reduced gradients, what .grad shows",
-    "activations": "values copied or gathered back for backward",
+    "parameters": Category("shards in the storage dtype", "parameters"),
+    "gathered": Category("full parameters of the units in use", "gathered_parameters"),
+    "gather_input": Category(
+        "shards cast to the compute dtype, during a gather", "communication"
+    ),
+    "gradient_stream": Category(
+        "ring of chunks on their way to the reduce-scatter", "communication"
+    ),
+    "gradient_slab": Category(
+        "gradients accumulated without sync, or summed in place", "full_gradients"
+    ),
+    "sharded_gradients": Category("reduced gradients, what .grad shows", "gradients"),
+    "activations": Category(
+        "values copied or gathered back for backward", "activations"
+    ),
 }
 
 
@@ -221,7 +238,7 @@ def _lines(report: MemoryReport) -> Iterator[str]:
     for name, row in report.categories.items():
         figures = (row.live, row.peak, row.at_total_peak, row.planned)
         columns = "".join(f"{_human(figure):>12}" for figure in figures)
-        yield f"{name:<18}{columns}  {CATEGORIES[name]}"
+        yield f"{name:<18}{columns}  {CATEGORIES[name].holds}"
     yield f"{'total':<18}{_human(report.total_live):>12}{_human(report.total_peak):>12}"
     yield "live, peak: observed by the ledger; planned: arithmetic"
     if report.fused is not None:

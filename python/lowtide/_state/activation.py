@@ -7,6 +7,7 @@ import difflib
 import functools
 import itertools
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
@@ -64,6 +65,7 @@ class RegionState:
         self.policy = policy
         self.module_name = type(module).__name__
         self.region = self._make(type(module).__call__)
+        self.names_checked = False  # after a backward
 
     def _make(self, call: Any) -> _C.Region:
         self.call = call  # the module's own
@@ -101,6 +103,7 @@ class RegionState:
     def __deepcopy__(self, memo: dict[int, Any]) -> RegionState:
         copy = object.__new__(RegionState)
         copy.policy, copy.module_name = self.policy, self.module_name
+        copy.names_checked = False
         copy.region = copy._make(self.call)
         return copy
 
@@ -204,23 +207,41 @@ def transfers_in_use(states: Iterable[RegionState]) -> _C.Transfers | None:
 
 # -- the check after the first backward ---------------------------------------------
 
-# Modules whose first backward is under way, by graph task.
-_first_backwards: dict[int, list[nn.Module]] = {}
+
+class _FirstBackward:
+    """Modules that compute again in one graph task. Its callback owns this, which
+    autograd drops with a backward that raises: the next one is looked at then."""
+
+    def __init__(self) -> None:
+        self.modules: dict[nn.Module, RegionState] = {}
 
 
-def _check_after_backward(module: nn.Module) -> None:
+_first_backwards: weakref.WeakValueDictionary[int, _FirstBackward] = (
+    weakref.WeakValueDictionary()
+)
+
+
+def _check_after_backward(module: nn.Module) -> bool:
+    """Returns whether its names have been checked."""
     task = torch._C._current_graph_task_id()
-    if task == -1:
-        return
-    if task not in _first_backwards:
-        _first_backwards[task] = []
+    state = region_state(module)
+    if task == -1 or state is None:
+        return False
+    if state.names_checked:
+        return True
+    first = _first_backwards.get(task)
+    if first is None:
+        first = _first_backwards[task] = _FirstBackward()
         engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: _check_modules(_first_backwards.pop(task)))
-    _first_backwards[task].append(module)
+        engine.queue_callback(functools.partial(_check_modules, first))
+    first.modules[module] = state
+    return False
 
 
-def _check_modules(modules: Iterable[nn.Module]) -> None:
-    for problem in _problems(modules):
+def _check_modules(first: _FirstBackward) -> None:
+    for state in first.modules.values():
+        state.names_checked = True
+    for problem in _problems(first.modules):
         raise ValueError(problem)
 
 

@@ -37,6 +37,7 @@ class Groups:
     # What they stand for.
     gather_process_group: dist.ProcessGroup
     reduce_process_group: dist.ProcessGroup
+    host_process_group: dist.ProcessGroup | None
 
 
 # By the names of the mesh's groups, so every unit on a mesh shares them. The groups
@@ -58,13 +59,15 @@ def groups_of(mesh: DeviceMesh, device: torch.device) -> Groups:
         return known[1]
     *replicas, shards = groups
     reduce_group = shards if _shared() else _second_group(shards, device)
+    host_group = _host_group(mesh, device)
     made = Groups(
         _C.Collectives(shards.group_name, device),
         _C.Collectives(reduce_group.group_name, device),
         _C.Collectives(replicas[0].group_name, device) if replicas else None,
-        _host_channel(mesh, device),
+        _C.HostChannel(host_group.group_name) if host_group is not None else None,
         shards,
         reduce_group,
+        host_group,
     )
     _known[names] = (groups, made)
     return made
@@ -86,7 +89,7 @@ def _shared() -> bool:
 _COMPARE_RANKS = "LOWTIDE_COMPARE_RANKS"
 
 
-def _host_channel(mesh: DeviceMesh, device: torch.device) -> _C.HostChannel | None:
+def _host_group(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup | None:
     value = os.environ.get(_COMPARE_RANKS, "on")
     if value not in ("on", "off"):
         raise ValueError(
@@ -113,7 +116,7 @@ def _host_channel(mesh: DeviceMesh, device: torch.device) -> _C.HostChannel | No
             f"an interface that reaches all machines, or {_COMPARE_RANKS}=off."
         ) from error
     assert group is not None
-    return _C.HostChannel(group.group_name)
+    return group
 
 
 def _second_group(shards: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:

@@ -68,7 +68,11 @@ def add_parser(subparsers: Subparsers) -> None:
     add("--json", metavar="FILE", help="everything, for programs")
     add("--timeline", metavar="FILE", help="bytes over a step, .png, .svg or .html")
     add("--snapshot", metavar="FILE", help="for https://pytorch.org/memory_viz")
-    add("--output", metavar="FILE", help="append what the program prints")
+    add(
+        "--output",
+        metavar="FILE",
+        help="append what the program prints there",
+    )
     add("--time", metavar="GPU", help="time of a step too: h100 or h200")
     add("--trace", metavar="FILE", help="with --time: the last step for Perfetto")
     model = parser.add_argument_group("model files")
@@ -94,15 +98,17 @@ def run(options: argparse.Namespace) -> int:
         show, draw = _presentation(options)
         plan = _plan(request, verified=options.verify)
     except (ValueError, RuntimeError, ImportError) as error:
-        if traceback := getattr(error, "traceback", ""):
-            print(traceback, file=sys.stderr)
-        print(error, file=sys.stderr)
+        traceback = getattr(error, "traceback", "")
+        if traceback:
+            print(traceback.rstrip(), file=sys.stderr)
+        if str(error) not in traceback:
+            print(error, file=sys.stderr)
         return 1
+    if options.json:
+        plan.write(options.json)
     show(plan)
     if draw is not None:
         draw(plan, options.timeline)
-    if options.json:
-        plan.write(options.json)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from lowtide import memory
 from lowtide.planning.modules import ModuleTable
 from lowtide.planning.recording import Allocation
 from lowtide.planning.stacks import Line
@@ -22,15 +23,6 @@ CATEGORIES = {
     "temporaries": "freed within the forward or the optimizer that made them",
     "cublas_workspace": "one per stream and thread that multiplies matrices",
     "other": "made before the first forward and never named",
-}
-
-_LEASES = {
-    "parameters": "parameters",
-    "gathered": "gathered_parameters",
-    "gather_input": "communication",
-    "gradient_stream": "communication",
-    "gradient_slab": "full_gradients",
-    "sharded_gradients": "gradients",
 }
 
 # (end of the file's name, function) -> category, for torch's own wrappers.
@@ -72,7 +64,7 @@ def is_loss(lines: Sequence[Line]) -> bool:
 
 def lease_category(lowtides: str) -> str:
     """For a category of lowtide's ledger."""
-    return _LEASES[lowtides]
+    return memory.CATEGORIES[lowtides].in_plans
 
 
 def parameter_of_size(

@@ -57,6 +57,6 @@ class Request:
     allocator: dict[str, Any] = field(default_factory=dict)  # of phantom.install
     allow: Sequence[str] = ()  # operators that are not reviewed, "aten::foo"
     snapshot: str | None = None  # file for PyTorch's memory visualiser
-    output: str | None = None  # file for what the program prints; None: nowhere
+    output: str | None = None  # file for what the program prints; None: stderr
     time: str | None = None  # accelerator whose time is kept; None: no time
     trace: str | None = None  # file for a Chrome trace of the last step

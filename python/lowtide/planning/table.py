@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -81,8 +82,16 @@ def _verdict(plan: Plan) -> Text:
     return text
 
 
+class _Table(Table):
+    """Of texts as they are: a line of the program's may look like rich's markup."""
+
+    def add_row(self, *cells: RenderableType | None, **settings: Any) -> None:
+        texts = (Text(cell) if isinstance(cell, str) else cell for cell in cells)
+        super().add_row(*texts, **settings)
+
+
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
+    table = _Table(title=Text(title), box=box.SIMPLE_HEAD, title_justify="left")
     for column in columns:
         table.add_column(column, justify="right" if column in _NUMBERS else "left")
     return table

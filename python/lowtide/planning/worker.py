@@ -211,7 +211,7 @@ def message_of(error: BaseException) -> str:
 
 def _next_step(error: BaseException, on_cuda: bool) -> str:
     if isinstance(error, SystemExit):
-        return "Check its arguments; --output FILE has what it printed."
+        return "Check its arguments and what it printed."
     if isinstance(error, KeyError) and error.args[0] in process_group.VARIABLES:
         return "Pass --world N, which sets it as torchrun does."
     if on_cuda:
@@ -226,7 +226,11 @@ def _next_step(error: BaseException, on_cuda: bool) -> str:
 
 
 def _redirect_output(path: str | None) -> None:
-    target = os.open(path or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    """Stdout is the plan's."""
+    if path is None:
+        os.dup2(2, 1)
+        return
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(target, 1)
     os.dup2(target, 2)
     os.close(target)

@@ -72,6 +72,15 @@ def test_top_k_experts_of_transformers(alone):
     assert found["allocated"] > 4 * found["parameters"]
 
 
+def test_every_mechanism_of_lowtide_together():
+    script = ROOT / "tests/python/phantom/scripts/train_every_mechanism.py"
+    printed = run(str(script), "fused", world=8).stdout
+    assert "weight gradients: 6 fused, 1 exact\n" in printed
+    (residual,) = (line for line in printed.splitlines() if line.startswith("residual"))
+    # Of three blocks in three steps, 256 tokens of 512 bf16 values each.
+    assert residual.split()[1:7] == ["offload", "9", "0", "B", "2.25", "MiB"]
+
+
 def test_inductor_compiles_and_takes_less_than_eager(alone):
     found = alone["compiled"]
     assert found["compiled"] < found["eager"]

@@ -43,8 +43,8 @@ def written(tmp_path_factory):
     return directory, done
 
 
-def plan_in(directory: Path) -> Plan:
-    return Plan.from_dict(json.loads((directory / "plan.json").read_text()))
+def plan_in(directory: Path, name: str = "plan.json") -> Plan:
+    return Plan.from_dict(json.loads((directory / name).read_text()))
 
 
 def test_table_says_what_was_found(written):
@@ -111,6 +111,49 @@ def test_nothing_of_the_program_is_printed(tmp_path):
     assert log == "hello from the program ['--lr', '3']\n"
     page = (tmp_path / "t.html").read_text()
     assert "data:image/png;base64," in page
+
+
+LIKE_MARKUP = """
+import torch
+print("hello", flush=True)
+w = torch.nn.Linear(512, 512).cuda()
+opt = torch.optim.SGD(w.parameters(), lr=1)
+while True:
+    loss = w(torch.ones(64, 512).cuda()).sum(); text = "[/red] [bold"
+    loss.backward()
+    opt.step()
+"""
+
+
+def test_text_of_the_program_is_shown_as_it_is(tmp_path):
+    """What rich would take for markup, and what the program prints."""
+    (tmp_path / "[red]train.py").write_text(LIKE_MARKUP)
+    done = run(
+        *("--steps", "2", "--json", "p.json", "--", "[red]train.py"), directory=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "[red]train.py" in done.stdout
+    assert 'text = "[/red]' in " ".join(done.stdout.split())
+    assert done.stderr.strip() == "hello"
+    (tmp_path / "p.json").unlink()
+    # Written before anything that may fail is printed.
+    with open("/dev/full", "w") as full:
+        subprocess.run(
+            [sys.executable, "-m", "lowtide", "plan", "--steps", "2", "--json"]
+            + ["p.json", "--", "[red]train.py"],
+            cwd=tmp_path,
+            stdout=full,
+            stderr=subprocess.DEVNULL,
+        )
+    assert plan_in(tmp_path, "p.json").steps == 2
+
+
+def test_an_error_is_said_once(tmp_path):
+    (tmp_path / "train.py").write_text("raise RuntimeError('went [/red] wrong')\n")
+    done = run("--", "train.py", directory=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.count("lowtide: plan: expected the program to train") == 1
+    assert done.stderr.count("went [/red] wrong") == 2  # and the program's own
 
 
 def test_too_small_a_device(tmp_path):

@@ -292,7 +292,7 @@ def test_arguments_that_the_program_refuses(capsys, tmp_path):
     path = script(tmp_path, text)
     assert complaint(capsys, "--", path, "--lr") == (
         f"lowtide: plan: expected the program to train, got SystemExit at {path}:2: 2. "
-        "Check its arguments; --output FILE has what it printed."
+        "Check its arguments and what it printed."
     )
 
 

@@ -56,3 +56,13 @@ def test_every_rank_has_its_own_plan():
     ]
     assert [plan.rank for plan in plans] == [0, 2]
     assert plans[0].by_category["parameters"] >= plans[1].by_category["parameters"]
+
+
+def test_every_mechanism_together():
+    plan = planned.plan_script("train_every_mechanism.py", "exact", world=8)
+    weights = (2 * 8192 * 512 + 3 * 2 * 512 * 2048) * 4
+    assert 1 <= plan.by_category["parameters"] / (weights / 4) < 1.01
+    assert plan.by_category["activations"] > 0
+    assert plan.lowtide is not None
+    # A residual copied back for backward.
+    assert plan.lowtide["categories"]["activations"]["peak"] >= 256 * 512 * 2

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 from torch import Tensor, nn
 
@@ -172,3 +175,36 @@ def test_an_index_inside_the_module_chooses():
     model = nn.Sequential(nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)))
     checkpoint(model, ActivationPolicy(save=["0.0"]))
     assert [bool(m._forward_hooks) for m in model[0]] == [True, False]
+
+
+def test_names_are_checked_in_the_first_backward_that_ends():
+    """One that raises keeps no module, and the next one is looked at instead."""
+    model = wrapped(save=["hiden"])
+    places = [weakref.ref(block) for block in model]
+
+    def fail(gradient: Tensor) -> None:
+        raise ZeroDivisionError
+
+    x = rows().requires_grad_()
+    bad = x * 1.0
+    bad.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        model(bad).sum().backward()
+    with pytest.raises(ValueError, match="'hiden' to name a value in Mlp"):
+        model(x * 1.0).sum().backward()
+    model(x * 1.0).sum().backward()  # said once
+    del model, bad
+    gc.collect()
+    assert all(place() is None for place in places)
+
+
+def test_a_failed_first_backward_lets_its_modules_go():
+    model = wrapped(save=["hidden"])
+    places = [weakref.ref(block) for block in model]
+    bad = rows().requires_grad_() * 1.0
+    bad.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(bad).sum().backward()
+    del model, bad
+    gc.collect()
+    assert all(place() is None for place in places)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from lowtide import _C
+from lowtide import _C, memory
+from lowtide.planning import categories
 
 CATEGORIES = [
     "parameters",
@@ -15,6 +16,12 @@ CATEGORIES = [
     "activations",
 ]
 CPU = torch.device("cpu")
+
+
+def test_every_category_is_described_and_has_a_place_in_plans():
+    assert list(memory.CATEGORIES) == CATEGORIES
+    places = {category.in_plans for category in memory.CATEGORIES.values()}
+    assert places <= set(categories.CATEGORIES)
 
 
 def test_a_new_ledger_is_empty():
