@@ -116,6 +116,9 @@ void Unit::detach() {
 void Unit::rename(std::string name,
                   const std::vector<std::string>& parameters) {
   *name_ = std::move(name);
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    infos_[i].name = parameters[i];
+  }
   gradients_.rename_parameters(parameters);
 }
 

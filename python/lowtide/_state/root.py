@@ -9,6 +9,7 @@ from lowtide import _C
 from lowtide._state.agreement import require_agreement
 from lowtide._state.late import warn_of_additions
 from lowtide._state.memory import device_memory
+from lowtide._state.misread import explain_errors
 from lowtide._state.optimizers import watch_optimizers
 from lowtide._state.ties import move_shared_parameters
 from lowtide._state.unit import UnitState, original_class, unit_state
@@ -59,6 +60,9 @@ def build_root(state: UnitState) -> None:
         other.tree = [weakref.ref(state) for state in states]
         other.apply_prefetch()
     watch_optimizers(states)
+    if not state.explains_errors:
+        state.explains_errors = True
+        explain_errors(state)
     if state.device.type != "cpu":
         state.hooks.move_inputs_to(state.device)
 

@@ -74,9 +74,10 @@ class UnitState:
         self.policy = policy
         self.auto_reshard = reshard_after_forward is None
         self.name = ", ".join(type(module).__name__ for module in modules)
-        # What to do where its parameters are read and its modules not called.
         self.ignored: set[int] = set()  # ids of parameters that stay the user's
+        # What to do where its parameters are read and its modules not called.
         self.instead = "shard the module that reads it and not this one"
+        self.explains_errors = False  # as the root
         self.parameters: list[UnitParameter] = []
         self.groups = groups_of(mesh, device)
         self.post_forward_group: _C.Collectives | None = None

@@ -336,6 +336,7 @@ TEST_F(UnitTest, AUnitOfARootMayDie) {
 TEST_F(UnitTest, ANewNameIsInErrorsAndLabels) {
   on_two_ranks(chain_, [&](Rank& rank) {
     rank.unit(1).rename("blocks.0", std::vector<std::string>(7, "w"));
+    EXPECT_EQ(rank.unit(1).infos().front().name, "w");
     run_step(rank, chain_, 0);
     EXPECT_EQ(num_calls(rank, comm::Kind::all_gather, "blocks.0"), 2);
     EXPECT_EQ(num_calls(rank, comm::Kind::reduce_scatter, "blocks.0"), 1);

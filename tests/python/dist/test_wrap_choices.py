@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 import lowtide
@@ -186,3 +187,63 @@ def test_a_module_without_a_forward_is_refused_by_name(pool_of):
         "Module, which has no forward. Name the modules inside, for example "
         "down.0.block.0, down.0.block.1, down.0.down."
     ]
+
+
+class ReadsWeights(nn.Module):
+    """As whisper's logits and codebooks read weights: of modules that do not run."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.emb = nn.Embedding(100, 16)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(3)
+        )
+        self.head = nn.Linear(16, 100, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.emb(x)
+        for layer in self.layers:
+            y = layer(y)
+        if self.how == "the embedding's":
+            return F.linear(y, self.emb.weight)
+        if self.how == "the head's":
+            weight = self.head.weight
+            return y @ weight.t()
+        return self.head.forward(y)
+
+
+READS = {
+    "the embedding's": ("emb", "return F.linear(y, self.emb.weight)"),
+    "the head's": ("head", "return y @ weight.t()"),
+    "a forward called directly": (
+        "head",
+        "return F.linear(input, self.weight, self.bias)",
+    ),
+}
+
+
+def first_forward_of_a_reader(how: str) -> str:
+    torch.manual_seed(0)
+    model = ReadsWeights(how)
+    lowtide.wrap(model)
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(2, 4, dtype=torch.long))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", READS)
+def test_a_weight_read_outside_of_its_unit_is_named_with_the_units_to_pass(
+    pool_of, how
+):
+    unit, code = READS[how]
+    rest = ["head" if unit == "emb" else "emb"]
+    for text in pool_of(2).run(first_forward_of_a_reader, how):
+        assert text.startswith(
+            f"lowtide: parameter '{unit}.weight': expected to be read in a forward of "
+            f"its unit '{unit}', which gathers it, got {code!r} in forward (line "
+        )
+        told = text.partition("pass units=[")[2].partition("]")[0]
+        assert repr(rest[0]) in told and repr(unit) not in told
+        assert "*(f'layers.{i}' for i in range(3))" in told
+        assert text.endswith("DTensor before calling distributed operators!)")
