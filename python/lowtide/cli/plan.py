@@ -98,11 +98,9 @@ def run(options: argparse.Namespace) -> int:
         show, draw = _presentation(options)
         plan = _plan(request, verified=options.verify)
     except (ValueError, RuntimeError, ImportError) as error:
-        traceback = getattr(error, "traceback", "")
-        if traceback:
-            print(traceback.rstrip(), file=sys.stderr)
-        if str(error) not in traceback:
-            print(error, file=sys.stderr)
+        if where := getattr(error, "traceback", ""):
+            print(where.rstrip(), file=sys.stderr)
+        print(error, file=sys.stderr)
         return 1
     if options.json:
         plan.write(options.json)

@@ -39,7 +39,7 @@ def main(connection: Connection, request: Request) -> None:
         plan = run(request, lambda number: connection.send(("step", number)))
         connection.send(("plan", plan.to_dict()))
     except BaseException as error:
-        connection.send(("error", message_of(error), traceback.format_exc()))
+        connection.send(("error", message_of(error), _stack_of(error)))
     connection.close()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -207,6 +207,12 @@ def message_of(error: BaseException) -> str:
         "lowtide: plan: expected the program to train, got "
         f"{type(error).__name__}{where}: {text}. {_next_step(error, on_cuda)}"
     )
+
+
+def _stack_of(error: BaseException) -> str:
+    """Without the error itself, which the message has."""
+    text = "".join(traceback.format_exception(error))
+    return text.removesuffix("".join(traceback.format_exception_only(error)))
 
 
 def _next_step(error: BaseException, on_cuda: bool) -> str:

@@ -80,7 +80,7 @@ def unfrozen(dtype: torch.dtype) -> tuple[str, bool]:
 def test_one_that_begins_to_require_grad_is_refused(pool_of):
     for message, goes_on in pool_of(2).run(unfrozen, torch.float8_e4m3fn):
         assert message.startswith(
-            "lowtide: unit '1': expected Adapted.base, which has begun to "
+            "lowtide: unit '1': expected 1.base, which has begun to "
             "require grad, to be reduced in torch.float32, torch.bfloat16, "
             "torch.float16 or torch.float64, got "
         ), message

@@ -141,4 +141,4 @@ def test_ranks_with_different_rows_share_one_communicator(shared_pool, budget):
 def test_an_unknown_way_to_compare_is_refused(monkeypatch):
     monkeypatch.setenv("LOWTIDE_COMPARE_RANKS", "sometimes")
     with pytest.raises(ValueError, match="LOWTIDE_COMPARE_RANKS: expected on or off"):
-        groups._host_channel(None, torch.device("cpu"))
+        groups._host_group(None, torch.device("cpu"))

@@ -153,7 +153,7 @@ def test_an_error_is_said_once(tmp_path):
     done = run("--", "train.py", directory=tmp_path)
     assert done.returncode == 1
     assert done.stderr.count("lowtide: plan: expected the program to train") == 1
-    assert done.stderr.count("went [/red] wrong") == 2  # and the program's own
+    assert done.stderr.count("went [/red] wrong") == 2  # and in the program's line
 
 
 def test_too_small_a_device(tmp_path):

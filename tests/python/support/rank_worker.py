@@ -67,6 +67,11 @@ def drop_groups() -> None:
                 kept |= {made.reduce_process_group, made.host_process_group}
             else:
                 del groups._known[names]
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        # Its meshes, groups included, are found again for equal ones.
+        _clear_sharding_prop_cache()
     state: Any = distributed_c10d._world
     for group in list(state.pg_map):
         if group not in kept:
