@@ -44,7 +44,10 @@ bool plain_and_dense(const at::Tensor& tensor) {
          !tensor.is_inference() && !tensor.is_quantized() &&
          !tensor.is_conj() && !tensor.is_neg() && !tensor.is_meta() &&
          !tensor.unsafeGetTensorImpl()->is_python_dispatch() &&
-         (tensor.storage().nbytes() == 0 || tensor.storage().data() != nullptr);
+         (tensor.storage().nbytes() == 0 ||
+          tensor.storage()
+                  .unsafeGetStorageImpl()
+                  ->_mutable_data_ptr_no_checks() != nullptr);
 }
 
 }  // namespace

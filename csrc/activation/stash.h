@@ -58,7 +58,7 @@ class Stash {
   bool modified() const;
 
   // Issues the copy to the host behind `ready`.  Once; later calls do nothing.
-  // Throws std::bad_alloc when the host has no memory.
+  // Throws c10::Error when the host has no memory.
   void copy_out(const device::Event& ready);
   // Lets the device's bytes go: the stream that was compute's when the stash
   // was made, to whose pool they go back, waits for the copy out.  Does nothing

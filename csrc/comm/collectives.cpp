@@ -1,20 +1,8 @@
 #include "comm/collectives.h"
 
-#include <c10/util/Exception.h>
+#include "base/exception_text.h"
 
 namespace lowtide::comm {
-namespace {
-
-std::string first_line(const std::exception& cause) {
-  const auto* torch_error = dynamic_cast<const c10::Error*>(&cause);
-  const std::string text = torch_error != nullptr
-                               ? torch_error->what_without_backtrace()
-                               : cause.what();
-  return text.substr(0, text.find('\n'));
-}
-
-}  // namespace
-
 std::string_view kind_name(Kind kind) {
   switch (kind) {
     case Kind::all_gather:
@@ -36,7 +24,8 @@ Error collective_failed(Kind kind, const std::string& label,
                         std::int64_t size) {
   return Error(base::error_text(
       label, base::concat("the ", kind_name(kind), " to finish on all ranks"),
-      base::on_rank(base::concat("'", first_line(cause), "'"), rank, size),
+      base::on_rank(base::concat("'", base::exception_text(cause), "'"), rank,
+                    size),
       "Look at the log of the rank that failed first; then call "
       "lowtide.abort_step() or restart from the last checkpoint."));
 }

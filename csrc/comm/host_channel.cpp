@@ -10,16 +10,16 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/exception_text.h"
 
 namespace lowtide::comm {
 namespace {
 
 [[noreturn]] void throw_failed(const std::exception& cause, std::int64_t rank,
                                std::int64_t size) {
-  const std::string what = cause.what();
   throw Error(base::error_text(
       "comparing what ranks did", "all ranks to take part in the step",
-      base::on_rank(what.substr(0, what.find('\n')), rank, size),
+      base::on_rank(base::exception_text(cause), rank, size),
       "A peer raised, died or ran another number of steps: look for its error "
       "first."));
 }

@@ -3,10 +3,12 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 
 #include <exception>
-#include <new>
+#include <string>
+#include <string_view>
 #include <utility>
 
 #include "base/check.h"
@@ -53,6 +55,15 @@ void release(void* context) {
   }
 }
 
+std::string shortage(Category category, std::string_view name,
+                     std::int64_t bytes) {
+  return base::error_text(
+      base::concat(category_name(category), " of '", name, "'"),
+      base::concat(bytes, " bytes"), "no memory for them",
+      "Save fewer activations, shard over more ranks or make smaller units; "
+      "lowtide.memory_report() and `lowtide plan` show what takes how much.");
+}
+
 }  // namespace
 
 DeviceMemory::DeviceMemory(std::shared_ptr<device::Runtime> runtime,
@@ -70,7 +81,8 @@ c10::DataPtr DeviceMemory::lease(Category category, std::string_view name,
     const std::lock_guard lock(mutex_);
     if (fault_ && fault_->category == category && fault_->name == name) {
       fault_.reset();
-      throw std::bad_alloc();
+      throw c10::OutOfMemoryError({__func__, __FILE__, __LINE__},
+                                  shortage(category, name, bytes));
     }
   }
   auto lease = std::make_unique<Lease>();
@@ -82,7 +94,12 @@ c10::DataPtr DeviceMemory::lease(Category category, std::string_view name,
   lease->poison = poison_;
   {
     const device::UnobservedAllocations unobserved;
-    lease->bytes = runtime_->allocate(static_cast<std::size_t>(bytes));
+    try {
+      lease->bytes = runtime_->allocate(static_cast<std::size_t>(bytes));
+    } catch (c10::Error& error) {  // of the device's own type
+      error.add_context(shortage(category, name, bytes));
+      throw;
+    }
   }
   void* const data = lease->bytes.get();
   if (lease->poison) {

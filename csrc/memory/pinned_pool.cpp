@@ -162,7 +162,14 @@ PinnedBytes PinnedPool::pageable(std::int64_t num_bytes) {
         "These copies use pageable memory and block the host; offload less, or "
         "raise LOWTIDE_PINNED_BYTES."));
   }
-  void* const data = c10::alloc_cpu(static_cast<std::size_t>(num_bytes));
+  void* data = nullptr;
+  try {
+    data = c10::alloc_cpu(static_cast<std::size_t>(num_bytes));
+  } catch (c10::Error& error) {
+    error.add_context(
+        shortage(num_bytes, "Offload less, or give the machine more memory."));
+    throw;
+  }
   return {
       .data = {data, data, &c10::free_cpu, c10::Device(c10::DeviceType::CPU)}};
 }

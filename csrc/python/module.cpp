@@ -1,9 +1,13 @@
 // The Python module lowtide._C.  Bindings hold no logic; each room binds its
 // types in its own bind_<room>.cpp.
 #include <pybind11/pybind11.h>
+#include <torch/csrc/Exceptions.h>
 
+#include <exception>
+#include <optional>
 #include <string>
 
+#include "base/exception_text.h"
 #include "python/bindings.h"
 
 namespace py = pybind11;
@@ -22,10 +26,28 @@ py::dict build_info() {
   return info;
 }
 
+// torch's error of Python has no text of its own, and leaves the interpreter's
+// error set for who calls back into Python.
+std::optional<std::string> text_of_python_error(const std::exception& error) {
+  const auto* of_python = dynamic_cast<const python_error*>(&error);
+  if (of_python == nullptr) {
+    return std::nullopt;
+  }
+  const py::gil_scoped_acquire gil;
+  python_error copy(*of_python);
+  copy.persist();
+  if (copy.type == nullptr) {
+    return std::nullopt;
+  }
+  const auto name = py::str(py::handle(copy.type).attr("__name__"));
+  return std::string(name) + ": " + copy.what();
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "lowtide's C++ engine";
+  lowtide::base::use_exception_text(&text_of_python_error);
   module.def("build_info", &build_info,
              "What this build was compiled with: versions and CUDA.");
   lowtide::python::bind_memory(module);

@@ -11,16 +11,6 @@
 #include "memory/flat_layout.h"
 
 namespace lowtide::shard {
-namespace {
-
-void show(const c10::Storage& storage, c10::DataPtr data, std::int64_t bytes) {
-  auto* impl = storage.unsafeGetStorageImpl();
-  impl->set_data_ptr_noswap(std::move(data));
-  impl->set_nbytes(static_cast<std::size_t>(bytes));
-}
-
-}  // namespace
-
 ExtendedParameters::ExtendedParameters(
     UnitName unit, std::int64_t world_size,
     std::shared_ptr<memory::DeviceMemory> memory)
@@ -65,6 +55,16 @@ void ExtendedParameters::lay_out(const std::vector<at::Tensor>& inputs) {
   }
 }
 
+void ExtendedParameters::set_read_errors() const {
+  const auto error = read_error(*unit_, "a parameter made by an extension");
+  for (const auto& region : regions_) {
+    region.set_read_error(error);
+  }
+  for (const auto& inner : inner_) {
+    set_read_error(inner.storage, error);
+  }
+}
+
 void ExtendedParameters::bind(char* base) {
   for (std::size_t k = 0; k < regions_.size(); ++k) {
     regions_[k].bind(base + extents_[k].offset, extents_[k].bytes);
@@ -87,7 +87,7 @@ std::vector<at::Tensor> ExtendedParameters::arrived(bool from_parts) {
 void ExtendedParameters::keep_inner(const std::vector<at::Tensor>& inner) {
   inner_.clear();
   for (const auto& tensor : inner) {
-    if (!tensor.has_storage() || tensor.storage().data() == nullptr) {
+    if (!tensor.has_storage() || data_or_null(tensor.storage()) == nullptr) {
       continue;
     }
     const auto& storage = tensor.storage();
@@ -103,6 +103,7 @@ void ExtendedParameters::keep_inner(const std::vector<at::Tensor>& inner) {
       inner_.push_back({storage, static_cast<std::int64_t>(storage.nbytes())});
     }
   }
+  set_read_errors();
   bound_ = true;
 }
 
@@ -111,9 +112,9 @@ void ExtendedParameters::bind_inner() {
     return;
   }
   for (const auto& inner : inner_) {
-    show(inner.storage,
-         memory_->lease(memory::Category::gathered, *unit_, inner.bytes),
-         inner.bytes);
+    show_bytes(inner.storage,
+               memory_->lease(memory::Category::gathered, *unit_, inner.bytes),
+               inner.bytes);
   }
   bound_ = true;
 }
@@ -123,7 +124,7 @@ void ExtendedParameters::unbind() {
     region.unbind();
   }
   for (const auto& inner : inner_) {
-    show(inner.storage, c10::DataPtr(nullptr, memory_->runtime().device()), 0);
+    hide_bytes(inner.storage);
   }
   bound_ = false;
 }

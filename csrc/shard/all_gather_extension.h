@@ -68,6 +68,9 @@ class ExtendedParameters {
   const std::vector<Extent>& extents() const { return extents_; }
   std::int64_t bytes() const { return bytes_; }
 
+  // Anew, when the unit's name or what was made has changed.
+  void set_read_errors() const;
+
   void bind(char* base);
   // What was made of the regions, if that was now.
   std::vector<at::Tensor> arrived(bool from_parts);

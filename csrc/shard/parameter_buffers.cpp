@@ -2,10 +2,12 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
+#include <c10/util/Logging.h>
 #include <c10/util/accumulate.h>
 
 #include <algorithm>
 #include <optional>
+#include <string>
 
 #include "base/check.h"
 #include "ops/foreach.h"
@@ -130,12 +132,29 @@ std::int64_t ParameterBuffers::cast_bytes() const {
 }
 
 void ParameterBuffers::build_parameters() {
-  for (const auto& info : infos_) {
-    RepointedStorage storage(memory_->runtime().device());
+  for (std::size_t i = 0; i < infos_.size(); ++i) {
+    const auto& info = infos_[i];
+    RepointedStorage storage(memory_->runtime().device(),
+                             layout_[i].gathered_bytes);
     auto full = storage.view(info.compute_dtype, info.sizes,
                              contiguous_strides(info.sizes));
     parameters_.push_back({std::move(storage), std::move(full)});
   }
+  set_read_errors();
+}
+
+void ParameterBuffers::set_read_errors() {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    parameters_[i].storage.set_read_error(read_error(*unit_, infos_[i].name));
+  }
+  extended_.set_read_errors();
+}
+
+void ParameterBuffers::rename(const std::vector<std::string>& parameters) {
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    infos_[i].name = parameters[i];
+  }
+  set_read_errors();
 }
 
 void ParameterBuffers::build_gather_lists() {
@@ -281,7 +300,7 @@ std::unique_ptr<comm::Pending> ParameterBuffers::gather(
     runtime.wait(device::Stream::compute,
                  runtime.record(device::Stream::gather));
     arrived();
-    release();
+    drop();
     throw;
   }
 }
@@ -360,7 +379,35 @@ void ParameterBuffers::arrived() {
   extended_.drop_inputs();
 }
 
+std::optional<std::string> ParameterBuffers::array_error() const {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (parameters_[i].storage.has_array()) {
+      return base::error_text(
+          infos_[i].name,
+          base::concat("no NumPy array of it when its unit '", *unit_,
+                       "' gives its bytes back"),
+          "one that .numpy() made, which would show freed memory",
+          "Take the array of a copy: .clone().numpy().");
+    }
+  }
+  return std::nullopt;
+}
+
+void ParameterBuffers::require_no_array() const {
+  if (const auto error = array_error()) {
+    throw Error(*error);
+  }
+}
+
 void ParameterBuffers::release() {
+  require_no_array();
+  drop();
+}
+
+void ParameterBuffers::drop() {
+  if (const auto error = array_error()) {
+    LOG(WARNING) << *error;
+  }
   for (auto& parameter : parameters_) {
     parameter.storage.unbind();
   }

@@ -19,6 +19,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -77,7 +78,7 @@ class ParameterBuffers {
   // rows beyond the parameter are zero.
   at::Tensor padded_rows(std::size_t i, std::int64_t begin,
                          std::int64_t end) const;
-  // The full parameter's data; its storage is unbound unless gathered.
+  // The full parameter's data; its storage has no bytes unless gathered.
   const at::Tensor& full(std::size_t i) const { return parameters_[i].full; }
   const RepointedStorage& storage(std::size_t i) const {
     return parameters_[i].storage;
@@ -119,7 +120,12 @@ class ParameterBuffers {
   // Gives the input buffer back.
   void arrived();
   // Gives the gathered buffer back; every parameter's storage is unbound.
+  // Throws, and nothing has changed, if an array of a parameter is out; drop()
+  // only warns of it.
   void release();
+  void drop();
+  // What errors call the parameters.
+  void rename(const std::vector<std::string>& parameters);
 
   // Those of `extended` parameters are known from the first gather on.
   std::int64_t gathered_bytes() const {
@@ -144,6 +150,9 @@ class ParameterBuffers {
   // Bytes of the cast shards in the input buffer; packed parameters follow.
   std::int64_t cast_bytes() const;
   void build_parameters();
+  void set_read_errors();
+  std::optional<std::string> array_error() const;
+  void require_no_array() const;
   void build_gather_lists();
   void build_casts();
   void build_unpacks();

@@ -29,6 +29,7 @@ std::int64_t ParameterBuffers::for_each_part(std::int64_t parts,
 
 void ParameterBuffers::keep_part(std::int64_t index, std::int64_t parts) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  require_no_array();
   kept_bytes_ = for_each_part(parts, [](auto, auto, auto) {});
   if (kept_bytes_ > 0) {
     kept_.own(memory_->lease(memory::Category::gathered, *unit_, kept_bytes_),
@@ -45,7 +46,7 @@ void ParameterBuffers::keep_part(std::int64_t index, std::int64_t parts) {
       kept.copy_(part);
     });
   }
-  release();
+  drop();
 }
 
 std::unique_ptr<comm::Pending> ParameterBuffers::gather_parts(
@@ -67,7 +68,7 @@ std::unique_ptr<comm::Pending> ParameterBuffers::gather_parts(
     // The calls before the one that failed already write to these bytes.
     runtime.wait(device::Stream::compute,
                  runtime.record(device::Stream::gather));
-    release();
+    drop();
     throw;
   }
 }

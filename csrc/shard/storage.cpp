@@ -6,6 +6,7 @@
 #include <c10/core/StorageImpl.h>
 
 #include <memory>
+#include <optional>
 
 #include "base/check.h"
 
@@ -24,27 +25,92 @@ at::Tensor tensor_on(const c10::Storage& storage, c10::Device device,
   return tensor;
 }
 
+// torch has a way to make a storage raise and none to make it stop, as a gather
+// needs.  An explicit instantiation may name a private member.
+template <bool c10::StorageImpl::*Flag>
+struct Raising {
+  friend bool& raises(c10::StorageImpl& impl) { return impl.*Flag; }
+};
+template struct Raising<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
+bool& raises(c10::StorageImpl& impl);
+
+// Tensor.numpy() marks a storage as one that must not be resized, which shows
+// that an array has its address.  Only a storage with an allocator can lose the
+// mark.
+class FixedSize final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(std::size_t bytes) override {
+    throw Error(base::error_text("a unit's storage", "its size to stay",
+                                 base::concat("a resize to ", bytes, " bytes"),
+                                 "Copy the tensor first."));
+  }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+};
+
+c10::Allocator* fixed_size() {
+  static FixedSize allocator;
+  return &allocator;
+}
+
 }  // namespace
 
-RepointedStorage::RepointedStorage(c10::Device device)
+void set_read_error(const c10::Storage& storage, std::string error) {
+  auto* impl = storage.unsafeGetStorageImpl();
+  impl->get_extra_meta().custom_data_ptr_error_msg_ = std::move(error);
+  raises(*impl) = data_or_null(storage) == nullptr;
+}
+
+std::string read_error(const std::string& unit, const std::string& what) {
+  return base::error_text(
+      what, base::concat("a read while its unit '", unit, "' is gathered"),
+      "one when it had no bytes",
+      "Read it inside of the unit's forward or backward, or between unshard() "
+      "and reshard(); what is kept for later is a clone().");
+}
+
+void show_bytes(const c10::Storage& storage, c10::DataPtr data,
+                std::int64_t bytes) {
+  auto* impl = storage.unsafeGetStorageImpl();
+  raises(*impl) = false;
+  impl->set_data_ptr_noswap(std::move(data));
+  impl->set_nbytes(static_cast<std::size_t>(bytes));
+}
+
+void hide_bytes(const c10::Storage& storage) {
+  auto* impl = storage.unsafeGetStorageImpl();
+  raises(*impl) = impl->get_extra_meta().custom_data_ptr_error_msg_.has_value();
+  impl->set_data_ptr_noswap(c10::DataPtr(nullptr, storage.device()));
+  if (!raises(*impl)) {
+    impl->set_nbytes(std::size_t{0});
+  }
+}
+
+const void* data_or_null(const c10::Storage& storage) {
+  return storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get();
+}
+
+RepointedStorage::RepointedStorage(c10::Device device, std::int64_t bytes)
     : storage_(c10::make_intrusive<c10::StorageImpl>(
-          c10::StorageImpl::use_byte_size_t(), c10::SymInt(0),
-          c10::DataPtr(nullptr, device), nullptr, /*resizable=*/false)),
+          c10::StorageImpl::use_byte_size_t(), c10::SymInt(bytes),
+          c10::DataPtr(nullptr, device), fixed_size(),
+          /*resizable=*/device.is_cpu())),
       device_(device) {}
 
+bool RepointedStorage::has_array() const {
+  return device_.is_cpu() && !storage_.resizable();
+}
+
 void RepointedStorage::bind(void* data, std::int64_t bytes) {
-  auto* impl = storage_.unsafeGetStorageImpl();
-  impl->set_data_ptr_noswap(c10::DataPtr(data, device_));
-  impl->set_nbytes(static_cast<std::size_t>(bytes));
+  show_bytes(storage_, c10::DataPtr(data, device_), bytes);
 }
 
 void RepointedStorage::own(c10::DataPtr lease, std::int64_t bytes) {
-  auto* impl = storage_.unsafeGetStorageImpl();
-  impl->set_data_ptr_noswap(std::move(lease));
-  impl->set_nbytes(static_cast<std::size_t>(bytes));
+  show_bytes(storage_, std::move(lease), bytes);
 }
 
-void RepointedStorage::unbind() { bind(nullptr, 0); }
+void RepointedStorage::unbind() { hide_bytes(storage_); }
 
 at::Tensor RepointedStorage::view(at::ScalarType dtype, at::IntArrayRef sizes,
                                   at::IntArrayRef strides,

@@ -10,6 +10,8 @@
 #include <c10/core/Storage.h>
 
 #include <cstdint>
+#include <string>
+#include <utility>
 
 namespace lowtide::shard {
 
@@ -18,11 +20,36 @@ inline std::int64_t itemsize(at::ScalarType dtype) {
   return static_cast<std::int64_t>(c10::elementSize(dtype));
 }
 
+// [Note: Reads of what was given back]
+// A tensor outlives the bytes it shows: a parameter that someone kept, a view
+// of it, what autograd saved.  Read in between, a null pointer would end the
+// process and an old one give numbers of something else.  StorageImpl has an
+// error for reads of tensors without bytes, made for fake tensors; these do the
+// same, so that every operator on every device raises `error` instead.
+//
+// Says `error` from now on, whenever bytes are away.
+void set_read_error(const c10::Storage& storage, std::string error);
+// The text for `what` of `unit`.
+std::string read_error(const std::string& unit, const std::string& what);
+// Shows `bytes` bytes of `data`; takes them away again.  A storage with an
+// error keeps its size meanwhile, so that views can be made and raise it too.
+void show_bytes(const c10::Storage& storage, c10::DataPtr data,
+                std::int64_t bytes);
+void hide_bytes(const c10::Storage& storage);
+// What data() gives, null if away.
+const void* data_or_null(const c10::Storage& storage);
+
 class RepointedStorage {
  public:
-  // Unbound: null data, zero bytes.  Indexing or multiplying a tensor on an
-  // unbound storage raises torch's out-of-bounds error.
-  explicit RepointedStorage(c10::Device device);
+  // Unbound: null data.  `bytes`: the size until it is bound.
+  explicit RepointedStorage(c10::Device device, std::int64_t bytes = 0);
+  // Reads while unbound raise `error` ([Note: Reads of what was given back]).
+  void set_read_error(std::string error) const {
+    shard::set_read_error(storage_, std::move(error));
+  }
+  // Whether Tensor.numpy() was called on it: the array has the bytes' address
+  // and no share in them.  Never of a device's memory.
+  bool has_array() const;
 
   // Shows `bytes` bytes at `data`, which the caller keeps alive until unbind.
   void bind(void* data, std::int64_t bytes);
@@ -38,7 +65,7 @@ class RepointedStorage {
 
   // How many tensors (and others) hold the storage.
   std::int64_t use_count() const;
-  void* data() const { return storage_.mutable_data(); }
+  const void* data() const { return data_or_null(storage_); }
 
  private:
   c10::Storage storage_;

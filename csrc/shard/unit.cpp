@@ -119,6 +119,7 @@ void Unit::rename(std::string name,
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     infos_[i].name = parameters[i];
   }
+  buffers_.rename(parameters);
   gradients_.rename_parameters(parameters);
 }
 
@@ -211,15 +212,15 @@ void Unit::unshard() {
 
 void Unit::reshard() {
   wait_for_gather();
-  if (shown_ && view_) {
-    view_->show_shards();
-  }
-  shown_ = prefetched_ = false;
   buffers_.drop_part();
   if (state() == UnitState::unsharded) {
     buffers_.release();
     state_.on(UnitEvent::reshard);
   }
+  if (shown_ && view_) {
+    view_->show_shards();
+  }
+  shown_ = prefetched_ = false;
 }
 
 void Unit::reshard_after_forward_now() {
@@ -227,12 +228,12 @@ void Unit::reshard_after_forward_now() {
     reshard();
     return;
   }
+  buffers_.keep_part(post_forward_group->rank(), post_forward_group->size());
+  state_.on(UnitEvent::reshard);
   if (shown_ && view_) {
     view_->show_shards();
   }
   shown_ = prefetched_ = false;
-  buffers_.keep_part(post_forward_group->rank(), post_forward_group->size());
-  state_.on(UnitEvent::reshard);
 }
 
 void Unit::prefetch(Unit& other) {
@@ -448,7 +449,7 @@ void Unit::abort(bool drop_gradients) {
   if (shown_ && view_) {
     view_->show_shards();
   }
-  buffers_.release();
+  buffers_.drop();
   state_.on(UnitEvent::abort);
   shown_ = prefetched_ = false;
   next_in_forward_ = next_in_backward_ = nullptr;

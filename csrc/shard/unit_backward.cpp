@@ -285,11 +285,11 @@ void Unit::finish_backward() {
     root_->stream().seal(gradients_);
   }
   if (reshard_after_backward && state() == UnitState::unsharded) {
+    buffers_.release();
     if (shown_ && view_) {
       view_->show_shards();
     }
     shown_ = false;
-    buffers_.release();
     state_.on(UnitEvent::seal);
   }
 }

@@ -136,7 +136,10 @@ at::Tensor Unit::main_gradient(std::int32_t i) {
   main_gradients_.resize(infos_.size());
   auto& main = main_gradients_[static_cast<std::size_t>(i)];
   if (!main) {
-    RepointedStorage bytes(memory_->runtime().device());
+    RepointedStorage bytes(memory_->runtime().device(),
+                           buffers_.slice(static_cast<std::size_t>(i)).rows *
+                               inner * itemsize(info.reduce_dtype));
+    bytes.set_read_error(read_error(*name_, info.name + ".main_grad"));
     auto tensor = bytes.view(
         info.reduce_dtype,
         {buffers_.slice(static_cast<std::size_t>(i)).rows, inner}, {inner, 1});

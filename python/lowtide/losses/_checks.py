@@ -1,4 +1,4 @@
-"""What only the values can tell: classes in range, a weight that is there."""
+"""What only the values can tell: classes in range."""
 
 import torch
 from torch import Tensor
@@ -19,15 +19,4 @@ def check_targets(targets: Tensor, vocab_size: int, ignore_index: int) -> None:
             f"lowtide: linear_cross_entropy: targets: expected {rule}, got "
             f"{int(targets[at])} at token {at}. Pass ignore_index, or a head with as "
             "many rows as there are classes."
-        )
-
-
-def check_gathered(weight: Tensor) -> None:
-    """A sharded unit's full parameter has no bytes while the unit is sharded."""
-    if weight.numel() and not weight.untyped_storage().nbytes():
-        raise ValueError(
-            "lowtide: linear_cross_entropy: weight: expected a gathered weight, got "
-            f"{list(weight.shape)} of a unit that is sharded. Call the loss in the "
-            "forward of the head's unit, or unshard() it and use chunking='tokens', "
-            "which does not read the weight in backward."
         )

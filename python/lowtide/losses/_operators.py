@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.library import custom_op
 
 from lowtide.losses._autograd import refuse_create_graph
-from lowtide.losses._checks import check_gathered, check_targets
+from lowtide.losses._checks import check_targets
 from lowtide.losses._objective import Objective
 from lowtide.losses._rows import TensorRows, accumulate_dtype
 from lowtide.losses._sizes import (
@@ -45,7 +45,6 @@ def loss_by_vocabulary(
     vocab_chunk: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss, and what backward needs: top and total of `Statistics`."""
-    check_gathered(weight)
     check_targets(targets, len(weight), ignore_index)
     rows, tokens = _chunks(targets, weight, compute_dtype, token_chunk, vocab_chunk)
     objective = Objective(ignore_index, label_smoothing, z_loss, mean)
@@ -87,7 +86,6 @@ def _gradients(
     for_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of hidden, weight and bias; empty where none is asked for."""
-    check_gathered(weight)
     rows, tokens = _chunks(targets, weight, compute_dtype, token_chunk, vocab_chunk)
     gradients = gradients_by_rows(
         grad_loss,
@@ -153,7 +151,6 @@ def loss_by_tokens(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The loss, and its gradients of hidden, weight and bias; empty where none is
     asked for."""
-    check_gathered(weight)
     check_targets(targets, len(weight), ignore_index)
     tokens = token_chunk_or_default(
         token_chunk,

@@ -115,7 +115,7 @@ TEST(StashTest, AFailedAllocationLeavesTheBytesOnTheHost) {
   stash.let_go();
   device.memories.device->fail_next_lease(memory::Category::activations,
                                           "residual");
-  EXPECT_THROW(stash.fetch(), std::bad_alloc);
+  EXPECT_THROW(stash.fetch(), c10::OutOfMemoryError);
   EXPECT_EQ(place_name(stash.place()), "host");
   EXPECT_EQ(device.consume(stash.on_device()), 3);
 }

@@ -4,7 +4,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <new>
 #include <thread>
 #include <vector>
 
@@ -71,7 +70,7 @@ TEST_F(DeviceMemoryTest, AnInjectedFaultHitsOneLeaseOfThatNameAndCategory) {
   EXPECT_NO_THROW(memory_.lease(Category::gradient_stream, "layers.0", 8));
   EXPECT_NO_THROW(memory_.lease(Category::gathered, "layers.1", 8));
   EXPECT_THROW(memory_.lease(Category::gradient_stream, "layers.1", 8),
-               std::bad_alloc);
+               c10::OutOfMemoryError);
   EXPECT_EQ(ledger_->num_leases(Category::gradient_stream), 1);
   EXPECT_NO_THROW(memory_.lease(Category::gradient_stream, "layers.1", 8));
 }

@@ -100,7 +100,8 @@ void Rank::kernel(const std::string& what, std::size_t u) {
   for (std::size_t p = 0; p < leaves_[u].size(); ++p) {
     const at::Tensor& full = units_[u]->buffers().full(p);
     // Of a leaf module backward may need nothing.
-    if (specs_[u].leaf_module && full.storage().nbytes() == 0) continue;
+    if (specs_[u].leaf_module && data_or_null(full.storage()) == nullptr)
+      continue;
     runtime->touches(Stream::compute, full.const_data_ptr(), full.nbytes(),
                      Access::read);
   }

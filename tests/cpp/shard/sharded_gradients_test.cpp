@@ -6,7 +6,6 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <new>
 #include <stdexcept>
 
 #include "device/scripted_runtime.h"
@@ -257,7 +256,7 @@ TEST_F(ShardedGradientsTest, AbortDropsEveryGradient) {
 
 TEST_F(ShardedGradientsTest, AFailingLeaseIsPreparedForAgain) {
   memory_->fail_next_lease(Category::sharded_gradients, "layers.0");
-  EXPECT_THROW(gradients_.prepare(all_), std::bad_alloc);
+  EXPECT_THROW(gradients_.prepare(all_), c10::OutOfMemoryError);
   EXPECT_FALSE(gradients_.prepared());
   gradients_.prepare(all_);
   land(3, 5);

@@ -67,6 +67,29 @@ TEST_F(RepointedStorageTest, UnboundHasNoBytesAndRaisesOnUse) {
   EXPECT_THROW(at::ones({1, 2}).mm(matrix_), c10::Error);
 }
 
+TEST_F(RepointedStorageTest, ReadsOfWhatWasGivenBackRaiseTheirError) {
+  storage_.bind(first_.data(), sizeof first_);
+  const at::Tensor alias = matrix_.detach();
+  storage_.set_read_error("gone");
+  EXPECT_EQ(alias.sum().item<float>(), 21);
+  storage_.unbind();
+  const auto gone = [](const auto& read) {
+    EXPECT_THAT(read, ThrowsMessage<c10::Error>(HasSubstr("gone")));
+  };
+  gone([&] { matrix_.sum(); });
+  gone([&] { alias.add(1); });
+  gone([&] { alias.select(0, 0).clone(); });
+  gone([&] { alias.mm(at::ones({3, 1})); });
+  gone([&] { alias.zero_(); });
+  gone([&] { alias.t()[0][0].item<float>(); });
+  gone([&] { (void)matrix_.data_ptr<float>(); });
+  EXPECT_EQ(storage_.data(), nullptr);
+  storage_.bind(second_.data(), sizeof second_);
+  EXPECT_EQ(alias[0][0].item<float>(), 6);
+  alias.zero_();
+  EXPECT_EQ(second_[0], 0);
+}
+
 TEST_F(RepointedStorageTest, CountsWhoHoldsIt) {
   const auto before = storage_.use_count();
   {
@@ -78,7 +101,7 @@ TEST_F(RepointedStorageTest, CountsWhoHoldsIt) {
 
 TEST_F(RepointedStorageTest, NeverShrinksOrGrows) {
   storage_.bind(first_.data(), sizeof first_);
-  EXPECT_THROW(matrix_.resize_({7}), c10::Error);
+  EXPECT_THROW(matrix_.resize_({7}), Error);
   EXPECT_FALSE(matrix_.is_inference());
 }
 

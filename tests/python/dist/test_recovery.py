@@ -181,7 +181,9 @@ def train_out_of_memory(run: Run, point: tuple[str, str], explicitly: bool) -> T
             continue
         device_memory().fail_next_lease(*point)
         error = session.failing_step(step)
-        assert isinstance(error, MemoryError) or "bad_alloc" in str(error), repr(error)
+        assert isinstance(error, torch.OutOfMemoryError), repr(error)
+        category, name = point
+        assert f"of '{name}': expected " in str(error), (category, error)
         session.recover(explicitly)
     return session.trace
 
