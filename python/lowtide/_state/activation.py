@@ -20,6 +20,7 @@ from torch.utils._device import DeviceContext
 from lowtide import _C
 from lowtide._state.interior import Recorder, Replayer
 from lowtide._state.memory import device_memory
+from lowtide._state.modules import class_name
 from lowtide.policies import INPUT, ActivationPolicy
 
 # Where a checkpointed module keeps its region.
@@ -63,7 +64,7 @@ class RegionState:
 
     def __init__(self, module: nn.Module, policy: ActivationPolicy) -> None:
         self.policy = policy
-        self.module_name = type(module).__name__
+        self.module_name = class_name(module)
         self.region = self._make(type(module).__call__)
         self.names_checked = False  # after a backward
 
@@ -177,9 +178,9 @@ def _require_no_index(module: nn.Module, pattern: str, above: list[str]) -> None
             below = pattern.split(".", place + 1)[-1]
             anywhere = ".".join([*above[:place], "*", below])
             raise ValueError(
-                f"lowtide: checkpoint({type(module).__name__}): expected '*' above the "
+                f"lowtide: checkpoint({class_name(module)}): expected '*' above the "
                 f"module, got {part!r} in {pattern!r}, which would mean every "
-                f"{type(module).__name__} of this policy. Write {anywhere!r}, or give "
+                f"{class_name(module)} of this policy. Write {anywhere!r}, or give "
                 "the one that is meant a policy of its own."
             )
 

@@ -14,6 +14,7 @@ from lowtide._state.buffers_of_group import (
     GroupBufferAllGather,
     GroupBufferReduceScatter,
 )
+from lowtide._state.modules import class_name
 from lowtide._state.unit import UnitState, unit_state
 
 
@@ -297,7 +298,7 @@ def _embedding_forward(self: nn.Embedding, input: Tensor) -> Tensor:
 
 def _refuse_deepcopy(module: nn.Module, memo: object) -> NoReturn:
     raise AssertionError(
-        f"lowtide: {type(module).__name__}: expected a module that is not sharded to "
+        f"lowtide: {class_name(module)}: expected a module that is not sharded to "
         "deepcopy, got a sharded one. Use state_dict, or copy before fully_shard."
     )
 

@@ -71,7 +71,7 @@ class FusedWeights:
             if not main and not (isinstance(module, nn.Linear) and name == "weight"):
                 continue
             reason = _obstacle(parameter, its, device)
-            if reason is None and not main and not _own_forward(module):
+            if reason is None and not main and not has_own_forward(module):
                 weight = self._weights.get(parameter) or FusedWeight(parameter)
                 weights[parameter] = weight
                 _take_over(module, weight)
@@ -213,7 +213,7 @@ def _writes_main_grad(module: nn.Module) -> bool:
     return any(getattr(module, name, False) is True for name in _WRITES_MAIN_GRAD)
 
 
-def _own_forward(module: nn.Module) -> bool:
+def has_own_forward(module: nn.Module) -> bool:
     forward = type(module).forward
     of_linear = forward is nn.Linear.forward or forward is _linear_forward
     return "forward" in module.__dict__ or not of_linear

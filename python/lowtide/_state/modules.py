@@ -58,13 +58,24 @@ def managed_parameters(
     return list(found.values())
 
 
+def original_class(module: nn.Module) -> type:
+    """The program's, also of a module that ``fully_shard`` made an ``FSDPModule``."""
+    kind = type(module)
+    original: type = getattr(kind, "_original_class", kind)
+    return original
+
+
+def class_name(module: nn.Module) -> str:
+    return original_class(module).__name__
+
+
 def require_initialized(
     roots: Iterable[nn.Module], managed: Iterable[ManagedParameter], who: str
 ) -> None:
     """Of lazy modules, whose parameters have no shape before the first forward."""
     places = {item.slots[0] for item in managed if is_lazy(item.parameter)}
     lazy = [
-        (f"{path}.{name}" if path else name, type(module).__name__)
+        (f"{path}.{name}" if path else name, class_name(module))
         for root in roots
         for path, module in root.named_modules()
         for name in module._parameters
@@ -80,7 +91,7 @@ def require_initialized(
 
 def check_shardable(managed: ManagedParameter) -> None:
     module, name = managed.slots[0]
-    who = f"{type(module).__name__}.{name}"
+    who = f"{class_name(module)}.{name}"
     parameter = managed.parameter
     if parameter.dim() == 0:
         raise ValueError(

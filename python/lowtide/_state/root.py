@@ -10,9 +10,10 @@ from lowtide._state.agreement import require_agreement
 from lowtide._state.late import warn_of_additions
 from lowtide._state.memory import device_memory
 from lowtide._state.misread import explain_errors
+from lowtide._state.modules import class_name, original_class
 from lowtide._state.optimizers import watch_optimizers
 from lowtide._state.ties import move_shared_parameters
-from lowtide._state.unit import UnitState, original_class, unit_state
+from lowtide._state.unit import UnitState, unit_state
 
 
 def build_root(state: UnitState) -> None:
@@ -32,7 +33,7 @@ def build_root(state: UnitState) -> None:
         if other.root is not None:
             raise RuntimeError(
                 f"lowtide: unit '{other.name}': expected to run inside "
-                f"'{type(root_module).__name__}', got a forward of its own before "
+                f"'{class_name(root_module)}', got a forward of its own before "
                 "that of its root. Run forward through the root module first."
             )
     move_shared_parameters(root_module, states)
@@ -53,7 +54,7 @@ def build_root(state: UnitState) -> None:
         other.choose_rows()
         other.choose_fused()
     require_agreement(states)
-    root = _C.Root(type(root_module).__name__, device_memory(state.device))
+    root = _C.Root(class_name(root_module), device_memory(state.device))
     root.adopt(units)
     for other in states:
         other.root = root
@@ -80,7 +81,7 @@ def _name(root: nn.Module, states: list[UnitState]) -> None:
     module_names = {module: name for name, module in root.named_modules()}
     for state in states:
         paths = [module_names[module] for module in state.modules]
-        state.name = ", ".join(path or type(root).__name__ for path in paths)
+        state.name = ", ".join(path or class_name(root) for path in paths)
         for parameter in state.parameters:
             module, name = parameter.slots[0]
             path = module_names[module]

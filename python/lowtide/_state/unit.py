@@ -27,7 +27,12 @@ from lowtide._state.fused import FusedWeights
 from lowtide._state.groups import groups_of, smaller_group
 from lowtide._state.late import warn_of_additions
 from lowtide._state.memory import device_memory
-from lowtide._state.modules import ManagedParameter, check_shardable
+from lowtide._state.modules import (
+    ManagedParameter,
+    check_shardable,
+    class_name,
+    original_class,
+)
 from lowtide._state.parameter import (
     UnitParameter,
     local_gradient,
@@ -73,7 +78,7 @@ class UnitState:
         self.device = device
         self.policy = policy
         self.auto_reshard = reshard_after_forward is None
-        self.name = ", ".join(type(module).__name__ for module in modules)
+        self.name = ", ".join(map(class_name, modules))
         self.ignored: set[int] = set()  # ids of parameters that stay the user's
         # What to do where its parameters are read and its modules not called.
         self.instead = "shard the module that reads it and not this one"
@@ -139,7 +144,7 @@ class UnitState:
             check_shardable(item)
             module, name = item.slots[0]
             original = item.parameter
-            who = f"{type(module).__name__}.{name}"
+            who = f"{class_name(module)}.{name}"
             parameter_dtypes(  # raises
                 original.dtype, self.policy, who=who, trainable=original.requires_grad
             )
@@ -452,12 +457,6 @@ class UnitState:
 def local_of(parameter: nn.Parameter) -> torch.Tensor:
     assert isinstance(parameter, DTensor)
     return parameter._local_tensor
-
-
-def original_class(module: nn.Module) -> type:
-    """Of a module that ``fully_shard`` has made an ``FSDPModule``."""
-    original: type = type(module)._original_class
-    return original
 
 
 def unit_state(module: nn.Module) -> UnitState | None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _C
+from lowtide._state.modules import class_name
 from lowtide._state.rows import RowChunk, strided_chunks
 from lowtide._state.unit import UnitState, unit_state
 from lowtide.losses._rows import accumulate_dtype
@@ -23,7 +24,7 @@ def stream_rows(head: nn.Linear) -> None:
     if state is None or not can_stream(state):
         raise ValueError(
             "lowtide: stream_rows: expected a linear layer without bias that is a unit "
-            f"of its own, got {type(head).__name__}. Call fully_shard(head) first."
+            f"of its own, got {class_name(head)}. Call fully_shard(head) first."
         )
     state.materialized().stream_rows()
 

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lowtide._state.fused import has_own_forward
+from lowtide._state.modules import class_name
 from lowtide._state.unit import UnitState, unit_state
 from lowtide.losses._autograd import loss_of_rows
 from lowtide.losses._objective import Objective
@@ -194,9 +196,12 @@ def _weight_and_bias(
     if not isinstance(weight, nn.Module):
         return weight, bias
     head = weight
-    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+    if not isinstance(head, nn.Linear) or has_own_forward(head):
         raise _error(
-            "weight", "a tensor or an nn.Linear", type(head).__name__, "Pass its weight"
+            "weight",
+            "a tensor, or an nn.Linear with its class's forward",
+            class_name(head),
+            "Pass its weight",
         )
     if bias is not None:
         raise _error(

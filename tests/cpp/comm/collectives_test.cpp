@@ -87,8 +87,8 @@ TEST(CollectivesTest, AFailureNamesUnitCollectiveCauseAndNextStep) {
   EXPECT_THAT(
       collective_failed(Kind::reduce_scatter, "layers.3", cause, 1, 4).what(),
       StrEq("lowtide: layers.3: expected the reduce-scatter to finish on all "
-            "ranks, got 'Connection closed by peer' (rank 1 of 4). Look at the "
-            "log of the rank that failed first; then call "
+            "ranks, got 'Connection closed by peer at pair.cc:547' (rank 1 of "
+            "4). Look at the log of the rank that failed first; then call "
             "lowtide.abort_step() or restart from the last checkpoint."));
 }
 

@@ -323,12 +323,12 @@ REFUSALS: dict[Callable[[], None], tuple[str, str]] = {
     ),
     deepcopy: (
         "AssertionError",
-        "FSDPLinear: expected a module that is not sharded to deepcopy, got a "
+        "Linear: expected a module that is not sharded to deepcopy, got a "
         "sharded one. ",
     ),
     child_before_its_root: (
         "RuntimeError",
-        "unit 'FSDPLinear': expected to run inside 'FSDPSequential', got a forward of "
+        "unit 'Linear': expected to run inside 'Sequential', got a forward of "
         "its own before that of its root. ",
     ),
     list_as_root: (
@@ -338,8 +338,7 @@ REFUSALS: dict[Callable[[], None], tuple[str, str]] = {
     ),
     meta_parameters: (
         "RuntimeError",
-        "unit 'FSDPLinear': expected parameters with storage, got meta tensors: "
-        "weight. ",
+        "unit 'Linear': expected parameters with storage, got meta tensors: weight. ",
     ),
     second_order: (
         "RuntimeError",
@@ -348,7 +347,7 @@ REFUSALS: dict[Callable[[], None], tuple[str, str]] = {
     ),
     empty_budget: (
         "ValueError",
-        "gradient budget of 'FSDPLinear': expected a positive number of bytes, got 0. ",
+        "gradient budget of 'Linear': expected a positive number of bytes, got 0. ",
     ),
     report_of_plain_model: (
         "ValueError",

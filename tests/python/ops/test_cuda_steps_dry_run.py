@@ -101,7 +101,7 @@ def test_a_compiled_fused_weight_on_another_stream_is_refused(
 def test_a_unit_on_another_stream_is_refused(side_streams: dict[str, str]) -> None:
     assert side_streams["units"] == (
         "lowtide: unit 'aside': expected its forward on the stream that the forward of "
-        "'FSDPForked' began on, got another stream. Enter the stream around the whole "
+        "'Forked' began on, got another stream. Enter the stream around the whole "
         "forward, its loss included, or shard the module that switches streams instead "
         "of those inside it: a unit's own forward may use other streams if it waits "
         "for them before it returns."
@@ -115,7 +115,7 @@ def test_the_loss_of_a_streamed_head_on_another_stream_is_refused(
     is not: rows of the next gathers would come from its memory."""
     assert side_streams["head"].startswith(
         "side: lowtide: unit 'head': expected its rows to be read on the stream that "
-        "the forward of 'FSDPHeaded' began on, got another stream. "
+        "the forward of 'Headed' began on, got another stream. "
     )
 
 

@@ -46,11 +46,13 @@ class Scaled(nn.Linear):
         ),
         (
             {"weight": nn.Bilinear(4, 4, 10)},
-            "weight: expected a tensor or an nn.Linear, got Bilinear. Pass its weight.",
+            "weight: expected a tensor, or an nn.Linear with its class's forward, got "
+            "Bilinear. Pass its weight.",
         ),
         (
             {"weight": Scaled(4, 10)},
-            "weight: expected a tensor or an nn.Linear, got Scaled. Pass its weight.",
+            "weight: expected a tensor, or an nn.Linear with its class's forward, got "
+            "Scaled. Pass its weight.",
         ),
         (
             {"weight": nn.Linear(4, 10), "bias": torch.zeros(10)},
