@@ -148,6 +148,6 @@ def test_deepcopy_is_refused_with_fsdp2s_exception(pool_of):
     (ours,) = pool_of(1).run(deepcopy_of, "lowtide")
     assert theirs.startswith("AssertionError: FSDP does not support deepcopy")
     assert ours == (
-        "AssertionError: lowtide: FSDPLinear: expected a module that is not sharded to "
+        "AssertionError: lowtide: Linear: expected a module that is not sharded to "
         "deepcopy, got a sharded one. Use state_dict, or copy before fully_shard."
     )
