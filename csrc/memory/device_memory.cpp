@@ -106,7 +106,7 @@ c10::DataPtr DeviceMemory::lease(Category category, std::string_view name,
     fill_with_nan(*runtime_, data, bytes);
   }
   runtime_->describe(data, category_name(category), name);
-  ledger_->add(category, name, bytes);
+  ledger_->add(category, name, bytes, data);
   return {data, lease.release(), &release, runtime_->device()};
 }
 

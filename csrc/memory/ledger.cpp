@@ -46,7 +46,8 @@ Category category_of(std::string_view name) {
       base::concat("'", name, "'"), "Use a name from that list."));
 }
 
-void Ledger::add(Category category, std::string_view name, std::int64_t bytes) {
+void Ledger::add(Category category, std::string_view name, std::int64_t bytes,
+                 const void* begin) {
   LOWTIDE_INVARIANT(bytes > 0, "a lease has bytes");
   const std::size_t i = index_of(category);
   const std::lock_guard lock(mutex_);
@@ -63,6 +64,9 @@ void Ledger::add(Category category, std::string_view name, std::int64_t bytes) {
   if (total_live_ > total_peak_) {
     total_peak_ = total_live_;
     at_total_peak_ = live_;
+  }
+  if (logs_ && begin != nullptr) {
+    log_.push_back({begin, category, std::string(name)});
   }
   if (observer_) observer_(live_);
 }
@@ -128,6 +132,12 @@ std::map<std::string, Ledger::Named> Ledger::by_name(Category category) const {
   const std::lock_guard lock(mutex_);
   const auto& names = names_[index_of(category)];
   return {names.begin(), names.end()};
+}
+
+std::vector<Ledger::Logged> Ledger::take_log() {
+  const std::lock_guard lock(mutex_);
+  logs_ = true;
+  return std::exchange(log_, {});
 }
 
 void Ledger::observe(std::function<void(const Bytes& live)> observer) {

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace lowtide::memory {
 
@@ -36,8 +37,10 @@ using Bytes = std::array<std::int64_t, kNumCategories>;
 
 class Ledger {
  public:
-  // `bytes` > 0.  `name` is the unit's module path, or the buffer's own name.
-  void add(Category category, std::string_view name, std::int64_t bytes);
+  // `bytes` > 0.  `name` is the unit's module path, or the buffer's own name;
+  // `begin` only goes into the log.
+  void add(Category category, std::string_view name, std::int64_t bytes,
+           const void* begin = nullptr);
   void remove(Category category, std::string_view name, std::int64_t bytes);
 
   Bytes live() const;
@@ -56,6 +59,15 @@ class Ledger {
   };
   std::map<std::string, Named> by_name(Category category) const;
 
+  // Which lease got which address, in order: how `lowtide plan` knows what an
+  // allocation is.  From the first call on every lease is kept until the next.
+  struct Logged {
+    const void* begin;
+    Category category;
+    std::string name;
+  };
+  std::vector<Logged> take_log();
+
   // Called after every change, under the ledger's lock, with the bytes live
   // by category; must not call back into the ledger.  One observer at a time:
   // a second one throws lowtide::Error, an empty function removes the first.
@@ -71,6 +83,8 @@ class Ledger {
   std::int64_t total_peak_ = 0;
   std::array<std::map<std::string, Named, std::less<>>, kNumCategories> names_;
   std::function<void(const Bytes&)> observer_;
+  bool logs_ = false;
+  std::vector<Logged> log_;
 };
 
 }  // namespace lowtide::memory

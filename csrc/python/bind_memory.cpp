@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -41,6 +42,16 @@ py::dict by_name(const Ledger& ledger, const std::string& category) {
   for (const auto& [name, named] :
        ledger.by_name(memory::category_of(category))) {
     result[py::str(name)] = py::make_tuple(named.live, named.peak);
+  }
+  return result;
+}
+
+std::vector<std::tuple<std::intptr_t, std::string, std::string>> take_log(
+    Ledger& ledger) {
+  std::vector<std::tuple<std::intptr_t, std::string, std::string>> result;
+  for (auto& [begin, category, name] : ledger.take_log()) {
+    result.emplace_back(reinterpret_cast<std::intptr_t>(begin),
+                        memory::category_name(category), std::move(name));
   }
   return result;
 }
@@ -106,6 +117,9 @@ void bind_memory(py::module_& module) {
           py::arg("category"))
       .def("by_name", &by_name, py::arg("category"),
            "name -> (live, peak) in bytes.")
+      .def("take_log", &take_log,
+           "(address, category, name) of every lease since the last call, from "
+           "the first on.")
       .def("reset_peaks", &Ledger::reset_peaks);
 
   py::class_<AllocationTimeline>(

@@ -6,6 +6,8 @@
 #include <limits>
 #include <memory>
 
+#include "phantom/driver/listener.h"
+
 namespace lowtide::dry {
 namespace {
 
@@ -70,6 +72,7 @@ bool Device::free(Address address) {
   kept().forget(address, *bytes);
   memory.give(*bytes);
   completion.wait_for_device();
+  listener().hear_waited(index_);
   return true;
 }
 

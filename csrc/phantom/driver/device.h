@@ -38,8 +38,9 @@ class Gauge {
 class Device {
  public:
   Device(int index, const Settings& settings)
-      : memory(settings.memory),
+      : memory(settings.limit),
         completion(settings.immediate),
+        index_(index),
         addresses_(index) {}
 
   Gauge memory;
@@ -57,6 +58,7 @@ class Device {
   std::optional<AddressSpace::Range> around(Address address) const;
 
  private:
+  int index_;
   mutable std::mutex mutex_;
   AddressSpace addresses_;
 };

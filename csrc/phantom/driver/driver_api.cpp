@@ -97,7 +97,7 @@ CUresult cuDeviceGetName(char* name, int length, CUdevice index) {
 }
 CUresult cuDeviceTotalMem(std::size_t* bytes, CUdevice index) {
   if (!exists(index)) return CUDA_ERROR_INVALID_DEVICE;
-  *bytes = device(index).memory.most();
+  *bytes = settings().memory;
   return CUDA_SUCCESS;
 }
 CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute which,

@@ -7,6 +7,7 @@
 #include "phantom/driver/collective_log.h"
 #include "phantom/driver/device.h"
 #include "phantom/driver/kernels.h"
+#include "phantom/driver/listener.h"
 #include "phantom/driver/order.h"
 
 #define LOWTIDE_DRY_API __attribute__((visibility("default")))
@@ -29,6 +30,12 @@ LOWTIDE_DRY_API std::int64_t lowtide_dry_unseen_collectives(
 LOWTIDE_DRY_API const char* lowtide_dry_collectives() {
   return collective_log().lines();
 }
+// Functions that hear of events and waits (listener.h); null for nobody.
+LOWTIDE_DRY_API void lowtide_dry_listen(Listener::Recorded recorded,
+                                        Listener::Waited waited) {
+  listener().recorded = recorded;
+  listener().waited = waited;
+}
 // Bytes of a device: what cudaMemGetInfo calls used, at most so far.
 LOWTIDE_DRY_API std::int64_t lowtide_dry_peak_memory(int index) {
   return static_cast<std::int64_t>(device(index).memory.peak());
@@ -41,11 +48,20 @@ LOWTIDE_DRY_API int lowtide_dry_known(const void* first, std::int64_t bytes) {
   return kept().known_as_whole(reinterpret_cast<Address>(first),
                                static_cast<std::size_t>(bytes));
 }
+// The device whose memory it is, or -1.
+LOWTIDE_DRY_API int lowtide_dry_device_of(const void* address) {
+  return device_of(address).value_or(-1);
+}
 // The range has other contents now (csrc/phantom/observer).
 LOWTIDE_DRY_API void lowtide_dry_forget(const void* first, std::int64_t bytes) {
   if (!device_of(first) || kept().total() == 0) return;
   kept().forget(reinterpret_cast<Address>(first),
                 static_cast<std::size_t>(bytes));
+}
+// Between host and device, as far as there are bytes.
+LOWTIDE_DRY_API void lowtide_dry_copy(void* to, const void* from,
+                                      std::int64_t bytes) {
+  copy_bytes(to, from, static_cast<std::size_t>(bytes));
 }
 LOWTIDE_DRY_API void lowtide_dry_write_zeros(void* first, std::int64_t bytes) {
   kept().fill(reinterpret_cast<Address>(first), 0,

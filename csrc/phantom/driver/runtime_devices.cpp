@@ -9,6 +9,7 @@
 
 #include "phantom/driver/capture.h"
 #include "phantom/driver/device.h"
+#include "phantom/driver/listener.h"
 
 namespace lowtide::dry {
 namespace {
@@ -23,7 +24,7 @@ void describe(cudaDeviceProp& properties, int index) {
   properties = {};
   gpu.name.copy(properties.name, sizeof properties.name - 1);
   std::memset(properties.uuid.bytes, index + 1, sizeof properties.uuid.bytes);
-  properties.totalGlobalMem = device(index).memory.most();
+  properties.totalGlobalMem = settings().memory;
   properties.major = gpu.major;
   properties.minor = gpu.minor;
   properties.multiProcessorCount = gpu.multiprocessors;
@@ -138,6 +139,7 @@ cudaError_t cudaDeviceSynchronize() {
   ++host_waits();
   if (const auto refused = capture().host_waits()) return refused;
   device(current_device()).completion.wait_for_device();
+  listener().hear_waited(current_device());
   return cudaSuccess;
 }
 cudaError_t cudaProfilerStart() { return cudaSuccess; }

@@ -2,6 +2,8 @@
 #include <cuda_runtime_api.h>
 #include <sys/mman.h>
 
+#include <algorithm>
+
 #include <cstdint>
 #include <cstring>
 #include <map>
@@ -114,8 +116,8 @@ cudaError_t cudaFreeAsync(void* pointer, cudaStream_t) {
 }
 cudaError_t cudaMemGetInfo(std::size_t* free, std::size_t* total) {
   const auto& memory = device(current_device()).memory;
-  *total = memory.most();
-  *free = memory.most() - memory.now();
+  *total = settings().memory;
+  *free = *total - std::min(*total, memory.now());
   return cudaSuccess;
 }
 

@@ -5,6 +5,7 @@
 
 #include "phantom/driver/capture.h"
 #include "phantom/driver/device.h"
+#include "phantom/driver/listener.h"
 #include "phantom/driver/order.h"
 
 namespace lowtide::dry {
@@ -59,6 +60,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   ++host_waits();
   if (const auto refused = capture().host_waits()) return refused;
   device_of_stream(stream).completion.wait_for_stream(stream);
+  listener().hear_waited(stream_of(stream).device, stream);
   return cudaSuccess;
 }
 // Its work is done as soon as it is enqueued, so the host's turn is now.
@@ -92,6 +94,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   recorded.captured = capture().record(stream);
   recorded.clock = order().record(stream);
   recorded.ticket = device(recorded.device).completion.record(stream);
+  listener().hear_recorded(stream);
   return cudaSuccess;
 }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream,
@@ -115,6 +118,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   const auto& recorded = event_of(event);
   if (const auto refused = capture().ask(recorded.captured)) return refused;
   device(recorded.device).completion.wait(recorded.ticket);
+  listener().hear_waited(recorded.device, recorded.ticket.stream);
   return cudaSuccess;
 }
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t,

@@ -48,6 +48,8 @@ Settings read() {
       static_cast<int>(number_of("LOWTIDE_DRY_DEVICES", 1, kMostDevices, 1));
   settings.memory = number_of("LOWTIDE_DRY_MEMORY", 0, kAddressesOfDevice / 4,
                               settings.gpu->memory());
+  settings.limit = number_of("LOWTIDE_DRY_LIMIT", 0, kAddressesOfDevice / 4,
+                             settings.memory);
   const auto events = value_of("LOWTIDE_DRY_EVENTS", "immediate");
   settings.immediate = events == "immediate";
   if (!settings.immediate && events != "at_sync") {

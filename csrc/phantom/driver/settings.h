@@ -10,12 +10,14 @@ namespace lowtide::dry {
 //   LOWTIDE_DRY_GPU      a name of gpus.h; default h100
 //   LOWTIDE_DRY_DEVICES  how many; default 1
 //   LOWTIDE_DRY_MEMORY   bytes of each; default the GPU's
+//   LOWTIDE_DRY_LIMIT    bytes of each that there really are; default as many
 //   LOWTIDE_DRY_EVENTS   immediate (default): events are complete when they are
 //                        recorded; at_sync: when the host waits
 struct Settings {
   const Gpu* gpu = nullptr;
   int devices = 1;
   std::size_t memory = 0;
+  std::size_t limit = 0;
   bool immediate = true;
 };
 

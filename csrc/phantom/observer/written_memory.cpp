@@ -6,7 +6,6 @@
 #include <ATen/core/function_schema.h>
 #include <ATen/record_function.h>
 #include <c10/cuda/CUDACachingAllocator.h>
-#include <dlfcn.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -17,16 +16,11 @@
 #include <unordered_set>
 #include <vector>
 
+#include "driver.h"
+#include "known_values.h"
+
 namespace lowtide::dry {
 namespace {
-
-using Forget = void (*)(const void*, std::int64_t);
-
-Forget driver_forgets() {
-  static const auto forget =
-      reinterpret_cast<Forget>(dlsym(RTLD_DEFAULT, "lowtide_dry_forget"));
-  return forget;
-}
 
 // What changes a tensor and not its bytes.
 bool leaves_bytes(std::string_view name) {
@@ -66,18 +60,23 @@ const std::vector<std::size_t>& written_by(const at::RecordFunction& function) {
 
 void forget(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.is_cuda() || !tensor.has_storage()) return;
+  const auto& storage = tensor.storage();
+  const auto* first = first_byte(storage);
+  if (first == nullptr) return;
+  const auto bytes = static_cast<std::int64_t>(storage.nbytes());
+  uniform_truths().forget(first, bytes);
   if (tensor.is_non_overlapping_and_dense()) {
-    driver_forgets()(tensor.const_data_ptr(),
-                     static_cast<std::int64_t>(tensor.nbytes()));
+    driver_forgets(tensor.const_data_ptr(),
+                   static_cast<std::int64_t>(tensor.nbytes()));
     return;
   }
-  const auto& storage = tensor.storage();
-  driver_forgets()(storage.data(), static_cast<std::int64_t>(storage.nbytes()));
+  driver_forgets(first, bytes);
 }
 
 // Before the operator runs: what it copies from the host is kept again.
 std::unique_ptr<at::ObserverContext> before_operator(
     const at::RecordFunction& function) {
+  auto call = KnownCall::before(function);
   const auto inputs = function.inputs();
   for (const auto index : written_by(function)) {
     if (index >= inputs.size()) continue;
@@ -89,7 +88,12 @@ std::unique_ptr<at::ObserverContext> before_operator(
       }
     }
   }
-  return nullptr;
+  return call;
+}
+
+void after_operator(const at::RecordFunction& function,
+                    at::ObserverContext* context) {
+  if (context != nullptr) static_cast<KnownCall*>(context)->after(function);
 }
 
 void after_allocator(const c10::cuda::CUDACachingAllocator::TraceEntry& entry) {
@@ -97,8 +101,10 @@ void after_allocator(const c10::cuda::CUDACachingAllocator::TraceEntry& entry) {
       c10::cuda::CUDACachingAllocator::TraceEntry::Action::ALLOC) {
     return;
   }
-  driver_forgets()(reinterpret_cast<const void*>(entry.addr_),
-                   static_cast<std::int64_t>(entry.size_));
+  const auto* first = reinterpret_cast<const void*>(entry.addr_);
+  const auto bytes = static_cast<std::int64_t>(entry.size_);
+  driver_forgets(first, bytes);
+  uniform_truths().forget(first, bytes);
 }
 
 }  // namespace
@@ -110,9 +116,11 @@ extern "C" {
 __attribute__((visibility("default"))) void lowtide_dry_observe() {
   using namespace lowtide::dry;
   c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(after_allocator);
-  at::addGlobalCallback(at::RecordFunctionCallback(before_operator)
-                            .needsInputs(true)
-                            .scopes({at::RecordScope::FUNCTION}));
+  at::addGlobalCallback(
+      at::RecordFunctionCallback(before_operator, after_operator)
+          .needsInputs(true)
+          .needsOutputs(true)
+          .scopes({at::RecordScope::FUNCTION}));
 }
 
 }  // extern "C"

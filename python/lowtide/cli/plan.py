@@ -50,6 +50,14 @@ def add_parser(subparsers: Subparsers) -> None:
     add("--rank", type=int, default=0, metavar="R", help="whose memory; default 0")
     add("--steps", type=int, default=3, metavar="N", help="optimizer steps; default 3")
     add("--device-memory", metavar="SIZE", help="of the GPU, such as 80GiB")
+    add("--gpu", metavar="NAME", help="on torch's own CUDA, as h100, a100-80, rtx4090")
+    add(
+        "--nonzero",
+        type=float,
+        default=1.0,
+        metavar="SHARE",
+        help="with --gpu: of all elements, in sizes that depend on data; default 1",
+    )
     add(
         "--allow",
         metavar="OP",
@@ -154,6 +162,8 @@ def request_of(options: argparse.Namespace) -> Request:
         device_memory=None if memory is None else parse_bytes(memory),
         allocator=_allocator(options),
         allow=_allowed(options),
+        gpu=_gpu(options),
+        nonzero=options.nonzero,
         snapshot=options.snapshot,
         output=options.output,
         time=_accelerator(options),
@@ -222,6 +232,18 @@ def _accelerator(options: argparse.Namespace) -> str | None:
     accelerator_named(options.time)
     name: str = options.time
     return name
+
+
+def _gpu(options: argparse.Namespace) -> str | None:
+    for name in ("time", "allow"):
+        if options.gpu and getattr(options, name):
+            raise ValueError(
+                f"lowtide: plan --{name}: expected no --gpu, where no time is kept and "
+                f"every operator is torch's own, got {options.gpu}. Leave one of the "
+                "two out."
+            )
+    gpu: str | None = options.gpu
+    return gpu
 
 
 def _allocator(options: argparse.Namespace) -> dict[str, Any]:

@@ -56,6 +56,20 @@ def parse(conf: str) -> dict[str, Any]:
     return keywords
 
 
+def text_of(keywords: dict[str, Any]) -> str:
+    """The inverse of :func:`parse`; other keywords are left out."""
+    parts = [
+        *(f"{k}:{keywords[v] >> 20}" for k, v in _SIZES.items() if v in keywords),
+        *(f"{k}:{keywords[v]}" for k, v in _FRACTIONS.items() if v in keywords),
+    ]
+    if "expandable" in keywords:
+        parts.append(f"expandable_segments:{keywords['expandable']}")
+    if divisions := keywords.get("roundup_power2_divisions"):
+        sizes = ",".join(f"{1 << i}:{n}" for i, n in enumerate(divisions))
+        parts.append(f"roundup_power2_divisions:[{sizes}]")
+    return ",".join(parts)
+
+
 def _items(conf: str) -> list[tuple[str, str]]:
     """``a:1,b:[2:3,>:4]`` -> [("a", "1"), ("b", "[2:3,>:4]")]."""
     text = "".join(conf.split())

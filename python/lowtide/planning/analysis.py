@@ -4,10 +4,9 @@ import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from lowtide.phantom.allocator import AllocatorModel
-from lowtide.phantom.histories import trace_of_model
 from lowtide.phantom.traces import Trace
 from lowtide.planning import categories
+from lowtide.planning.history import History
 from lowtide.planning.moments import moments_of
 from lowtide.planning.recording import Allocation, Label, Recorder
 from lowtide.planning.stacks import Line, program_line
@@ -35,21 +34,17 @@ class Life:
 @dataclass
 class Analysis:
     recorder: Recorder
-    trace: Trace
+    history: History
     lives: list[Life] = field(default_factory=list)
-    allocated: list[int] = field(default_factory=list)  # after each operation
-    reserved: list[int] = field(default_factory=list)
-    statistics: dict[str, int] = field(default_factory=dict)
     _lines: dict[int, list[Line]] = field(default_factory=dict)
     _losses: dict[int, bool] = field(default_factory=dict)
     _forwards: list[int] = field(default_factory=list)
 
     @classmethod
-    def of(cls, recorder: Recorder, allocator: AllocatorModel) -> "Analysis":
-        """``allocator`` has recorded its history since before its first allocation."""
-        analysis = cls(recorder, trace_of_model(allocator))
-        addresses = [e[1] for e in allocator.history() if e[0] == "alloc"]
-        recorded = _in_order(recorder.allocations, addresses)
+    def of(cls, recorder: Recorder, history: History) -> "Analysis":
+        """``history``: since before the first allocation."""
+        analysis = cls(recorder, history)
+        recorded = _in_order(recorder, history.addresses)
         moments = moments_of(recorded, recorder.step_ends, analysis._is_loss)
         analysis.lives = [Life(*pair) for pair in zip(recorded, moments, strict=True)]
         analysis._replay()
@@ -61,6 +56,19 @@ class Analysis:
             analysis._describe(life, outlives_forward=life.end > next_backward)
         _keep_one_gradient_each(analysis.lives)
         return analysis
+
+    @property
+    def trace(self) -> Trace:
+        return self.history.trace
+
+    @property
+    def allocated(self) -> list[int]:
+        """After each operation."""
+        return self.history.allocated
+
+    @property
+    def reserved(self) -> list[int]:
+        return self.history.reserved
 
     # -- questions --------------------------------------------------------------------
 
@@ -98,36 +106,25 @@ class Analysis:
 
     def _replay(self) -> None:
         """Also gives each label to the allocation that was live at its address."""
-        model = AllocatorModel(**self.trace.settings)
-        handles: dict[int | None, int] = {}
         named = _Names(self.recorder.labels)
         num_frees = 0
         for place, operation in enumerate(self.trace.operations):
             identity = operation.id
             if operation.op == "allocate":
                 assert identity is not None and operation.bytes is not None
-                handles[identity] = model.malloc(operation.bytes, operation.stream or 0)
                 life = self.lives[identity]
                 life.begin, life.end = place, len(self.trace.operations)
-                life.block = model.size_of(handles[identity])
+                life.block = self.history.blocks[identity]
+                life.recorded.bytes = operation.bytes
+                life.recorded.stream = operation.stream or 0
                 named.begin(life, identity + 1)
             elif operation.op == "free":
                 assert identity is not None
-                model.free(handles.pop(identity))
                 self.lives[identity].end = place
                 if num_frees in self.recorder.workspace_frees:
                     self.lives[identity].category = "cublas_workspace"
                 num_frees += 1
                 named.end(self.lives[identity])
-            elif operation.op == "record":
-                model.record_stream(handles[identity], operation.stream or 0)
-            elif operation.op == "synchronize":
-                model.synchronize(operation.stream)
-            else:
-                model.empty_cache()
-            self.allocated.append(model.allocated)
-            self.reserved.append(model.reserved)
-        self.statistics = model.stats()
 
     # -- what it is for ---------------------------------------------------------------
 
@@ -201,15 +198,19 @@ class Analysis:
         return self._losses[stack]
 
 
-def _in_order(allocations: list[Allocation], addresses: list[int]) -> list[Allocation]:
+def _in_order(recorder: Recorder, addresses: list[int]) -> list[Allocation]:
     """Threads that allocate at once may be heard in another order than they were
     served in."""
+    allocations = recorder.allocations
     if [a.address for a in allocations] == addresses:
         return allocations
     heard: dict[int, list[Allocation]] = {}
     for allocation in reversed(allocations):
         heard.setdefault(allocation.address, []).append(allocation)
-    return [heard[address].pop() for address in addresses]
+    return [
+        heard[address].pop() if heard.get(address) else recorder.unheard(address)
+        for address in addresses
+    ]
 
 
 def _keep_one_gradient_each(lives: list[Life]) -> None:

@@ -28,6 +28,7 @@ def build_plan(
     rank: int,
     device_memory: int | None,
     step_time: StepTime | None,
+    pinned: int | None,
     notes: list[str],
     seconds: float,
 ) -> Plan:
@@ -58,6 +59,7 @@ def build_plan(
         lowtide=_lowtide_report(analysis),
         timeline=_timeline(analysis, steps[-1]),
         step_time=step_time,
+        pinned=pinned,
         notes=notes,
         seconds=seconds,
         host_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,

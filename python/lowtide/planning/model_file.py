@@ -19,14 +19,16 @@ from torch.utils.checkpoint import (
 )
 
 from lowtide import api, losses, policies
-from lowtide.planning.recording import Recorder
 from lowtide.planning.request import ModelFile
 from lowtide.planning.script import require_file
 
 _LOSS_CHUNKS = 8
 
 
-def train_model_file(program: ModelFile, recorder: Recorder) -> None:
+def train_model_file(
+    program: ModelFile, num_steps: int, trained: Callable[[nn.Module], None]
+) -> None:
+    """``trained`` hears of the model, before the first step."""
     _check_loss(program)
     dist.init_process_group("nccl")
     file = load(program.path)
@@ -39,19 +41,19 @@ def train_model_file(program: ModelFile, recorder: Recorder) -> None:
     if program.checkpoint != "none":
         for block in blocks:
             _checkpoint(block, selective=program.checkpoint == "selective")
-    trained = _parallel(model, blocks, program)
-    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3, fused=True)
-    recorder.modules.add(trained)
+    sharded = _parallel(model, blocks, program)
+    optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-3, fused=True)
+    trained(sharded)
     step = getattr(file, "plan_step", _language_model_step)
-    for _ in range(recorder.num_steps):
+    for _ in range(num_steps):
         for microbatch in range(program.microbatches):
             if program.microbatches > 1 and program.system != "ddp":
                 last = microbatch == program.microbatches - 1
-                trained.set_requires_gradient_sync(last)
-            loss = step(trained, program.batch, program.sequence)
+                sharded.set_requires_gradient_sync(last)
+            loss = step(sharded, program.batch, program.sequence)
             loss.backward()
             del loss
-        nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(sharded.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 

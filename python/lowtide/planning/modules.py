@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parameter import is_lazy
 
 # What wrappers put into paths.
 _WRAPPERS = re.compile(
@@ -45,6 +46,8 @@ class ModuleTable:
             path = clean(name.removeprefix("module") if inner else name).lstrip(".")
             self._paths[id(module)] = path
             for own, parameter in module.named_parameters(recurse=False):
+                if is_lazy(parameter):
+                    continue
                 self._parameters.setdefault(path, {})[own] = parameter.numel()
 
     def parameters_of(self, path: str) -> dict[str, int]:

@@ -1,11 +1,13 @@
 """What a program allocates on the phantom device, and what is known about it."""
 
+import contextlib
 import functools
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import (
@@ -14,9 +16,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from lowtide import _phantom
 from lowtide._state.memory import ledger
-from lowtide.memory import CATEGORIES as LEASES
 from lowtide.planning.modules import ModuleTable, clean
 from lowtide.planning.stacks import StackTable
 
@@ -27,6 +27,8 @@ _PASS_THROUGH = (
     *("ToCopyBackward", "AliasBackward"),
 )
 
+
+_DEVICES = ("cuda", "phantom")
 
 # How much more often than asked for an optimizer may step while others do not.
 _PATIENCE = 10
@@ -63,10 +65,35 @@ class Label:
     name: str
 
 
+# address, bytes asked for, stream, operator; what is known later only is 0.
+Listener = Callable[[int, int, int, str], None]
+
+
+class Instrument(Protocol):
+    """The device that a program is recorded on."""
+
+    device: torch.device
+
+    def listen(self, listener: Listener | None) -> None:
+        """To every allocation; None: no longer."""
+
+    def tell(self) -> None:
+        """Of all allocations that the listener has not heard of yet."""
+
+    def num_frees(self) -> int: ...
+
+    def clear_workspaces(self) -> None:
+        """Of cuBLAS."""
+
+    def now(self) -> float:
+        """Seconds on the compute stream; 0 while no time is kept."""
+
+
 @dataclass
 class Recorder:
     """Listens from :meth:`start` to :meth:`stop`; one at a time in a process."""
 
+    instrument: Instrument
     num_steps: int
     progress: Callable[[int], None] = lambda step: None
     stacks: StackTable = field(default_factory=StackTable)
@@ -85,9 +112,11 @@ class Recorder:
     _steps: "weakref.WeakKeyDictionary[Optimizer, int]" = field(
         default_factory=weakref.WeakKeyDictionary
     )  # of each optimizer that is there
-    _leases: "_LeaseWatch" = field(default_factory=lambda: _LeaseWatch())
     _hooks: list[Any] = field(default_factory=list)
     _construct: Any = None  # torch's own constructor of optimizers
+
+    def __post_init__(self) -> None:
+        self._leases = _LeaseWatch(self.instrument.device)
 
     def start(self) -> None:
         self._watch_optimizers()
@@ -95,17 +124,25 @@ class Recorder:
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
-        _phantom.set_allocation_listener(self._allocated)
+        self.instrument.listen(self._allocated)
 
     def stop(self) -> None:
-        _phantom.set_allocation_listener(None)
+        self.instrument.tell()
+        self.instrument.listen(None)
         Optimizer.__init__ = self._construct  # type: ignore[method-assign]
         for hook in self._hooks:
             hook.remove()
         self._watch_leases()
-        begin = _num_frees()
-        _phantom.clear_cublas_workspaces()
-        self.workspace_frees = range(begin, _num_frees())
+        begin = self.instrument.num_frees()
+        self.instrument.clear_workspaces()
+        self.workspace_frees = range(begin, self.instrument.num_frees())
+
+    def unheard(self, address: int) -> Allocation:
+        """One that the listener did not hear of."""
+        nowhere = self.stacks.add(None)[0]
+        return Allocation(
+            address, 0, 0, "", nowhere, None, False, False, -1, "", False, 0.0
+        )
 
     # -- the listener -----------------------------------------------------------------
 
@@ -135,14 +172,13 @@ class Recorder:
                 sequence,
                 clean(owner),
                 node is not None and _reaches_parameter(node, depth=3),
-                _phantom.time_on_device(),
+                self.instrument.now(),
+                self._leases.of(address),
             )
         )
 
     def _watch_leases(self) -> None:
-        lease = self._leases.newest()
-        if lease and self.allocations:
-            self.allocations[-1].lease = lease
+        self._leases.take(self.allocations[-1] if self.allocations else None)
 
     # -- the optimizer ----------------------------------------------------------------
 
@@ -177,6 +213,7 @@ class Recorder:
             self._label("buffers", name, buffer)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self.instrument.tell()
         names = {id(p): name for name, p in self.modules.named_parameters()}
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
@@ -193,8 +230,8 @@ class Recorder:
             self.step_times.pop()
         else:
             self.progress(min(done, self.num_steps))
-        self.step_frees.append(_num_frees())
-        self.step_times.append(_phantom.time_on_device())
+        self.step_frees.append(self.instrument.num_frees())
+        self.step_times.append(self.instrument.now())
         self.step_ends.append(len(self.allocations))
         if not self.waiting() or done >= _PATIENCE * self.num_steps:
             raise Finished
@@ -202,12 +239,6 @@ class Recorder:
     def _label(self, category: str, name: str, tensor: torch.Tensor) -> None:
         for address in _addresses(tensor):
             self.labels.append(Label(len(self.allocations), address, category, name))
-
-
-def _num_frees() -> int:
-    statistics = _phantom.device_memory().statistics()
-    freed: int = statistics["allocation"]["all"]["freed"]
-    return freed
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
@@ -220,12 +251,13 @@ def _has_gradients(optimizer: Optimizer) -> bool:
 
 
 def _addresses(tensor: torch.Tensor) -> Iterator[int]:
-    """Of the phantom memory behind it, also inside of wrapper subclasses."""
+    """Of the device's memory behind it, also inside of wrapper subclasses."""
     local = getattr(tensor, "_local_tensor", None)
     if local is not None:
         yield from _addresses(local)
-    elif tensor.device.type == "phantom" and tensor.untyped_storage().nbytes():
-        yield tensor.untyped_storage().data_ptr()
+    elif tensor.device.type in _DEVICES and tensor.untyped_storage().nbytes():
+        with contextlib.suppress(RuntimeError):  # a full parameter without bytes
+            yield tensor.untyped_storage().data_ptr()
 
 
 def _reaches_parameter(node: Any, depth: int) -> bool:
@@ -242,25 +274,23 @@ def _reaches_parameter(node: Any, depth: int) -> bool:
 
 
 class _LeaseWatch:
-    """Which of lowtide's categories the newest allocation was leased under."""
+    """What lowtide leased: an instrument tells of an allocation either before its lease
+    is logged or after."""
 
-    def __init__(self) -> None:
-        self._ledger = ledger(torch.device("phantom", 0))
-        self._counts = dict.fromkeys(LEASES, 0)
-        self._live: dict[str, dict[str, int]] = {name: {} for name in LEASES}
+    def __init__(self, device: torch.device) -> None:
+        self._ledger = ledger(device)
+        self._ledger.take_log()
+        self._unheard: dict[int, deque[tuple[str, str]]] = {}
 
-    def newest(self) -> tuple[str, str] | None:
-        """Since the last call at most one allocation was made."""
-        found = None
-        for category, before in self._counts.items():
-            count = self._ledger.num_leases(category)
-            if count == before:
-                continue
-            self._counts[category] = count
-            by_name = self._ledger.by_name(category)
-            live = {name: current for name, (current, _) in by_name.items()}
-            known = self._live[category]
-            grown = [name for name in live if live[name] > known.get(name, 0)]
-            self._live[category] = live
-            found = (category, grown[0] if grown else "")
-        return found
+    def take(self, last: Allocation | None) -> None:
+        """``last``: what was heard of last, if anything."""
+        for address, *lease in self._ledger.take_log():
+            if last is not None and last.address == address and last.lease is None:
+                last.lease = (lease[0], lease[1])
+            else:
+                self._unheard.setdefault(address, deque()).append((lease[0], lease[1]))
+
+    def of(self, address: int) -> tuple[str, str] | None:
+        """Which one the allocation is for that is heard of now."""
+        waiting = self._unheard.get(address)
+        return waiting.popleft() if waiting else None

@@ -83,6 +83,7 @@ class Plan:
     lowtide: dict[str, Any] | None  # lowtide.memory_report(model)
     timeline: Timeline
     step_time: StepTime | None  # of the last step, simulated; None: not asked for
+    pinned: int | None  # bytes of page-locked host memory; None: not known
     notes: list[str]
     seconds: float
     host_memory: int  # peak RSS of the simulation

@@ -1,4 +1,4 @@
-"""What is asked of the process that runs a program on the phantom device."""
+"""What is asked of the process that runs a program."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -56,6 +56,8 @@ class Request:
     device_memory: int | None = None
     allocator: dict[str, Any] = field(default_factory=dict)  # of phantom.install
     allow: Sequence[str] = ()  # operators that are not reviewed, "aten::foo"
+    gpu: str | None = None  # of phantom.dry.launch.GPUS; None: the simulated device
+    nonzero: float = 1.0  # with `gpu`: share of elements in sizes by data
     snapshot: str | None = None  # file for PyTorch's memory visualiser
     output: str | None = None  # file for what the program prints; None: stderr
     time: str | None = None  # accelerator whose time is kept; None: no time

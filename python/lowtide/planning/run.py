@@ -1,14 +1,18 @@
-"""Starts the process that runs a program on the phantom device."""
+"""Starts the process that runs a program."""
 
+import contextlib
 import dataclasses
 import multiprocessing
 import os
 import pickle
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from lowtide.phantom import alloc_conf
+from lowtide.phantom.dry import launch
 from lowtide.planning import worker
+from lowtide.planning.dry_device import machine
 from lowtide.planning.report import Plan
 from lowtide.planning.request import Functions, ModelFile, Request
 
@@ -31,6 +35,8 @@ def plan(
     steps: int = 3,
     device_memory: int | None = None,
     allow: Sequence[str] = (),
+    gpu: str | None = None,
+    nonzero: float = 1.0,
     **allocator: Any,
 ) -> Plan:
     """The memory that ``steps`` training steps take on ``rank`` of ``world`` GPUs.
@@ -44,6 +50,9 @@ def plan(
         device_memory: Bytes of the GPU, to know whether the program fits.
         allow: Operators, ``"aten::foo"``, whose memory on CUDA was not reviewed; their
             outputs are counted, but not what they take while they run.
+        gpu: ``"h100"``, ``"a100-80"`` or another of docs/plan.md: on torch's own CUDA
+            instead of the phantom device; ``nonzero`` is the share of all elements
+            that sizes depending on data take there.
         allocator: ``expandable=True`` and the other settings of
             :func:`lowtide.phantom.install`. None: what ``PYTORCH_CUDA_ALLOC_CONF`` or
             ``PYTORCH_ALLOC_CONF`` say.
@@ -62,6 +71,8 @@ def plan(
             steps=steps,
             device_memory=device_memory,
             allow=tuple(allow),
+            gpu=gpu,
+            nonzero=nonzero,
             allocator=allocator or alloc_conf.parse(alloc_conf.environment()),
         )
     )
@@ -75,7 +86,8 @@ def plan_request(
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=worker.main, args=(theirs, request))
-    process.start()
+    with _environment(request):
+        process.start()
     theirs.close()
     try:
         return _receive(ours, progress)
@@ -90,6 +102,29 @@ def plan_request(
         process.kill()
         process.join()
         ours.close()
+
+
+_starting = threading.Lock()
+
+
+@contextlib.contextmanager
+def _environment(request: Request) -> Iterator[None]:
+    """Meanwhile that of this process is the new one's."""
+    if request.gpu is None:
+        yield
+        return
+    wanted = launch.environment(machine(request))
+    wanted.pop("PYTORCH_CUDA_ALLOC_CONF", None)
+    wanted["PYTORCH_ALLOC_CONF"] = alloc_conf.text_of(request.allocator)
+    with _starting:
+        before = dict(os.environ)
+        try:
+            os.environ.clear()
+            os.environ.update(wanted)
+            yield
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
 
 
 # What a saving advises -> the settings of a model file that do so.

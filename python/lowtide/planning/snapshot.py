@@ -2,19 +2,23 @@
 
 import pickle
 from pathlib import Path
+from typing import Any
 
-from lowtide.phantom.allocator import AllocatorModel
-from lowtide.phantom.snapshots import torch_snapshot
 from lowtide.planning.analysis import Analysis
 
 
-def write(analysis: Analysis, allocator: AllocatorModel, path: str | Path) -> None:
-    """What ``torch.cuda.memory._dump_snapshot`` writes."""
-    content = torch_snapshot(allocator)
+def write(
+    analysis: Analysis,
+    content: dict[str, Any],
+    entries: list[dict[str, Any]],
+    path: str | Path,
+) -> None:
+    """What ``torch.cuda.memory._dump_snapshot`` writes. ``entries``: those of
+    ``content`` that belong to the device of the analysis."""
     lives = iter(analysis.lives)
     stacks = analysis.recorder.stacks
     frames: dict[int, list[dict[str, object]]] = {}
-    for entry in content["device_traces"][0]:
+    for entry in entries:
         if entry["action"] != "alloc":
             continue
         life = next(lives)

@@ -95,7 +95,7 @@ class Line:
         return Line(code.co_filename, _line_of(code, offset), name)
 
     def __str__(self) -> str:
-        return f"{_short(self.file)}:{self.line} {self.function}"
+        return f"{short(self.file)}:{self.line} {self.function}"
 
     @property
     def text(self) -> str:
@@ -130,7 +130,7 @@ def _line_table(code: CodeType) -> Iterator[tuple[int, int, int | None]]:
     return code.co_lines()
 
 
-def _short(file: str) -> str:
+def short(file: str) -> str:
     for place in (_INSTALLED, os.path.dirname(os.path.dirname(_TORCH)) + os.sep):
         if file.startswith(place):
             return file.removeprefix(place)

@@ -1,7 +1,8 @@
-"""The process that runs a program on the phantom device, and records it."""
+"""The process that runs a program and records it."""
+
+from __future__ import annotations
 
 import collections
-import contextlib
 import gc
 import multiprocessing
 import os
@@ -11,14 +12,11 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
-import lowtide.phantom
-from lowtide.phantom import alloc_conf
-from lowtide.phantom.allocator import AllocatorModel
-from lowtide.planning import cuda, process_group, snapshot, step_times
+from lowtide.planning import process_group
 from lowtide.planning.analysis import Analysis
 from lowtide.planning.build import build_plan
-from lowtide.planning.decisions import Decisions
 from lowtide.planning.model_file import train_model_file
 from lowtide.planning.recording import Finished, Recorder
 from lowtide.planning.report import Plan
@@ -26,7 +24,9 @@ from lowtide.planning.request import ModelFile, Module, Program, Request, Script
 from lowtide.planning.script import run_module, run_script
 from lowtide.planning.stacks import Line
 
-_MAX_EVENTS = 50_000_000
+if TYPE_CHECKING:
+    from lowtide.planning.dry_device import DryDevice
+    from lowtide.planning.simulated_device import SimulatedDevice
 
 
 def main(connection: Connection, request: Request) -> None:
@@ -62,54 +62,28 @@ def _end(status: int) -> None:
 
 def run(request: Request, progress: Callable[[int], None]) -> Plan:
     begin = time.perf_counter()
-    notes: list[str] = []
-    if request.allow:
-        notes.append(
-            "of operators that were allowed only the outputs are counted, not what "
-            f"they take while they run: {', '.join(request.allow)}"
-        )
-    if (fraction := request.allocator.get("memory_fraction", 1.0)) != 1.0:
-        raise ValueError(
-            "lowtide: plan: expected an allocator without per_process_memory_fraction, "
-            f"got {fraction}. Pass that share of the GPU as --device-memory."
-        )
-    settings = {"allow": list(request.allow), **request.allocator}
-    lowtide.phantom.install(mode="meta", **settings)
-    allocator = AllocatorModel.of_device()
-    allocator.record_history(_MAX_EVENTS)
-    decisions = Decisions()
-    cuda.set_up(
-        num_devices=process_group.ranks_of_a_node(request.world),
-        memory=request.device_memory,
-        decisions=decisions,
-        notes=notes,
-    )
-    process_group.set_up(
-        world=request.world, rank=request.rank, torchrun=request.torchrun, notes=notes
-    )
-    conf = alloc_conf.environment()
-    recorder = Recorder(num_steps=request.steps, progress=progress)
-    clock = lowtide.phantom.timeline(request.time) if request.time else None
+    device = _device_of(request)
+    recorder = Recorder(device, num_steps=request.steps, progress=progress)
     recorder.start()
-    with clock or contextlib.nullcontext():
+
+    def program() -> None:
         try:
             _run_program(request.program, recorder)
         except Finished:
             pass
         finally:
             recorder.stop()
+
+    device.run(program)
+    notes = device.notes
     _check_steps(request, recorder, notes)
-    _check_allocator(conf)
-    if note := decisions.note():
-        notes.append(note)
+    notes += device.assumptions()
     progress(request.steps + 1)
     gc.freeze()
-    analysis = Analysis.of(recorder, allocator)
+    analysis = Analysis.of(recorder, device.history(recorder))
     if request.snapshot is not None:
-        snapshot.write(analysis, allocator, request.snapshot)
-    step_time = None
-    if clock is not None:
-        step_time = step_times.of_last_step(analysis, clock, request.trace, notes)
+        device.write_snapshot(analysis, request.snapshot)
+    step_time = device.step_time(analysis)
     return build_plan(
         analysis,
         program=name_of(request.program),
@@ -117,9 +91,20 @@ def run(request: Request, progress: Callable[[int], None]) -> Plan:
         rank=request.rank,
         device_memory=request.device_memory,
         step_time=step_time,
+        pinned=device.pinned(),
         notes=notes,
         seconds=time.perf_counter() - begin,
     )
+
+
+def _device_of(request: Request) -> DryDevice | SimulatedDevice:
+    if request.gpu is not None:
+        from lowtide.planning.dry_device import DryDevice
+
+        return DryDevice(request)
+    from lowtide.planning.simulated_device import SimulatedDevice
+
+    return SimulatedDevice(request)
 
 
 def name_of(program: Program) -> str:
@@ -135,7 +120,7 @@ def name_of(program: Program) -> str:
 
 def _run_program(program: Program, recorder: Recorder) -> None:
     if isinstance(program, ModelFile):
-        train_model_file(program, recorder)
+        train_model_file(program, recorder.num_steps, recorder.modules.add)
     elif isinstance(program, Script):
         run_script(program)
     elif isinstance(program, Module):
@@ -179,16 +164,6 @@ def _check_steps(request: Request, recorder: Recorder, notes: list[str]) -> None
         notes.append(
             f"{name} stepped without gradients, {count} times in {done} steps: what "
             "the program decides by values read back, 1 or False, may have dropped them"
-        )
-
-
-def _check_allocator(before: str) -> None:
-    conf = alloc_conf.environment()
-    if conf != before:
-        raise ValueError(
-            "lowtide: plan: expected PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF to "
-            f"stay what they were, {before!r}, got {conf!r}, which the program set. "
-            "Set it before the command too."
         )
 
 

@@ -122,6 +122,23 @@ TEST(LedgerTest, ObserverSeesEveryChange) {
   EXPECT_THAT(seen, ElementsAre(3, 7, 4));
 }
 
+TEST(LedgerTest, LeasesAreLoggedFromTheFirstQuestionOn) {
+  Ledger ledger;
+  const int early = 0;
+  const int late = 0;
+  ledger.add(kGathered, "layers.0", 8, &early);
+  EXPECT_THAT(ledger.take_log(), IsEmpty());
+
+  ledger.add(kGathered, "layers.1", 8, &late);
+  ledger.add(kSlab, "gradients", 4);  // of no address
+  const auto logged = ledger.take_log();
+  ASSERT_EQ(logged.size(), 1u);
+  EXPECT_EQ(logged[0].begin, &late);
+  EXPECT_EQ(logged[0].category, kGathered);
+  EXPECT_EQ(logged[0].name, "layers.1");
+  EXPECT_THAT(ledger.take_log(), IsEmpty());
+}
+
 TEST(LedgerTest, ASecondObserverIsRefused) {
   Ledger ledger;
   ledger.observe([](const Bytes&) {});

@@ -94,7 +94,7 @@ def test_values_of_the_host_travel_and_others_let_training_go_on(of_eight):
     found = of_eight["values"]
     assert found["made"] == [3, 5]
     assert found["gathered"] == [3, 5] * 8
-    assert found["written"] == 1  # by a kernel
+    assert found["written"] == 8  # by a kernel, of what the host made
     assert found["names"] == ["rank 0"] * 8
     assert found["computed"] == [1.0, False]
     assert found["nonzero"] == [64, 2]
@@ -193,7 +193,7 @@ def test_gpus_by_name(tmp_path, gpu, name, capability, gibibytes):
     assert int(mebibytes) == pytest.approx(gibibytes * 1024, abs=2)
     assert len(printed) == 2
     (assumed,) = json.loads(report.read_text())["assumed"]
-    assert assumed["what"] == "a value read back is False"
+    assert assumed["what"] == "a truth value read back is False"
     assert assumed["where"] == f"{tmp_path / 'look.py'}:6"
 
 

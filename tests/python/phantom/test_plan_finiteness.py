@@ -9,21 +9,7 @@ import pytest
 
 from lowtide.planning import Plan, plan_request
 from lowtide.planning.request import Request, Script
-
-BUILD = """
-import json, math, torch, lowtide
-model = torch.nn.Linear(512, 512, device="cuda")
-optimizer = torch.optim.AdamW(model.parameters())
-parameters = list(model.parameters())
-clip = torch.nn.utils.clip_grad_norm_
-"""
-STEPS = """
-for _ in range(3):
-    model(torch.randn(8, 512, device="cuda")).sum().backward()
-    {decide}
-    optimizer.step()
-    optimizer.zero_grad()
-"""
+from support.finiteness import BUILD, EXPRESSIONS, STEPS
 
 
 def planned(tmp_path: Path, text: str) -> Plan:
@@ -56,37 +42,6 @@ def test_steps_without_gradients_are_said(tmp_path):
         "by values read back, 1 or False, may have dropped them"
     )
     assert "train.py:10: they read as False" in decided
-
-
-EXPRESSIONS = {
-    "torch.isfinite(x).all()": True,
-    "x.isfinite().all().item()": True,
-    "torch.isfinite(input=x[0])": True,
-    "torch.isnan(x).any()": False,
-    "x.isinf().any().item()": False,
-    "(~torch.isnan(x)).all()": True,
-    "torch.isnan(x).logical_not().all()": True,
-    "(x.isnan() | x.isinf()).any()": False,
-    "(x.isfinite() & ~x.isnan()).all()": True,
-    "torch.stack([v.isfinite() for v in x]).all()": True,
-    "torch.isnan(x).sum() == 0": True,
-    "torch.isnan(x).any().float().item() > 0": False,
-    "torch.isfinite(x).cpu()[3]": True,
-    "x.isfinite().to('cpu', non_blocking=True).all()": True,
-    "x.isfinite().tolist()[1]": True,
-    "torch.zeros(4, dtype=torch.bool).copy_(x.isfinite()).all()": True,
-    "torch.zeros(4, dtype=torch.bool, device='cuda').copy_(x.isfinite()).all()": True,
-    "math.isfinite(x[0].item())": True,
-    "overwritten(x.isfinite())": False,
-    "x.isfinite().logical_not_().any()": False,
-    "(x.isfinite() & (x > 0)).any()": False,
-    "x.isfinite().sum() == 3": False,
-    "(x > 0).any()": False,
-    "torch.isfinite(torch.tensor(math.nan))": False,
-    "torch.isnan(torch.tensor(math.nan))": True,
-    "(torch.tensor(5) | 1) == 5": True,
-    "torch.isnan(torch.tensor(math.nan) * 0)": True,
-}
 
 
 def test_what_is_derived_from_finiteness(tmp_path):

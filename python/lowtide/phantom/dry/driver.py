@@ -61,6 +61,11 @@ def write_zeros(address: int, num_bytes: int) -> None:
     _function("write_zeros", None, *arguments)(address, num_bytes)
 
 
+def device_of(address: int) -> int:
+    """-1 for the host's."""
+    return int(_function("device_of", ctypes.c_int, ctypes.c_void_p)(address))
+
+
 def answer(bits: int) -> None:
     """What this thread's reads of up to 8 bytes yield, until :func:`no_answer`."""
     _function("answer", None, ctypes.c_int64)(bits)

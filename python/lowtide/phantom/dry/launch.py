@@ -28,14 +28,16 @@ _MOST_DEVICES = 8  # of a machine
 class Machine:
     """What the program sees.
 
-    ``memory`` are bytes of each GPU, default the GPU's own; ``devices`` default to one
-    a rank of a machine of eight; ``events``: when the host knows that work is done,
-    ``immediate`` or ``at_sync``, the lower and the upper bound of what is reserved.
+    ``memory`` are bytes of each GPU, default the GPU's own, and ``limit`` those that
+    there really are, default as many; ``devices`` default to one a rank of a machine
+    of eight; ``events``: when the host knows that work is done, ``immediate`` or
+    ``at_sync``, the lower and the upper bound of what is reserved.
     With ``world`` the environment is torchrun's."""
 
     gpu: str = "h100"
     devices: int | None = None
     memory: int | None = None
+    limit: int | None = None
     events: str = "immediate"
     world: int | None = None
     rank: int = 0
@@ -91,6 +93,8 @@ def environment(
         kept |= dict(zip(_OF_TORCHRUN, told, strict=True))
     if machine.memory is not None:
         kept["LOWTIDE_DRY_MEMORY"] = str(machine.memory)
+    if machine.limit is not None:
+        kept["LOWTIDE_DRY_LIMIT"] = str(machine.limit)
     return kept
 
 

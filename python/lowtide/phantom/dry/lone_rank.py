@@ -10,13 +10,20 @@ import datetime
 import importlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from urllib.parse import parse_qs, urlparse
 
+import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 
+from .values import notes, where
+
+_RANKS_OF_MACHINE = 8
 _UNIQUE_ID = bytes(128)  # NCCL's, which rank 0 would have sent
 
 
@@ -81,6 +88,7 @@ def install(world: int, rank: int) -> None:
     store = LoneStore(world)
 
     def meet(url: str, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
+        _require_same(url, world, rank)
         yield store, rank, world
 
     # A function of the same name hides the module.
@@ -96,9 +104,24 @@ def install(world: int, rank: int) -> None:
         ("all_gather_object", _all_gather_object),
         ("gather_object", _gather_object),
         ("broadcast_object_list", _broadcast_object_list),
+        ("scatter_object_list", _scatter_object_list),
     ):
         setattr(distributed_c10d, name, function)
         setattr(dist, name, function)
+    _replace_spawn(world, rank)
+    _replace_checkpoints()
+
+
+def _require_same(url: str, world: int, rank: int) -> None:
+    """torch puts what init_process_group was given into the address."""
+    given = {k: int(v[0]) for k, v in parse_qs(urlparse(url).query).items()}
+    asked = given.get("rank", rank), given.get("world_size", world)
+    if asked != (rank, world):
+        raise ValueError(
+            "lowtide: phantom: expected init_process_group without a rank and size, or "
+            f"for rank {rank} of {world}, got rank {asked[0]} of {asked[1]}. Pass "
+            f"--world {asked[1]} --rank {asked[0]}."
+        )
 
 
 def _as_bytes(value: Any) -> bytes:
@@ -140,3 +163,55 @@ def _gather_object(
 
 def _broadcast_object_list(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
     return None
+
+
+def _scatter_object_list(
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: Sequence[Any] | None = None,
+    src: int | None = None,
+    group: Any = None,
+    group_src: int | None = None,
+) -> None:
+    if scatter_object_input_list is not None:
+        rank = dist.get_rank(group)
+        scatter_object_output_list[0] = scatter_object_input_list[rank]
+
+
+def _replace_spawn(world: int, rank: int) -> None:
+    """What a program starts of its machine's ranks is this one, here."""
+    of_machine = min(world, _RANKS_OF_MACHINE)
+
+    def spawn(
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        nprocs: int = 1,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        if nprocs != of_machine:
+            raise ValueError(
+                "lowtide: phantom: expected torch.multiprocessing.spawn of the ranks "
+                f"of a machine, {of_machine}, got {nprocs}. Pass --world {nprocs}."
+            )
+        fn(rank % of_machine, *args)
+
+    torch.multiprocessing.spawn = spawn
+
+
+def _replace_checkpoints() -> None:
+    """Ranks agree on who writes what; and values that nobody computed must not be taken
+    for a checkpoint. Everything before that, such as gathering a full state dict,
+    runs."""
+    for module, name, done in (
+        (dcp.state_dict_saver, "_save_state_dict", "nothing was written"),
+        (dcp.state_dict_loader, "_load_state_dict", "nothing was read"),
+    ):
+        public = f"torch.distributed.checkpoint.{name.split('_')[1]}"
+
+        def skipped(
+            *_: Any, _what: str = f"{public} was skipped: {done}", **__: Any
+        ) -> Any:
+            notes[_what, where()] += 1
+            return dcp.metadata.Metadata({})
+
+        setattr(module, name, skipped)

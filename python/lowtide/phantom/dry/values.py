@@ -17,12 +17,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import driver
+
+TRUTH = "a truth value read back is False"
+COUNT = "a whole number read back is 1"
+NUMBER = "a number read back is 1"
 
 # {(what was assumed, where): how often}
 notes: Counter[tuple[str, str]] = Counter()
@@ -65,11 +70,15 @@ def _observe() -> None:
 
 
 def where() -> str:
-    """The line of the program, or of a library of others, that runs."""
-    frame = sys._getframe(1)
-    while frame.f_back and frame.f_code.co_filename.startswith((*_OWN, "<")):
+    """The line of the program, or of a library of others, that runs; of a thread of
+    autograd the node."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame and frame.f_code.co_filename.startswith((*_OWN, "<")):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    if frame:
+        return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    node = torch._C._current_autograd_node()
+    return "a thread of its own" if node is None else str(node.name())
 
 
 @contextmanager
@@ -91,13 +100,18 @@ def _is_known(tensor: Tensor) -> bool:
     return driver.is_known(storage.data_ptr(), storage.nbytes())
 
 
+def _what_is_read(dtype: torch.dtype) -> str:
+    if dtype is torch.bool:
+        return TRUTH
+    return NUMBER if dtype.is_floating_point or dtype.is_complex else COUNT
+
+
 def _read(kernel: Callable[..., Any]) -> Any:
     def read(keys: Any, tensor: Tensor) -> Any:
         if getattr(_answering, "active", False) or _is_known(tensor):
             return kernel(keys, tensor)
         value = _ONE.get(tensor.dtype, 1)
-        shown = "False" if tensor.dtype is torch.bool else "1"
-        notes[f"a value read back is {shown}", where()] += 1
+        notes[_what_is_read(tensor.dtype), where()] += 1
         with _answer(value):
             return kernel(keys, tensor)
 

@@ -1,0 +1,41 @@
+// The dry driver's own functions (csrc/phantom/driver/report.cpp).
+#pragma once
+
+#include <c10/core/Storage.h>
+#include <dlfcn.h>
+
+#include <cstdint>
+
+namespace lowtide::dry {
+
+template <typename Function>
+Function* driver_function(const char* name) {
+  return reinterpret_cast<Function*>(dlsym(RTLD_DEFAULT, name));
+}
+
+inline void driver_forgets(const void* first, std::int64_t bytes) {
+  static auto* const forget =
+      driver_function<void(const void*, std::int64_t)>("lowtide_dry_forget");
+  forget(first, bytes);
+}
+
+// Whether the host made all of these bytes.
+inline bool driver_knows(const void* first, std::int64_t bytes) {
+  static auto* const known =
+      driver_function<int(const void*, std::int64_t)>("lowtide_dry_known");
+  return known(first, bytes) != 0;
+}
+
+inline void driver_copies(void* to, const void* from, std::int64_t bytes) {
+  static auto* const copy =
+      driver_function<void(void*, const void*, std::int64_t)>(
+          "lowtide_dry_copy");
+  copy(to, from, bytes);
+}
+
+// Null where there are no bytes; asking such a storage itself may raise.
+inline const void* first_byte(const c10::Storage& storage) {
+  return storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get();
+}
+
+}  // namespace lowtide::dry

@@ -1,0 +1,56 @@
+// What operators make of values that are known: those of the host, and that
+// numbers are finite.
+//
+// A small operator whose arguments are all known is computed on the host, and
+// its results are known.  So what a program derives from lengths, labels,
+// counters and flags that the host made is right.  Of isfinite, isnan and isinf
+// the answer is that all numbers are finite, for tensors of any size.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/record_function.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+namespace lowtide::dry {
+
+// Storages of truth values that are all the same, of any size: the driver keeps
+// bytes of small ones only.  Thread-safe.
+class UniformTruths {
+ public:
+  void set(const at::Tensor& tensor, bool value);
+  std::optional<bool> of(const at::Tensor& tensor) const;
+  void forget(const void* first, std::int64_t bytes);
+
+ private:
+  struct Truth {
+    std::int64_t bytes;
+    bool value;
+  };
+  mutable std::mutex mutex_;
+  std::map<std::uintptr_t, Truth> truths_;
+};
+
+UniformTruths& uniform_truths();
+
+// The arguments of an operator as they were before it ran.
+class KnownCall : public at::ObserverContext {
+ public:
+  // Nothing where the results will not be known.
+  static std::unique_ptr<KnownCall> before(const at::RecordFunction& function);
+  void after(const at::RecordFunction& function) const;
+
+ private:
+  std::vector<at::IValue> arguments_;  // on the host; empty: finiteness
+  std::vector<std::pair<std::size_t, at::IValue>> written_;  // by number
+  std::optional<bool> finite_;  // what the operator says of all numbers
+};
+
+}  // namespace lowtide::dry

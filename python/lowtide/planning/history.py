@@ -1,0 +1,89 @@
+"""What an allocator was asked, and what it had after each operation."""
+
+from dataclasses import dataclass, field
+
+from lowtide.phantom.traces import Operation, Trace
+
+
+@dataclass
+class History:
+    trace: Trace
+    addresses: list[int] = field(default_factory=list)  # of allocations, by id
+    blocks: list[int] = field(default_factory=list)  # bytes, as the allocator rounds
+    allocated: list[int] = field(default_factory=list)  # after each operation
+    reserved: list[int] = field(default_factory=list)
+
+
+# csrc/phantom/observer/allocation_journal.h
+ALLOCATE, FREE, USED, SEGMENT, WAIT_STREAM, WAIT_DEVICE = range(6)
+Entry = tuple[int, int, int, int, int]  # kind, address, bytes, stream, block
+
+_UNIT = 512  # of bytes, in which blocks are handed out
+
+
+def of_journal(entries: list[Entry], settings: dict[str, object]) -> History:
+    builder = _Builder()
+    for entry in entries:
+        builder.add(*entry)
+    history = builder.history
+    history.trace = Trace(builder.operations, settings)
+    return history
+
+
+class _Builder:
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+        self.history = History(Trace([]))
+        self._ids: dict[int, int] = {}  # of live addresses
+        self._freed = 0  # id of the last one that was freed
+        self._allocated = 0
+        self._reserved = 0
+
+    def add(self, kind: int, address: int, bytes: int, stream: int, block: int) -> None:
+        if kind == ALLOCATE:
+            self._allocate(address, bytes, stream, block)
+        elif kind == FREE:
+            self._freed = self._ids.pop(address)
+            self._allocated -= self.history.blocks[self._freed]
+            self._append(Operation("free", self._freed))
+        elif kind == USED:
+            self._use(stream)
+        elif kind == SEGMENT:
+            self._reserved += bytes
+            if bytes < 0:
+                self._release()
+        elif kind == WAIT_STREAM:
+            self._append(Operation("synchronize", stream=stream))
+        elif kind == WAIT_DEVICE:
+            self._append(Operation("synchronize"))
+
+    def _allocate(self, address: int, bytes: int, stream: int, block: int) -> None:
+        self._ids[address] = len(self.history.blocks)
+        if block < bytes:  # freed at once
+            block = -(-bytes // _UNIT) * _UNIT
+        self._allocated += block
+        self.history.addresses.append(address)
+        self.history.blocks.append(block)
+        number = self._ids[address]
+        self._append(Operation("allocate", number, bytes=bytes, stream=stream))
+
+    def _use(self, stream: int) -> None:
+        """Of the block that was freed last: torch tells of it behind the free."""
+        place = len(self.operations) - 1
+        while self.operations[place] != Operation("free", self._freed):
+            place -= 1
+        record = Operation("record", self._freed, stream=stream)
+        self.operations.insert(place, record)
+        for figures in (self.history.allocated, self.history.reserved):
+            figures.insert(place, figures[place - 1] if place else 0)
+
+    def _release(self) -> None:
+        if self.operations and self.operations[-1].op == "empty_cache":
+            self.history.reserved[-1] = self._reserved
+        else:
+            self._append(Operation("empty_cache"))
+
+    def _append(self, operation: Operation) -> None:
+        self.operations.append(operation)
+        self.history.allocated.append(self._allocated)
+        self.history.reserved.append(self._reserved)
