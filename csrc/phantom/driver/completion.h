@@ -16,6 +16,8 @@ class Completion {
  public:
   explicit Completion(bool immediate) : immediate_(immediate) {}
 
+  // Before anything was recorded.
+  void set_immediate(bool immediate) { immediate_ = immediate; }
   struct Ticket {
     cudaStream_t stream = nullptr;
     std::uint64_t number = 0;  // 0: never recorded, which is complete

@@ -22,6 +22,8 @@ class Gauge {
  public:
   explicit Gauge(std::size_t most) : most_(most) {}
 
+  // Before anything was taken.
+  void allow(std::size_t most) { most_ = most; }
   bool take(std::size_t bytes);
   void give(std::size_t bytes);
   std::size_t most() const { return most_; }

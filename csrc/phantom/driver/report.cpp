@@ -36,6 +36,13 @@ LOWTIDE_DRY_API void lowtide_dry_listen(Listener::Recorded recorded,
   listener().recorded = recorded;
   listener().waited = waited;
 }
+// Instead of LOWTIDE_DRY_LIMIT and LOWTIDE_DRY_EVENTS, before the device is
+// used.
+LOWTIDE_DRY_API void lowtide_dry_set_bounds(int index, std::int64_t limit,
+                                            int immediate) {
+  device(index).memory.allow(static_cast<std::size_t>(limit));
+  device(index).completion.set_immediate(immediate != 0);
+}
 // Bytes of a device: what cudaMemGetInfo calls used, at most so far.
 LOWTIDE_DRY_API std::int64_t lowtide_dry_peak_memory(int index) {
   return static_cast<std::int64_t>(device(index).memory.peak());

@@ -5,12 +5,8 @@ import resource
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-
 from lowtide.memory import memory_report
-from lowtide.phantom.allocator import AllocatorModel
 from lowtide.phantom.clock import StepTime
-from lowtide.phantom.traces import replay, reserved_bounds
 from lowtide.planning.analysis import Analysis, Life
 from lowtide.planning.categories import CATEGORIES
 from lowtide.planning.moments import MOMENTS
@@ -46,7 +42,7 @@ def build_plan(
         device_memory=device_memory,
         peak_allocated=analysis.allocated[peak],
         peak_reserved=max(analysis.reserved),
-        peak_reserved_bound=reserved_bounds(analysis.trace)[1],
+        peak_reserved_bound=analysis.history.replay(events="at_sync").reserved,
         reserved_at_peak=analysis.reserved[peak],
         peak_moment=analysis.moment_at(peak),
         peak_step=next(n for n, step in enumerate(steps, 1) if peak in step),
@@ -69,13 +65,8 @@ def build_plan(
 def _fits(analysis: Analysis, device_memory: int | None) -> tuple[bool | None, int]:
     if device_memory is None:
         return None, 0
-    settings = {**analysis.trace.settings, "capacity": device_memory}
-    model = AllocatorModel(**settings)
-    try:
-        replay(analysis.trace, model)
-    except torch.OutOfMemoryError:
-        return False, model.stats()["num_alloc_retries"]
-    return True, model.stats()["num_alloc_retries"]
+    found = analysis.history.replay(capacity=device_memory)
+    return found.fits, found.retries
 
 
 def _by_category(lives: Iterable[Life]) -> dict[str, int]:

@@ -12,10 +12,10 @@ import torch
 
 import lowtide
 from lowtide.phantom import alloc_conf
-from lowtide.phantom.allocator import AllocatorModel
 from lowtide.phantom.dry import driver, launch, lone_rank, values
 from lowtide.planning import history, snapshot
 from lowtide.planning.recording import Listener
+from lowtide.planning.replays import Replays
 from lowtide.planning.request import Request
 from lowtide.planning.stacks import short
 
@@ -48,10 +48,13 @@ class DryDevice:
     def __init__(self, request: Request) -> None:
         self._request = request
         self.notes: list[str] = []
+        library = Path(lowtide.__file__).with_name("liblowtide_dry_observer.so")
+        observer = ctypes.CDLL(str(library))
+        self._replays = Replays(observer)
         self.device = torch.device("cuda", request.rank % machine(request).num_devices)
         values.install(request.nonzero)
         lone_rank.install(request.world, request.rank)
-        self._journal = _Journal(self.device.index)
+        self._journal = _Journal(observer, self.device.index)
         # A program that does not choose its device is taken to mean this rank's.
         torch.cuda._lazy_call(lambda: torch.cuda.set_device(self.device))
         if request.snapshot is not None:
@@ -87,7 +90,23 @@ class DryDevice:
     # -- afterwards -------------------------------------------------------------------
 
     def history(self, recorder: Recorder) -> history.History:
-        return history.of_journal(self._journal.entries(), self._settings())
+        settings = self._settings()
+
+        def replay(*, capacity: int | None = None, **others: Any) -> history.Replayed:
+            changed = settings | others
+            if changed["expandable"] and max(found.blocks, default=0) > self._total():
+                # torch sizes segments that grow by the device, and crashes there.
+                return history.Replayed(False, 0, 0)
+            operations = found.trace.operations
+            return self._replays.ask(operations, changed, capacity or _LIMIT)
+
+        found = history.of_journal(self._journal.entries(), settings, replay)
+        return found
+
+    def _total(self) -> int:
+        """Bytes of the GPU that the program sees."""
+        total: int = torch.cuda.get_device_properties(self.device).total_memory
+        return total
 
     def _settings(self) -> dict[str, Any]:
         """Of the allocator as it was in the end."""
@@ -95,7 +114,7 @@ class DryDevice:
         reported = torch.cuda.memory._snapshot()["allocator_settings"]
         settings["expandable"] = bool(reported["expandable_segments"])
         settings["events"] = machine(self._request).events
-        return AllocatorModel(**settings).settings()
+        return settings
 
     def write_snapshot(self, analysis: Analysis, path: str) -> None:
         content = torch.cuda.memory._snapshot()
@@ -151,9 +170,8 @@ def _record_history() -> None:
 class _Journal:
     """csrc/phantom/observer/allocation_journal.h, from CUDA's first use on."""
 
-    def __init__(self, device: int) -> None:
-        library = Path(lowtide.__file__).with_name("liblowtide_dry_observer.so")
-        self._observer = ctypes.CDLL(str(library))
+    def __init__(self, observer: ctypes.CDLL, device: int) -> None:
+        self._observer = observer
         for name in ("read_journal", "num_frees"):
             getattr(self._observer, f"lowtide_dry_{name}").restype = ctypes.c_int64
         self._device = device

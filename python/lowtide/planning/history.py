@@ -1,13 +1,27 @@
 """What an allocator was asked, and what it had after each operation."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lowtide.phantom.traces import Operation, Trace
+
+
+class Replayed(NamedTuple):
+    """The same requests, of an allocator with other settings."""
+
+    fits: bool
+    reserved: int  # bytes at its peak, as far as it came
+    retries: int  # allocations for which it gave its cache back
 
 
 @dataclass
 class History:
     trace: Trace
+    # Keywords: ``capacity``, the device's bytes, or none; other settings.
+    replay: Callable[..., Replayed]
     addresses: list[int] = field(default_factory=list)  # of allocations, by id
     blocks: list[int] = field(default_factory=list)  # bytes, as the allocator rounds
     allocated: list[int] = field(default_factory=list)  # after each operation
@@ -21,19 +35,23 @@ Entry = tuple[int, int, int, int, int]  # kind, address, bytes, stream, block
 _UNIT = 512  # of bytes, in which blocks are handed out
 
 
-def of_journal(entries: list[Entry], settings: dict[str, object]) -> History:
-    builder = _Builder()
+def of_journal(
+    entries: list[Entry],
+    settings: dict[str, object],
+    replay: Callable[..., Replayed],
+) -> History:
+    operations: list[Operation] = []
+    history = History(Trace(operations, settings), replay)
+    builder = _Builder(operations, history)
     for entry in entries:
         builder.add(*entry)
-    history = builder.history
-    history.trace = Trace(builder.operations, settings)
     return history
 
 
 class _Builder:
-    def __init__(self) -> None:
-        self.operations: list[Operation] = []
-        self.history = History(Trace([]))
+    def __init__(self, operations: list[Operation], history: History) -> None:
+        self.operations = operations
+        self.history = history
         self._ids: dict[int, int] = {}  # of live addresses
         self._freed = 0  # id of the last one that was freed
         self._allocated = 0

@@ -95,8 +95,9 @@ def plan_request(
         process.join()
         raise PlanError(
             "lowtide: plan: expected the process that runs the program to answer, got "
-            f"its end with status {process.exitcode}. A negative status is a signal; "
-            "-9 is often the host's memory running out."
+            f"its end with status {process.exitcode}. A negative status is a signal: "
+            "-9 is often the host's memory running out, -11 with expandable segments "
+            "one tensor that is larger than the GPU."
         ) from None
     finally:
         process.kill()

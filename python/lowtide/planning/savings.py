@@ -8,8 +8,6 @@ elsewhere is left out unless it is said here.
 import re
 from collections.abc import Callable, Iterable
 
-from lowtide.phantom.allocator import AllocatorModel
-from lowtide.phantom.traces import replay
 from lowtide.planning.analysis import Analysis, Life
 from lowtide.planning.report import Saving
 
@@ -49,13 +47,11 @@ def _saving(analysis: Analysis, what: str, advice: str, gone: Fractions) -> Savi
 
 def _other_allocator(analysis: Analysis) -> Iterable[Saving]:
     """The same requests, asked of an allocator with expandable segments."""
-    settings = dict(analysis.trace.settings)
-    if settings.get("expandable"):
+    if analysis.trace.settings.get("expandable"):
         return
-    model = AllocatorModel(**{**settings, "expandable": True, "capacity": None})
-    reserved = max(replay(analysis.trace, model).reserved, default=0)
-    saved = max(analysis.reserved) - reserved
-    if saved > _LEAST * max(analysis.reserved):
+    again = analysis.history.replay(expandable=True)
+    saved = max(analysis.reserved) - again.reserved
+    if again.fits and saved > _LEAST * max(analysis.reserved):
         advice = "PYTORCH_ALLOC_CONF=expandable_segments:True"
         yield Saving("expandable_segments", advice, 0, saved, "replayed")
 

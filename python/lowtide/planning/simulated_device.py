@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,9 +15,10 @@ from lowtide.phantom import alloc_conf
 from lowtide.phantom.allocator import AllocatorModel
 from lowtide.phantom.histories import trace_of_model
 from lowtide.phantom.snapshots import torch_snapshot
+from lowtide.phantom.traces import Trace, replay
 from lowtide.planning import cuda, process_group, snapshot, step_times
 from lowtide.planning.decisions import Decisions
-from lowtide.planning.history import History
+from lowtide.planning.history import History, Replayed
 from lowtide.planning.recording import Listener
 from lowtide.planning.request import Request
 
@@ -104,7 +106,8 @@ class SimulatedDevice:
     # -- afterwards -------------------------------------------------------------------
 
     def history(self, recorder: Recorder) -> History:
-        history = History(trace_of_model(self._allocator))
+        trace = trace_of_model(self._allocator)
+        history = History(trace, functools.partial(_replay, trace))
         history.addresses = [e[1] for e in self._allocator.history() if e[0] == "alloc"]
         model = AllocatorModel(**history.trace.settings)
         handles: dict[int | None, int] = {}
@@ -139,3 +142,15 @@ class SimulatedDevice:
 
     def pinned(self) -> int | None:
         return None
+
+
+def _replay(trace: Trace, *, capacity: int | None = None, **others: Any) -> Replayed:
+    model = AllocatorModel(**{**trace.settings, **others, "capacity": capacity})
+    fits = True
+    try:
+        replay(trace, model)
+    except torch.OutOfMemoryError:
+        fits = False
+    stats = model.stats()
+    peak = stats.get("reserved_bytes.all.peak", 0)
+    return Replayed(fits, peak, stats["num_alloc_retries"])

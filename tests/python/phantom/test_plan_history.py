@@ -13,6 +13,7 @@ from lowtide.planning.history import (
     WAIT_DEVICE,
     WAIT_STREAM,
     History,
+    Replayed,
     of_journal,
 )
 
@@ -22,7 +23,7 @@ A, B = 1 << 44, (1 << 44) + 2 * MIB
 
 def history(*entries: tuple[int, ...]) -> History:
     whole: list[Any] = [(*entry, 0)[:5] for entry in entries]
-    return of_journal(whole, {"expandable": False})
+    return of_journal(whole, {"expandable": False}, lambda: Replayed(True, 0, 0))
 
 
 def test_blocks_are_what_the_allocator_handed_out():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.cli import main
-from lowtide.planning import Plan, plan_request
+from lowtide.planning import Plan, PlanError, plan_request
 from lowtide.planning.request import Request, Script
 from support import planned
 from support.finiteness import BUILD, EXPRESSIONS, STEPS
@@ -108,3 +108,49 @@ def test_no_clock_there(capsys):
         "lowtide: plan --time: expected no --gpu, where no time is kept and every "
         "operator is torch's own, got h100. Leave one of the two out."
     )
+
+
+# A stream of its own reads what the default one allocates; the sizes leave gaps that
+# only segments which grow can use.
+STREAMS = """
+import torch
+from torch import nn
+model = nn.Linear(512, 512, device="cuda")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+side = torch.cuda.Stream()
+for step in range(3):
+    for mib in (30, 50, 70, 90):
+        x = torch.empty(mib << 20, dtype=torch.uint8, device="cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x.record_stream(side)
+            x.sum(dtype=torch.uint8)
+        del x
+    model(torch.ones(8, 512, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.cuda.synchronize()
+"""
+
+
+def test_other_settings_are_asked_of_torchs_allocator(tmp_path):
+    """What a replay says is what a run with those settings reserves."""
+    plan = plan_of(tmp_path, STREAMS)
+    late = plan_of(tmp_path, STREAMS, allocator={"events": "at_sync"})
+    assert plan.peak_reserved < plan.peak_reserved_bound == late.peak_reserved
+    assert late.peak_reserved_bound == late.peak_reserved
+
+    (saving,) = [s for s in plan.savings if s.what == "expandable_segments"]
+    grown = plan_of(tmp_path, STREAMS, allocator={"expandable": True})
+    assert grown.peak_reserved == plan.peak_reserved - saving.reserved
+
+    enough = plan_of(tmp_path, STREAMS, device_memory=plan.peak_reserved)
+    assert (enough.fits, enough.retries) == (True, 0)
+    tight = plan_of(tmp_path, STREAMS, device_memory=plan.peak_reserved - 1)
+    assert tight.fits and tight.retries > 0
+    # One tensor alone is larger: segments that grow would be no help.
+    little = plan_of(tmp_path, STREAMS, device_memory=80 << 20)
+    assert not little.fits and not little.savings
+    grows = {"device_memory": 80 << 20, "allocator": {"expandable": True}}
+    with pytest.raises(PlanError, match="status -11.* larger than the GPU"):
+        plan_of(tmp_path, STREAMS, **grows)

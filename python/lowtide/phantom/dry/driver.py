@@ -39,6 +39,12 @@ def peak_memory(device: int) -> int:
     return int(_function("peak_memory", ctypes.c_int64, ctypes.c_int)(device))
 
 
+def set_bounds(device: int, limit: int, immediate: bool) -> None:
+    """Before it is used: its bytes; whether events are complete when recorded."""
+    arguments = (ctypes.c_int, ctypes.c_int64, ctypes.c_int)
+    _function("set_bounds", None, *arguments)(device, limit, immediate)
+
+
 def collectives() -> list[str]:
     """A line each (csrc/phantom/driver/collective_log.h)."""
     return _function("collectives", ctypes.c_char_p)().decode().splitlines()
