@@ -54,6 +54,7 @@ set_source_files_properties(${dry_generated} PROPERTIES
 file(GLOB observer_sources CONFIGURE_DEPENDS "csrc/phantom/observer/*.cpp")
 add_library(lowtide_dry_observer SHARED ${observer_sources})
 target_compile_features(lowtide_dry_observer PRIVATE cxx_std_20)
+target_include_directories(lowtide_dry_observer PRIVATE csrc)
 target_include_directories(lowtide_dry_observer SYSTEM PRIVATE ${nvidia_headers}
   ${Python_INCLUDE_DIRS})
 target_link_libraries(lowtide_dry_observer PRIVATE lowtide_warnings torch::cpu

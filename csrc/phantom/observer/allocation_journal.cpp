@@ -1,6 +1,6 @@
 #include <Python.h>
 
-#include "allocation_journal.h"
+#include "phantom/observer/allocation_journal.h"
 
 #include <ATen/record_function.h>
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -9,7 +9,7 @@
 #include <memory>
 #include <mutex>
 
-#include "driver.h"
+#include "phantom/observer/driver.h"
 
 namespace lowtide::dry {
 namespace {

@@ -1,4 +1,4 @@
-#include "known_values.h"
+#include "phantom/observer/known_values.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -14,7 +14,7 @@
 #include <unordered_set>
 #include <utility>
 
-#include "driver.h"
+#include "phantom/observer/driver.h"
 
 namespace lowtide::dry {
 namespace {

@@ -1,4 +1,4 @@
-#include "replay.h"
+#include "phantom/observer/replay.h"
 
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>

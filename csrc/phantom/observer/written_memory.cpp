@@ -16,8 +16,8 @@
 #include <unordered_set>
 #include <vector>
 
-#include "driver.h"
-#include "known_values.h"
+#include "phantom/observer/driver.h"
+#include "phantom/observer/known_values.h"
 
 namespace lowtide::dry {
 namespace {

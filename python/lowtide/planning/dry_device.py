@@ -5,12 +5,10 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-import lowtide
 from lowtide.phantom import alloc_conf
 from lowtide.phantom.dry import driver, launch, lone_rank, values
 from lowtide.planning import history, snapshot
@@ -48,7 +46,7 @@ class DryDevice:
     def __init__(self, request: Request) -> None:
         self._request = request
         self.notes: list[str] = []
-        library = Path(lowtide.__file__).with_name("liblowtide_dry_observer.so")
+        library = launch.DRIVER.with_name("liblowtide_dry_observer.so")
         observer = ctypes.CDLL(str(library))
         self._replays = Replays(observer)
         self.device = torch.device("cuda", request.rank % machine(request).num_devices)
@@ -94,7 +92,7 @@ class DryDevice:
 
         def replay(*, capacity: int | None = None, **others: Any) -> history.Replayed:
             changed = settings | others
-            if changed["expandable"] and max(found.blocks, default=0) > self._total():
+            if changed["expandable"] and max(found.blocks, default=0) > self.memory():
                 # torch sizes segments that grow by the device, and crashes there.
                 return history.Replayed(False, 0, 0)
             operations = found.trace.operations
@@ -102,11 +100,6 @@ class DryDevice:
 
         found = history.of_journal(self._journal.entries(), settings, replay)
         return found
-
-    def _total(self) -> int:
-        """Bytes of the GPU that the program sees."""
-        total: int = torch.cuda.get_device_properties(self.device).total_memory
-        return total
 
     def _settings(self) -> dict[str, Any]:
         """Of the allocator as it was in the end."""
@@ -123,6 +116,11 @@ class DryDevice:
 
     def step_time(self, analysis: Analysis) -> StepTime | None:
         return None
+
+    def memory(self) -> int:
+        """Bytes of the GPU that the program sees."""
+        total: int = torch.cuda.get_device_properties(self.device).total_memory
+        return total
 
     def pinned(self) -> int | None:
         return driver.peak_pinned()

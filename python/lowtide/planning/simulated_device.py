@@ -140,6 +140,9 @@ class SimulatedDevice:
             analysis, self._clock, self._request.trace, self.notes
         )
 
+    def memory(self) -> int | None:
+        return self._request.device_memory
+
     def pinned(self) -> int | None:
         return None
 

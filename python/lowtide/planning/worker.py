@@ -89,7 +89,7 @@ def run(request: Request, progress: Callable[[int], None]) -> Plan:
         program=name_of(request.program),
         world=request.world,
         rank=request.rank,
-        device_memory=request.device_memory,
+        device_memory=device.memory(),
         step_time=step_time,
         pinned=device.pinned(),
         notes=notes,

@@ -55,4 +55,5 @@ def test_commands(tmp_path, command):
         assert '"all_gather' in out
         return
     assert "rank 0 of 8, 3 steps" in out
-    assert "fits into 80.0 GiB" in out
+    # NVIDIA keeps a little of an H100 for itself.
+    assert f"fits into {'79.1' if '--gpu' in arguments else '80.0'} GiB" in out

@@ -149,8 +149,8 @@ def test_other_settings_are_asked_of_torchs_allocator(tmp_path):
     tight = plan_of(tmp_path, STREAMS, device_memory=plan.peak_reserved - 1)
     assert tight.fits and tight.retries > 0
     # One tensor alone is larger: segments that grow would be no help.
-    little = plan_of(tmp_path, STREAMS, device_memory=80 << 20)
+    little = plan_of(tmp_path, STREAMS, device_memory=64 << 20)
     assert not little.fits and not little.savings
-    grows = {"device_memory": 80 << 20, "allocator": {"expandable": True}}
+    grows = {"device_memory": 64 << 20, "allocator": {"expandable": True}}
     with pytest.raises(PlanError, match="status -11.* larger than the GPU"):
         plan_of(tmp_path, STREAMS, **grows)

@@ -21,7 +21,7 @@ import torch.multiprocessing
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 
-from .values import notes, where
+from . import values
 
 _RANKS_OF_MACHINE = 8
 _UNIQUE_ID = bytes(128)  # NCCL's, which rank 0 would have sent
@@ -211,7 +211,7 @@ def _replace_checkpoints() -> None:
         def skipped(
             *_: Any, _what: str = f"{public} was skipped: {done}", **__: Any
         ) -> Any:
-            notes[_what, where()] += 1
+            values.notes[_what, values.where()] += 1
             return dcp.metadata.Metadata({})
 
         setattr(module, name, skipped)
