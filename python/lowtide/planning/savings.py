@@ -155,7 +155,10 @@ def _units(analysis: Analysis) -> dict[str, list[tuple[int, str]]]:
 
 
 def _shard(analysis: Analysis, live: list[Life], world: int) -> Proposal:
-    if world == 1 or analysis.recorder.sharded:
+    # Local parameters of lowtide's are tensors like others, in memory that it leased.
+    leases = [life.recorded.lease for life in live]
+    ours = any(lease is not None and lease[0] == "parameters" for lease in leases)
+    if world == 1 or ours or analysis.recorder.sharded:
         return None
     held = ("parameters", "gradients", "optimizer_state")
     lives = [life for life in analysis.lives if life.category in held]

@@ -59,10 +59,16 @@ def test_every_rank_has_its_own_plan():
 
 
 def test_every_mechanism_together():
-    plan = planned.plan_script("train_every_mechanism.py", "exact", world=8)
+    plan, simulated = (
+        planned.plan_script("train_every_mechanism.py", "exact", world=8, gpu=gpu)
+        for gpu in ("h100", None)
+    )
+    assert plan.by_category == simulated.by_category
+    assert plan.lowtide is not None and simulated.lowtide is not None
+    assert plan.lowtide["categories"] == simulated.lowtide["categories"]
+    assert "shard" not in [saving.what for saving in plan.savings]
     weights = (2 * 8192 * 512 + 3 * 2 * 512 * 2048) * 4
     assert 1 <= plan.by_category["parameters"] / (weights / 4) < 1.01
     assert plan.by_category["activations"] > 0
-    assert plan.lowtide is not None
     # A residual copied back for backward.
     assert plan.lowtide["categories"]["activations"]["peak"] >= 256 * 512 * 2
