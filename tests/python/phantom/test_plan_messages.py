@@ -162,8 +162,9 @@ def test_process_that_dies():
         lowtide.plan(planned.build, planned.never_returns)
     assert str(raised.value) == (
         "lowtide: plan: expected the process that runs the program to answer, got its "
-        "end with status 7. A negative status is a signal; -9 is often the host's "
-        "memory running out."
+        "end with status 7. A negative status is a signal: -9 is often the host's "
+        "memory running out, -11 with expandable segments one tensor that is larger "
+        "than the GPU."
     )
 
 
