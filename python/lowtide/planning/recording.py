@@ -1,4 +1,4 @@
-"""What a program allocates on the phantom device, and what is known about it."""
+"""What a program allocates on its device, and what is known about it."""
 
 import contextlib
 import functools
