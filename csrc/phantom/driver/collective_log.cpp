@@ -1,42 +1,53 @@
 #include "phantom/driver/collective_log.h"
 
+#include <sstream>
+
 namespace lowtide::dry {
 namespace {
 
 using Lock = std::lock_guard<std::mutex>;
 
-std::uintptr_t number_of(ncclComm_t communicator) {
-  return reinterpret_cast<std::uintptr_t>(communicator);
-}
+struct OpenGroups {
+  int depth = 0;
+  std::int64_t outermost = 0;
+};
+thread_local OpenGroups open_groups;
 
 }  // namespace
 
-ncclComm_t CollectiveLog::add(Communicator communicator) {
-  const Lock lock(mutex_);
-  communicators_[++last_] = communicator;
-  return reinterpret_cast<ncclComm_t>(last_);
+void CollectiveLog::enter_group() {
+  if (++open_groups.depth == 1) open_groups.outermost = ++last_group_;
 }
 
-Communicator CollectiveLog::of(ncclComm_t communicator) const {
-  const Lock lock(mutex_);
-  return communicators_.at(number_of(communicator));
+void CollectiveLog::leave_group() {
+  if (open_groups.depth > 0) --open_groups.depth;
 }
 
-void CollectiveLog::enter_group(int more) {
-  const Lock lock(mutex_);
-  depth_ += more;
-}
+int CollectiveLog::depth() { return open_groups.depth; }
 
-void CollectiveLog::note(const std::string& what, ncclComm_t communicator) {
-  const Lock lock(mutex_);
-  lines_ += what + " comm " + std::to_string(number_of(communicator)) +
-            " group " + std::to_string(depth_) + "\n";
+void CollectiveLog::add(Call call) {
+  call.depth = depth();
+  call.group = call.depth > 0 ? open_groups.outermost : 0;
+  std::int64_t number = 0;
+  {
+    const Lock lock(mutex_);
+    number = static_cast<std::int64_t>(calls_.size());
+    calls_.push_back(call);
+  }
+  if (const auto hears = heard.load()) hears(number);
 }
 
 const char* CollectiveLog::lines() {
   const Lock lock(mutex_);
-  shown_ = lines_;
-  return shown_.c_str();
+  std::ostringstream out;
+  for (const auto& call : calls_) {
+    out << call.kind << '\t' << call.bytes << '\t' << call.type << '\t'
+        << call.reduction << '\t' << call.peer << '\t' << call.communicator
+        << '\t' << call.stream << '\t' << call.priority << '\t'
+        << call.most_ctas << '\t' << call.depth << '\t' << call.group << '\n';
+  }
+  lines_ = out.str();
+  return lines_.c_str();
 }
 
 CollectiveLog& collective_log() {

@@ -1,42 +1,57 @@
 // What a process asked of NCCL, in order.
 #pragma once
 
-#include <nccl.h>
-
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <map>
 #include <mutex>
 #include <string>
+#include <vector>
 
 namespace lowtide::dry {
 
-struct Communicator {
-  int rank = 0;
-  int size = 0;
+// One call.  New communicators are calls, too: "init", "split".
+struct Call {
+  const char* kind = "";
+  // What a rank gives: of an all_gather its shard, of a reduce_scatter or an
+  // all_to_all its whole input, else all of it.
+  std::size_t bytes = 0;
+  const char* type = "-";
+  const char* reduction = "-";
+  int peer = -1;  // the root, or who is at the other end; by rank in the group
+  std::int64_t communicator = 0;  // its number; 0: of none
+  std::int64_t stream = 0;        // its number; 0: a default one
+  int priority = 0;               // of the stream
+  int most_ctas = 0;              // of a new communicator
+  int depth = 0;                  // of groups (ncclGroupStart) around it
+  std::int64_t group = 0;         // the outermost one's number; 0: none
 };
 
-// A line for each call: what, bytes that a rank gives, reduction, priority of
-// its stream, communicator, and the depth of groups it is in.  New
-// communicators: "init" or "split", and the most CTAs they may have.
 // Thread-safe.
 class CollectiveLog {
  public:
-  ncclComm_t add(Communicator communicator);
-  Communicator of(ncclComm_t communicator) const;
-  void enter_group(int more);
-  void note(const std::string& what, ncclComm_t communicator);
+  // Who hears of a call, by its number from 0 on, on the thread that makes it
+  // and while no lock is held.
+  using Heard = void (*)(std::int64_t number);
+  std::atomic<Heard> heard = nullptr;
 
-  // Valid until the next call.
+  // Of the calling thread: NCCL's groups are.
+  void enter_group();
+  void leave_group();
+  static int depth();
+
+  // Depth and group are filled in.
+  void add(Call call);
+
+  // A line a call, its fields in their order with tabs between them.  Valid
+  // until the next call.
   const char* lines();
 
  private:
   mutable std::mutex mutex_;
-  std::uintptr_t last_ = 0;
-  int depth_ = 0;
-  std::map<std::uintptr_t, Communicator> communicators_;
+  std::atomic<std::int64_t> last_group_ = 0;
+  std::vector<Call> calls_;
   std::string lines_;
-  std::string shown_;
 };
 
 CollectiveLog& collective_log();

@@ -9,55 +9,96 @@
 
 #include <cstdint>
 #include <cstring>
-#include <string>
 
 #include "phantom/driver/capture.h"
 #include "phantom/driver/collective_log.h"
+#include "phantom/driver/communicators.h"
 #include "phantom/driver/device.h"
 #include "phantom/driver/order.h"
 
 namespace lowtide::dry {
 namespace {
 
-std::size_t size_of(ncclDataType_t type) {
+struct Type {
+  const char* name;
+  std::size_t bytes;
+};
+
+Type type_of(ncclDataType_t type) {
   switch (type) {
     case ncclInt8:
+      return {"int8", 1};
     case ncclUint8:
+      return {"uint8", 1};
     case ncclFloat8e4m3:
+      return {"float8_e4m3fn", 1};
     case ncclFloat8e5m2:
-      return 1;
+      return {"float8_e5m2", 1};
     case ncclFloat16:
+      return {"float16", 2};
     case ncclBfloat16:
-      return 2;
+      return {"bfloat16", 2};
+    case ncclInt32:
+      return {"int32", 4};
+    case ncclUint32:
+      return {"uint32", 4};
     case ncclInt64:
+      return {"int64", 8};
     case ncclUint64:
+      return {"uint64", 8};
     case ncclFloat64:
-      return 8;
+      return {"float64", 8};
     default:
-      return 4;
+      return {"float32", 4};
   }
 }
 
 const char* name_of(ncclRedOp_t op) {
-  if (op == ncclSum) return "sum";
-  return op == ncclAvg ? "avg" : "other";
+  switch (op) {
+    case ncclSum:
+      return "sum";
+    case ncclProd:
+      return "prod";
+    case ncclMax:
+      return "max";
+    case ncclMin:
+      return "min";
+    case ncclAvg:
+      return "avg";
+    default:
+      return "scaled sum";
+  }
 }
 
 std::size_t ranks_of(ncclComm_t comm) {
-  return static_cast<std::size_t>(collective_log().of(comm).size);
+  return static_cast<std::size_t>(communicators().of(comm).size);
 }
 
-void note_new(const char* how, ncclComm_t comm, const ncclConfig_t* config) {
-  const int most = config ? config->maxCTAs : NCCL_CONFIG_UNDEF_INT;
-  collective_log().note(std::string(how) + " " + std::to_string(most), comm);
+void note(const char* kind, ncclComm_t comm, std::size_t bytes = 0) {
+  Call call{kind, bytes};
+  if (comm != nullptr) call.communicator = communicators().of(comm).number;
+  collective_log().add(call);
 }
 
-ncclResult_t collective(const char* what, std::size_t bytes, const char* op,
+void note_new(const char* kind, const Communicator& made,
+              const ncclConfig_t* config) {
+  Call call{kind};
+  call.communicator = made.number;
+  call.most_ctas = config ? config->maxCTAs : NCCL_CONFIG_UNDEF_INT;
+  collective_log().add(call);
+}
+
+// What travels between ranks, on `stream`: everything does by this function.
+// `bytes` as in Call.
+ncclResult_t collective(const char* kind, std::size_t bytes,
+                        ncclDataType_t type, const char* reduction, int peer,
                         ncclComm_t comm, cudaStream_t stream) {
-  collective_log().note(std::string(what) + " " + std::to_string(bytes) + " " +
-                            op + " " +
-                            std::to_string(stream_of(stream).priority),
-                        comm);
+  Call call{kind, bytes, type_of(type).name, reduction, peer};
+  call.communicator = communicators().of(comm).number;
+  call.stream =
+      static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(stream));
+  call.priority = stream_of(stream).priority;
+  collective_log().add(call);
   capture().enqueue(stream);
   order().enqueue_collective(stream);
   return ncclSuccess;
@@ -83,15 +124,16 @@ ncclResult_t ncclGetVersion(int* version) {
   return ncclSuccess;
 }
 ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
-  std::memset(id, 1, sizeof *id);
+  *id = new_unique_id();
   return ncclSuccess;
 }
 const char* ncclGetLastError(ncclComm_t) { return "none"; }
 
-ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int size, ncclUniqueId,
+ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int size, ncclUniqueId id,
                                     int rank, ncclConfig_t* config) {
-  *comm = collective_log().add({rank, size});
-  note_new("init", *comm, config);
+  const auto made = communicators().add(id, rank, size);
+  *comm = Communicators::handle_of(made);
+  note_new("init", made, config);
   return ncclSuccess;
 }
 ncclResult_t ncclCommInitRank(ncclComm_t* comm, int size, ncclUniqueId id,
@@ -102,11 +144,15 @@ ncclResult_t ncclCommInitRankScalable(ncclComm_t* comm, int size, int rank, int,
                                       ncclUniqueId* id, ncclConfig_t* config) {
   return ncclCommInitRankConfig(comm, size, *id, rank, config);
 }
-// How many ranks share a color is not known here: as many as were there.
-ncclResult_t ncclCommSplit(ncclComm_t comm, int, int, ncclComm_t* part,
+// A call on the whole, also of ranks that are in no part.
+ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int, ncclComm_t* part,
                            ncclConfig_t* config) {
-  *part = collective_log().add(collective_log().of(comm));
-  note_new("split", *part, config);
+  note("split", comm);
+  *part = nullptr;
+  if (color == NCCL_SPLIT_NOCOLOR) return ncclSuccess;
+  const auto made = communicators().split(communicators().of(comm));
+  *part = Communicators::handle_of(made);
+  note_new("init", made, config);
   return ncclSuccess;
 }
 ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* error) {
@@ -114,11 +160,11 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* error) {
   return ncclSuccess;
 }
 ncclResult_t ncclCommCount(const ncclComm_t comm, int* count) {
-  *count = collective_log().of(comm).size;
+  *count = communicators().of(comm).size;
   return ncclSuccess;
 }
 ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) {
-  *rank = collective_log().of(comm).rank;
+  *rank = communicators().of(comm).rank;
   return ncclSuccess;
 }
 ncclResult_t ncclCommCuDevice(const ncclComm_t, int* index) {
@@ -132,76 +178,78 @@ ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void*, ncclDataType_t,
 }
 
 ncclResult_t ncclGroupStart() {
-  collective_log().enter_group(1);
+  collective_log().enter_group();
   return ncclSuccess;
 }
 ncclResult_t ncclGroupEnd() {
-  collective_log().enter_group(-1);
+  collective_log().leave_group();
   return ncclSuccess;
 }
 
 ncclResult_t ncclAllGather(const void* from, void* to, std::size_t count,
                            ncclDataType_t type, ncclComm_t comm,
                            cudaStream_t stream) {
-  const auto bytes = count * size_of(type);
+  const auto bytes = count * type_of(type).bytes;
   spread(to, from, bytes, ranks_of(comm));
-  return collective("all_gather", bytes, "-", comm, stream);
+  return collective("all_gather", bytes, type, "-", -1, comm, stream);
 }
 ncclResult_t ncclReduceScatter(const void* from, void* to, std::size_t count,
                                ncclDataType_t type, ncclRedOp_t op,
                                ncclComm_t comm, cudaStream_t stream) {
-  const auto bytes = count * size_of(type);
-  const auto rank = static_cast<std::size_t>(collective_log().of(comm).rank);
+  const auto bytes = count * type_of(type).bytes;
+  const auto rank = static_cast<std::size_t>(communicators().of(comm).rank);
   spread(to, static_cast<const char*>(from) + rank * bytes, bytes, 1);
-  return collective("reduce_scatter", bytes * ranks_of(comm), name_of(op), comm,
-                    stream);
+  return collective("reduce_scatter", bytes * ranks_of(comm), type, name_of(op),
+                    -1, comm, stream);
 }
 ncclResult_t ncclAllReduce(const void* from, void* to, std::size_t count,
                            ncclDataType_t type, ncclRedOp_t op, ncclComm_t comm,
                            cudaStream_t stream) {
-  const auto bytes = count * size_of(type);
+  const auto bytes = count * type_of(type).bytes;
   spread(to, from, bytes, 1);
-  return collective("all_reduce", bytes, name_of(op), comm, stream);
+  return collective("all_reduce", bytes, type, name_of(op), -1, comm, stream);
 }
 ncclResult_t ncclReduce(const void* from, void* to, std::size_t count,
-                        ncclDataType_t type, ncclRedOp_t op, int,
+                        ncclDataType_t type, ncclRedOp_t op, int root,
                         ncclComm_t comm, cudaStream_t stream) {
-  const auto bytes = count * size_of(type);
+  const auto bytes = count * type_of(type).bytes;
   if (to != nullptr) spread(to, from, bytes, 1);
-  return collective("reduce", bytes, name_of(op), comm, stream);
+  return collective("reduce", bytes, type, name_of(op), root, comm, stream);
 }
 ncclResult_t ncclBroadcast(const void* from, void* to, std::size_t count,
-                           ncclDataType_t type, int, ncclComm_t comm,
+                           ncclDataType_t type, int root, ncclComm_t comm,
                            cudaStream_t stream) {
-  const auto bytes = count * size_of(type);
+  const auto bytes = count * type_of(type).bytes;
   if (from != nullptr) spread(to, from, bytes, 1);
-  return collective("broadcast", bytes, "-", comm, stream);
+  return collective("broadcast", bytes, type, "-", root, comm, stream);
 }
-ncclResult_t ncclBcast(void*, std::size_t count, ncclDataType_t type, int,
+ncclResult_t ncclBcast(void*, std::size_t count, ncclDataType_t type, int root,
                        ncclComm_t comm, cudaStream_t stream) {
-  return collective("broadcast", count * size_of(type), "-", comm, stream);
+  return collective("broadcast", count * type_of(type).bytes, type, "-", root,
+                    comm, stream);
 }
 ncclResult_t ncclAlltoAll(const void* from, void* to, std::size_t count,
                           ncclDataType_t type, ncclComm_t comm,
                           cudaStream_t stream) {
-  const auto bytes = count * size_of(type) * ranks_of(comm);
+  const auto bytes = count * type_of(type).bytes * ranks_of(comm);
   spread(to, from, bytes, 1);
-  return collective("all_to_all", bytes, "-", comm, stream);
+  return collective("all_to_all", bytes, type, "-", -1, comm, stream);
 }
-ncclResult_t ncclSend(const void*, std::size_t count, ncclDataType_t type, int,
-                      ncclComm_t comm, cudaStream_t stream) {
-  return collective("send", count * size_of(type), "-", comm, stream);
+ncclResult_t ncclSend(const void*, std::size_t count, ncclDataType_t type,
+                      int peer, ncclComm_t comm, cudaStream_t stream) {
+  return collective("send", count * type_of(type).bytes, type, "-", peer, comm,
+                    stream);
 }
-ncclResult_t ncclRecv(void* to, std::size_t count, ncclDataType_t type, int,
-                      ncclComm_t comm, cudaStream_t stream) {
-  const auto bytes = count * size_of(type);
+ncclResult_t ncclRecv(void* to, std::size_t count, ncclDataType_t type,
+                      int peer, ncclComm_t comm, cudaStream_t stream) {
+  const auto bytes = count * type_of(type).bytes;
   kept().forget(reinterpret_cast<Address>(to), bytes);
-  return collective("recv", bytes, "-", comm, stream);
+  return collective("recv", bytes, type, "-", peer, comm, stream);
 }
 
 // Registered memory is ordinary memory of the device.
 ncclResult_t ncclMemAlloc(void** address, std::size_t bytes) {
-  collective_log().note("mem_alloc " + std::to_string(bytes), nullptr);
+  note("mem_alloc", nullptr, bytes);
   return cudaMalloc(address, bytes) == cudaSuccess ? ncclSuccess
                                                    : ncclSystemError;
 }
@@ -211,14 +259,14 @@ ncclResult_t ncclMemFree(void* address) {
 }
 ncclResult_t ncclCommRegister(const ncclComm_t comm, void* buffer,
                               std::size_t bytes, void** handle) {
-  collective_log().note("register " + std::to_string(bytes), comm);
+  note("register", comm, bytes);
   *handle = buffer;
   return ncclSuccess;
 }
 ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* buffer,
                                     std::size_t bytes, ncclWindow_t* window,
                                     int) {
-  collective_log().note("register_window " + std::to_string(bytes), comm);
+  note("register_window", comm, bytes);
   *window = reinterpret_cast<ncclWindow_t>(buffer);
   return ncclSuccess;
 }

@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "phantom/driver/capture.h"
-#include "phantom/driver/collective_log.h"
 #include "phantom/driver/device.h"
 #include "phantom/driver/kernels.h"
 #include "phantom/driver/listener.h"
@@ -25,10 +24,6 @@ LOWTIDE_DRY_API std::int64_t lowtide_dry_stray() { return capture().stray(); }
 LOWTIDE_DRY_API std::int64_t lowtide_dry_unseen_collectives(
     cudaStream_t stream) {
   return order().unseen(stream);
-}
-// See collective_log.h; valid until the next call.
-LOWTIDE_DRY_API const char* lowtide_dry_collectives() {
-  return collective_log().lines();
 }
 // Functions that hear of events and waits (listener.h); null for nobody.
 LOWTIDE_DRY_API void lowtide_dry_listen(Listener::Recorded recorded,

@@ -9,6 +9,7 @@ import json
 
 import pytest
 
+from lowtide.phantom.dry.driver import Call
 from support import (
     capture_dry_run,
     gradient_streams_dry_run,
@@ -130,7 +131,7 @@ def test_what_a_graph_can_not_capture_is_refused() -> None:
     )
 
 
-Calls = dict[str, list[nccl_dry_run.Call]]
+Calls = dict[str, list[Call]]
 
 
 @pytest.fixture(scope="module")
@@ -138,21 +139,20 @@ def nccl() -> Calls:
     program = [nccl_dry_run.__file__, "calls"]
     found = json.loads(run_dry(program, memory=MEMORY, events="immediate"))
     return {
-        setting: [nccl_dry_run.Call(*call) for call in calls]
-        for setting, calls in found.items()
+        setting: [Call(*call) for call in calls] for setting, calls in found.items()
     }
 
 
 def test_a_gather_is_one_group_of_calls(nccl: Calls) -> None:
-    gathers = [call for call in nccl["separate"] if call.what == "all_gather"]
+    gathers = [call for call in nccl["separate"] if call.kind == "all_gather"]
     # Two layers in forward and in backward, the root once.
     assert len(gathers) == 5
-    assert {call.depth for call in gathers} == {"1"}
+    assert {call.depth for call in gathers} == {1}
 
 
 def test_gradients_are_averaged_by_nccl(nccl: Calls) -> None:
     for calls in nccl.values():
-        reductions = {call.reduction for call in calls if call.what == "reduce_scatter"}
+        reductions = {call.reduction for call in calls if call.kind == "reduce_scatter"}
         assert reductions == {"avg"}
 
 
@@ -161,7 +161,7 @@ def test_nccl_runs_on_streams_of_high_priority(nccl: Calls) -> None:
     for setting in ("separate", "shared", "registered"):
         step = nccl[setting][-length:]
         for what in ("all_gather", "reduce_scatter"):
-            assert {call.priority for call in step if call.what == what} == {"-1"}
+            assert {call.priority for call in step if call.kind == what} == {-1}
 
 
 def test_parameters_are_shown_behind_their_gather() -> None:
@@ -183,8 +183,8 @@ def test_a_model_deleted_after_a_failure_is_behind_what_it_started() -> None:
     }
 
 
-def communicators(calls: list[nccl_dry_run.Call], what: str) -> set[str]:
-    return {call.communicator for call in calls if call.what == what}
+def communicators(calls: list[Call], what: str) -> set[int]:
+    return {call.communicator for call in calls if call.kind == what}
 
 
 def test_reductions_have_a_communicator_of_their_own_or_share_it(nccl: Calls) -> None:
@@ -196,15 +196,15 @@ def test_reductions_have_a_communicator_of_their_own_or_share_it(nccl: Calls) ->
     (one,) = communicators(shared, "all_gather")
     assert communicators(shared, "reduce_scatter") == {one}
     # The same collectives in the same order.
-    assert [call[:3] for call in shared] == [call[:3] for call in separate]
+    assert [call[:4] for call in shared] == [call[:4] for call in separate]
 
 
 def test_the_second_communicator_is_no_split_and_has_the_first_ones_settings(
     nccl: Calls,
 ) -> None:
     """A split would wait for ranks of the job that are not on the mesh."""
-    made = [call for call in nccl["from the start"] if call.what in ("init", "split")]
-    assert [(call.what, int(call.size)) for call in made] == [
+    made = [call for call in nccl["from the start"] if call.kind in ("init", "split")]
+    assert [(call.kind, call.most_ctas) for call in made] == [
         ("init", nccl_dry_run.MOST_CTAS)
     ] * 2
 
@@ -215,7 +215,7 @@ def test_buffers_may_be_nccls_own_and_registered(nccl: Calls) -> None:
     for what in ("all_gather", "reduce_scatter"):
         assert communicators(calls, what) <= registered
     for name in ("separate", "shared"):
-        assert "mem_alloc" not in {call.what for call in nccl[name]}
+        assert "mem_alloc" not in {call.kind for call in nccl[name]}
 
 
 def test_no_block_is_recorded_on_another_stream() -> None:

@@ -25,7 +25,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,34 +34,17 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
 )
 
+from lowtide.phantom.dry import driver
+from lowtide.phantom.dry.driver import Call
 from lowtide.phantom.histories import trace_of_cuda
 from support.cuda_steps import sharded, start, units_of
 
 MOST_CTAS = 7  # of the default group's communicator
 
 
-class Call(NamedTuple):
-    what: str
-    size: str  # bytes a rank gives; of a new communicator: the most CTAs
-    reduction: str
-    priority: str  # of its stream
-    communicator: str
-    depth: str  # of ncclGroupStart
-
-
 def all_calls() -> list[Call]:
     """Since the process began."""
-    function = ctypes.CDLL(None).lowtide_dry_collectives
-    function.restype = ctypes.c_char_p
-    calls = []
-    for line in function().decode().splitlines():
-        what, size, *rest = line.split()
-        reduction, priority = rest[:2] if what in REDUCING else ("-", "-")
-        calls.append(Call(what, size, reduction, priority, rest[-3], rest[-1]))
-    return calls
-
-
-REDUCING = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+    return driver.calls()
 
 
 def unseen() -> int:

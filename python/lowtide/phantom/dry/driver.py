@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @cache
@@ -17,6 +18,11 @@ def _function(name: str, result: Any, *arguments: Any) -> Any:
 
 def _number(name: str) -> int:
     return int(_function(name, ctypes.c_int64)())
+
+
+def _lines(name: str) -> list[str]:
+    text: bytes = _function(name, ctypes.c_char_p)()
+    return text.decode().splitlines()
 
 
 def launches() -> int:
@@ -45,14 +51,71 @@ def set_bounds(device: int, limit: int, immediate: bool) -> None:
     _function("set_bounds", None, *arguments)(device, limit, immediate)
 
 
-def collectives() -> list[str]:
-    """A line each (csrc/phantom/driver/collective_log.h)."""
-    return _function("collectives", ctypes.c_char_p)().decode().splitlines()
+class Communicator(NamedTuple):
+    """Of NCCL; ``ranks`` are those of the world, by rank in the group. ``name`` is
+    that of the group, and empty where nobody named it."""
+
+    number: int
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+    name: str
+
+
+def communicators() -> list[Communicator]:
+    """In the order in which they were made."""
+    found = []
+    for line in _lines("communicators"):
+        number, rank, size, ranks, name = line.split("\t")
+        numbers = tuple(int(each) for each in ranks.split(","))
+        found.append(Communicator(int(number), int(rank), int(size), numbers, name))
+    return found
+
+
+class Call(NamedTuple):
+    """One call of NCCL (csrc/phantom/driver/collective_log.h)."""
+
+    kind: str
+    bytes: int
+    type: str
+    reduction: str
+    peer: int
+    communicator: int
+    stream: int
+    priority: int
+    most_ctas: int
+    depth: int
+    group: int
+
+
+def calls() -> list[Call]:
+    """In the order in which they were made."""
+    found = []
+    for line in _lines("calls"):
+        kind, num_bytes, dtype, reduction, *numbers = line.split("\t")
+        found.append(Call(kind, int(num_bytes), dtype, reduction, *map(int, numbers)))
+    return found
+
+
+def name_group(unique_id: bytes, name: str, ranks: Sequence[int]) -> None:
+    """Communicators that are made from ``unique_id`` are of that group of the
+    world's ranks."""
+    numbers = ctypes.c_int64 * len(ranks)
+    arguments = (ctypes.c_char_p, ctypes.c_char_p, numbers, ctypes.c_int64)
+    function = _function("name_group", None, *arguments)
+    function(unique_id, name.encode(), numbers(*ranks), len(ranks))
+
+
+def name_split(name: str, ranks: Sequence[int]) -> None:
+    """The next communicator that this thread splits off another is."""
+    numbers = ctypes.c_int64 * len(ranks)
+    function = _function("name_split", None, ctypes.c_char_p, numbers, ctypes.c_int64)
+    function(name.encode(), numbers(*ranks), len(ranks))
 
 
 def missing() -> list[str]:
     """Functions that were called and that the driver lacks."""
-    return _function("missing_names", ctypes.c_char_p)().decode().splitlines()
+    return _lines("missing_names")
 
 
 def is_known(address: int, num_bytes: int) -> bool:

@@ -21,10 +21,9 @@ import torch.multiprocessing
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 
-from . import values
+from . import groups, values
 
 _RANKS_OF_MACHINE = 8
-_UNIQUE_ID = bytes(128)  # NCCL's, which rank 0 would have sent
 
 
 class LoneStore(Store):
@@ -37,12 +36,18 @@ class LoneStore(Store):
         self._lock = threading.Lock()
 
     def set(self, key: str, value: str | bytes) -> None:
+        content = _as_bytes(value)
         with self._lock:
-            self._values[key] = _as_bytes(value)
+            self._values[key] = content
+        groups.hear(key, content)
 
     def get(self, key: str) -> bytes:
         with self._lock:
-            return self._values.get(key, _UNIQUE_ID)
+            content = self._values.get(key)
+        if content is None:
+            content = groups.ids_of(key)
+        groups.hear(key, content)
+        return content
 
     def add(self, key: str, value: int) -> int:
         """Each rank adds the same."""
@@ -74,6 +79,10 @@ class LoneStore(Store):
         with self._lock:
             return len(self._values)
 
+    def clone(self) -> LoneStore:
+        """For a group that is split off another."""
+        return self
+
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         return None
 
@@ -95,11 +104,8 @@ def install(world: int, rank: int) -> None:
     handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
     for scheme in handlers:
         handlers[scheme] = meet
+    groups.install()
     replace_gloo()
-    # NCCL says nothing of the size of a part, so each group is a communicator of its
-    # own.
-    internals: Any = distributed_c10d
-    internals._get_split_source = lambda group: None
     for name, function in (
         ("all_gather_object", _all_gather_object),
         ("gather_object", _gather_object),

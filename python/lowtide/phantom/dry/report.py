@@ -68,7 +68,8 @@ def collect() -> dict[str, Any]:
         "pinned": driver.peak_pinned(),
         "launches": driver.launches(),
         "host_waits": driver.host_waits(),
-        "nccl": driver.collectives(),
+        "communicators": [each._asdict() for each in driver.communicators()],
+        "calls": [each._asdict() for each in driver.calls()],
         "assumed": [
             {"what": what, "where": where, "times": times}
             for (what, where), times in sorted(values.notes.items())

@@ -1,0 +1,110 @@
+"""Tells the dry driver which ranks of the world each communicator of NCCL is of.
+
+A communicator begins with an id that a rank puts into the store of its group, under
+the group's name; the others find it there. A part that is split off another
+communicator is made on the thread that asked for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from . import driver
+
+_ID_BYTES = 128
+_NUMBERS = re.compile(r"(?:UniqueNCCLID:)?(\d+)(?::(\d+))?")
+# Ranks of the world of each group that was made, by its name.
+_ranks: dict[str, tuple[int, ...]] = {}
+
+
+def install() -> None:
+    """For the rest of the process."""
+    internals: Any = distributed_c10d
+    internals._new_process_group_helper = _named(internals._new_process_group_helper)
+    group: Any = dist.ProcessGroup
+    group.split_group = _split(group.split_group)
+
+
+def ids_of(key: str) -> bytes:
+    """What another rank would have put there."""
+    return hashlib.shake_256(key.encode()).digest(_ID_BYTES)
+
+
+def hear(key: str, value: bytes) -> None:
+    """``value`` was read from the store, or is put there.
+
+    The key of an id is the group's name, for some groups the device, and a number, the
+    number of one of several roots, or the two ranks of a pair: ``0//cuda//1:5``."""
+    *names, last = key.split("//")
+    found = _NUMBERS.fullmatch(last)
+    if found is None or not names or len(value) != _ID_BYTES:
+        return
+    if names[-1] == "cuda" and len(names) > 1:
+        names.pop()
+    name = names[-1].rpartition("/")[2]
+    ranks = _ranks.get(name, ())
+    number, other = found.groups()
+    if other is not None and ranks:
+        ranks = ranks[int(number)], ranks[int(other)]
+        name = f"{name}/{last}"
+    driver.name_group(value, name, ranks)
+
+
+def _named(make: Callable[..., Any]) -> Callable[..., Any]:
+    """torch makes every group by one function."""
+
+    @functools.wraps(make)
+    def made(
+        group_size: int,
+        group_rank: int,
+        global_ranks_in_group: Sequence[int],
+        backend: Any,
+        store: Any,
+        group_name: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        ranks = tuple(global_ranks_in_group) or tuple(range(group_size))
+        _ranks[group_name] = ranks
+        driver.name_split(group_name, ranks)
+        return make(
+            group_size,
+            group_rank,
+            global_ranks_in_group,
+            backend,
+            store,
+            group_name,
+            *args,
+            **kwargs,
+        )
+
+    return made
+
+
+def _split(split: Callable[..., Any]) -> Callable[..., Any]:
+    """``dist.split_group`` makes its groups by this method, whose ranks are those of
+    the group that is split."""
+
+    @functools.wraps(split)
+    def made(
+        self: Any,
+        ranks: Sequence[int],
+        timeout: Any = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+    ) -> Any:
+        world = dist.get_process_group_ranks(self)
+        name = group_name or ""
+        _ranks[name] = tuple(world[rank] for rank in ranks)
+        driver.name_split(name, _ranks[name])
+        return split(self, ranks, timeout, opts, group_name, group_desc)
+
+    return made

@@ -1,0 +1,71 @@
+"""The dry driver knows which ranks of the world a communicator of NCCL is of."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from lowtide.phantom.dry import launch
+from lowtide.phantom.dry.driver import Call, Communicator
+from support import communicators_dry_run
+
+WORLD = tuple(range(32))
+
+
+def run(how: str, rank: int) -> tuple[list[Communicator], list[Call]]:
+    machine = launch.Machine(world=32, rank=rank)
+    program = [communicators_dry_run.__file__, how]
+    done = subprocess.run(
+        launch.command(program, machine, launch.Settings()),
+        env=launch.environment(machine) | {"PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    communicators = [
+        Communicator(*numbers, tuple(ranks), name)
+        for *numbers, ranks, name in found["communicators"]
+    ]
+    return communicators, [Call(*call) for call in found["calls"]]
+
+
+@pytest.mark.parametrize("rank", [1, 30])
+def test_of_a_mesh_the_shard_group_is_consecutive_the_replicate_group_strided(rank):
+    communicators, _ = run("lazy", rank)
+    shard, replicate = rank - rank % 4, rank % 4
+    assert [(each.ranks, each.rank) for each in communicators] == [
+        (WORLD[replicate::4], rank // 4),
+        (WORLD[shard : shard + 4], rank % 4),
+        (WORLD, rank),
+        ((rank, 31), 0),
+        ((0, rank), 1),
+    ]
+    names = [each.name for each in communicators]
+    assert len(set(names)) == len(names)
+    assert all(names)
+
+
+def test_the_first_rank_makes_the_ids_that_others_find():
+    of_0, of_1 = ([each[3:] for each in run("lazy", rank)[0]] for rank in (0, 1))
+    shared = [of_0[place] for place in (1, 2, 4)]  # shard, world, the pair of both
+    assert shared == [of_1[place] for place in (1, 2, 4)]
+    assert len(set(of_0)) == len(of_0)
+
+
+def test_parts_that_are_split_off_have_their_ranks_and_are_calls_on_the_whole():
+    communicators, calls = run("split", 5)
+    assert [(each.ranks, each.rank) for each in communicators] == [
+        (WORLD, 5),
+        (WORLD[1::4], 1),
+        (WORLD[4:8], 1),
+        ((0, 5), 1),
+    ]
+    made = [(call.kind, call.communicator) for call in calls if not call.bytes]
+    assert made == [
+        *[("init", 1), ("split", 1), ("init", 2), ("split", 1), ("init", 3)],
+        *[("split", 1), ("init", 4)],
+    ]
