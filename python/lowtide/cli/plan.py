@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lowtide.planning.report import Plan
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _DESCRIPTION = """\
-Runs a training program on the phantom device, where nothing is computed and every
-allocation is counted, and says what it takes on one GPU.
+Runs a training program on torch's own CUDA over a driver that computes nothing, and
+says what it takes on one GPU and what for. No GPU is needed or touched.
 
   python -m lowtide plan [options] MODEL.py        a file with plan_model (docs/plan.md)
   python -m lowtide plan [options] -- TRAIN.py ... a training script, as it stands
@@ -49,21 +49,14 @@ def add_parser(subparsers: Subparsers) -> None:
     add("--world", type=int, metavar="N", help="ranks, as under torchrun; default 1")
     add("--rank", type=int, default=0, metavar="R", help="whose memory; default 0")
     add("--steps", type=int, default=3, metavar="N", help="optimizer steps; default 3")
-    add("--device-memory", metavar="SIZE", help="of the GPU, such as 80GiB")
-    add("--gpu", metavar="NAME", help="on torch's own CUDA, as h100, a100-80, rtx4090")
+    add("--gpu", default="h100", help="such as h100 (default), a100-80, rtx4090")
+    add("--device-memory", metavar="SIZE", help="of the GPU, if not its own, as 80GiB")
     add(
         "--nonzero",
         type=float,
         default=1.0,
         metavar="SHARE",
-        help="with --gpu: of all elements, in sizes that depend on data; default 1",
-    )
-    add(
-        "--allow",
-        metavar="OP",
-        action="append",
-        default=[],
-        help="an operator, aten::foo, whose outputs alone are counted; may be repeated",
+        help="of all elements, in sizes that depend on data; default 1",
     )
     add(
         "--allocator",
@@ -81,7 +74,7 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="FILE",
         help="append what the program prints there",
     )
-    add("--time", metavar="GPU", help="time of a step too: h100 or h200")
+    add("--time", action="store_true", help="simulated time of a step, too")
     add("--trace", metavar="FILE", help="with --time: the last step for Perfetto")
     model = parser.add_argument_group("model files")
     add = model.add_argument
@@ -122,6 +115,7 @@ def request_of(options: argparse.Namespace) -> Request:
     """Raises ValueError for what cannot be asked."""
     from lowtide.planning.report import parse_bytes
     from lowtide.planning.request import ModelFile, Request
+    from lowtide.planning.run import allocator_conf
 
     world = 1 if options.world is None else options.world
     if not 0 <= options.rank < world:
@@ -160,13 +154,13 @@ def request_of(options: argparse.Namespace) -> Request:
         torchrun=options.world is not None,
         steps=options.steps,
         device_memory=None if memory is None else parse_bytes(memory),
-        allocator=_allocator(options),
-        allow=_allowed(options),
-        gpu=_gpu(options),
+        gpu=options.gpu,
+        allocator=allocator_conf(options.allocator),
+        events=options.events,
         nonzero=options.nonzero,
         snapshot=options.snapshot,
         output=options.output,
-        time=_accelerator(options),
+        time=_keeps_time(options),
         trace=options.trace,
     )
 
@@ -209,51 +203,13 @@ def _require_folders(options: argparse.Namespace) -> None:
             )
 
 
-def _allowed(options: argparse.Namespace) -> tuple[str, ...]:
-    for name in options.allow:
-        if "::" not in name:
-            raise ValueError(
-                "lowtide: plan --allow: expected an operator with its library, such as "
-                f"aten::{name}, got {name!r}. Write it as the message that named it."
-            )
-    return tuple(options.allow)
-
-
-def _accelerator(options: argparse.Namespace) -> str | None:
+def _keeps_time(options: argparse.Namespace) -> bool:
     if options.trace and not options.time:
         raise ValueError(
-            "lowtide: plan --trace: expected --time too, got none. Pass --time h100 "
-            "or --time h200."
+            "lowtide: plan --trace: expected --time too, got none. Pass --time."
         )
-    if not options.time:
-        return None
-    from lowtide.phantom.machines import accelerator_named
-
-    accelerator_named(options.time)
-    name: str = options.time
-    return name
-
-
-def _gpu(options: argparse.Namespace) -> str | None:
-    for name in ("time", "allow"):
-        if options.gpu and getattr(options, name):
-            raise ValueError(
-                f"lowtide: plan --{name}: expected no --gpu, where no time is kept and "
-                f"every operator is torch's own, got {options.gpu}. Leave one of the "
-                "two out."
-            )
-    gpu: str | None = options.gpu
-    return gpu
-
-
-def _allocator(options: argparse.Namespace) -> dict[str, Any]:
-    from lowtide.phantom import alloc_conf
-
-    conf = options.allocator or alloc_conf.environment()
-    if conf == "expandable":
-        conf = "expandable_segments:True"
-    settings = alloc_conf.parse(conf) if conf else {}
-    return {**settings, "events": options.events}
+    keeps: bool = options.time
+    return keeps
 
 
 def _plan(request: Request, *, verified: bool) -> Plan:

@@ -4,9 +4,8 @@ import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from lowtide.phantom.traces import Trace
 from lowtide.planning import categories
-from lowtide.planning.history import History
+from lowtide.planning.history import History, Operation
 from lowtide.planning.moments import moments_of
 from lowtide.planning.recording import Allocation, Label, Recorder
 from lowtide.planning.stacks import Line, program_line
@@ -14,8 +13,8 @@ from lowtide.planning.stacks import Line, program_line
 
 @dataclass
 class Life:
-    """An allocation, from the operation of the trace that makes it to the one that
-    frees it (the trace's length if none does)."""
+    """An allocation, from the operation that makes it to the one that frees it (their
+    number if none does)."""
 
     recorded: Allocation
     moment: str
@@ -58,8 +57,8 @@ class Analysis:
         return analysis
 
     @property
-    def trace(self) -> Trace:
-        return self.history.trace
+    def operations(self) -> list[Operation]:
+        return self.history.operations
 
     @property
     def allocated(self) -> list[int]:
@@ -87,14 +86,14 @@ class Analysis:
         result: list[range] = []
         begin = 0
         end = next(ends, None)
-        for place, operation in enumerate(self.trace.operations):
+        for place, operation in enumerate(self.operations):
             while end is not None and (counts["allocate"], counts["free"]) == end:
                 result.append(range(begin, place))
                 begin, end = place, next(ends, None)
             if operation.op in counts:
                 counts[operation.op] += 1
         if end is not None:
-            result.append(range(begin, len(self.trace.operations)))
+            result.append(range(begin, len(self.operations)))
         return result
 
     def moment_at(self, operation: int) -> str:
@@ -108,12 +107,12 @@ class Analysis:
         """Also gives each label to the allocation that was live at its address."""
         named = _Names(self.recorder.labels)
         num_frees = 0
-        for place, operation in enumerate(self.trace.operations):
+        for place, operation in enumerate(self.operations):
             identity = operation.id
             if operation.op == "allocate":
                 assert identity is not None and operation.bytes is not None
                 life = self.lives[identity]
-                life.begin, life.end = place, len(self.trace.operations)
+                life.begin, life.end = place, len(self.operations)
                 life.block = self.history.blocks[identity]
                 life.recorded.bytes = operation.bytes
                 life.recorded.stream = operation.stream or 0

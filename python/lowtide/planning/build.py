@@ -1,5 +1,6 @@
 """Puts a :class:`Plan` together from the analysis of a recording."""
 
+import dataclasses
 import re
 import resource
 from collections.abc import Iterable
@@ -9,6 +10,7 @@ from lowtide.memory import memory_report
 from lowtide.phantom.clock import StepTime
 from lowtide.planning.analysis import Analysis, Life
 from lowtide.planning.categories import CATEGORIES
+from lowtide.planning.history import Replayed
 from lowtide.planning.moments import MOMENTS
 from lowtide.planning.report import Moment, Plan, Tensors, Timeline
 from lowtide.planning.savings import savings_of
@@ -32,17 +34,17 @@ def build_plan(
     live = analysis.live_at(peak)
     steps = analysis.steps()
     fits, retries = _fits(analysis, device_memory)
-    settings = analysis.trace.settings
+    settings = analysis.history.settings
     return Plan(
         program=program,
         world=world,
         rank=rank,
         steps=len(steps),
-        allocator=dict(settings),
+        allocator=dataclasses.asdict(settings),
         device_memory=device_memory,
         peak_allocated=analysis.allocated[peak],
         peak_reserved=max(analysis.reserved),
-        peak_reserved_bound=analysis.history.replay(events="at_sync").reserved,
+        peak_reserved_bound=_late(analysis).reserved,
         reserved_at_peak=analysis.reserved[peak],
         peak_moment=analysis.moment_at(peak),
         peak_step=next(n for n, step in enumerate(steps, 1) if peak in step),
@@ -65,8 +67,14 @@ def build_plan(
 def _fits(analysis: Analysis, device_memory: int | None) -> tuple[bool | None, int]:
     if device_memory is None:
         return None, 0
-    found = analysis.history.replay(capacity=device_memory)
+    found = analysis.history.replay(analysis.history.settings, device_memory)
     return found.fits, found.retries
+
+
+def _late(analysis: Analysis) -> Replayed:
+    """Of a host that is always ahead of the device."""
+    settings = dataclasses.replace(analysis.history.settings, events="at_sync")
+    return analysis.history.replay(settings, None)
 
 
 def _by_category(lives: Iterable[Life]) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 from collections.abc import Callable, Iterable
@@ -9,16 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide.phantom import alloc_conf
-from lowtide.phantom.dry import driver, launch, lone_rank, values
-from lowtide.planning import history, snapshot
+from lowtide.phantom.clock import StepTime, timeline
+from lowtide.phantom.dry import (
+    driver,
+    launch,
+    lone_rank,
+    timekeeper,
+    triton_work,
+    values,
+)
+from lowtide.planning import snapshot, step_times
+from lowtide.planning.history import Entry, History, Replayed, Settings, of_journal
 from lowtide.planning.recording import Listener
 from lowtide.planning.replays import Replays
 from lowtide.planning.request import Request
 from lowtide.planning.stacks import short
 
 if TYPE_CHECKING:
-    from lowtide.phantom.clock import StepTime
     from lowtide.planning.analysis import Analysis
     from lowtide.planning.recording import Recorder
 
@@ -28,12 +36,11 @@ _MOST_ENTRIES = 10**7
 
 
 def machine(request: Request) -> launch.Machine:
-    assert request.gpu is not None
     return launch.Machine(
         gpu=request.gpu,
         memory=request.device_memory,
         limit=_LIMIT,
-        events=request.allocator.get("events", "immediate"),
+        events=request.events,
         world=request.world if request.torchrun else None,
         rank=request.rank if request.torchrun else 0,
     )
@@ -57,6 +64,9 @@ class DryDevice:
         torch.cuda._lazy_call(lambda: torch.cuda.set_device(self.device))
         if request.snapshot is not None:
             torch.cuda._lazy_call(_record_history)
+        self._clock = timeline() if request.time else None
+        if self._clock is not None:
+            triton_work.install()
 
     # -- while the program runs -------------------------------------------------------
 
@@ -73,11 +83,12 @@ class DryDevice:
         if torch.cuda.is_initialized():
             torch._C._cuda_clearCublasWorkspaces()
 
-    def now(self) -> float:
-        return 0.0
+    def moment(self) -> int:
+        return timekeeper.moment() if self._clock is not None else 0
 
     def run(self, program: Callable[[], None]) -> None:
-        program()
+        with self._clock or contextlib.nullcontext():
+            program()
 
     def assumptions(self) -> list[str]:
         return [
@@ -87,27 +98,26 @@ class DryDevice:
 
     # -- afterwards -------------------------------------------------------------------
 
-    def history(self, recorder: Recorder) -> history.History:
-        settings = self._settings()
-
-        def replay(*, capacity: int | None = None, **others: Any) -> history.Replayed:
-            changed = settings | others
-            if changed["expandable"] and max(found.blocks, default=0) > self.memory():
+    def history(self, recorder: Recorder) -> History:
+        def replay(
+            settings: Settings, capacity: int | None
+        ) -> Replayed:
+            if settings.expandable and max(found.blocks, default=0) > self.memory():
                 # torch sizes segments that grow by the device, and crashes there.
-                return history.Replayed(False, 0, 0)
-            operations = found.trace.operations
-            return self._replays.ask(operations, changed, capacity or _LIMIT)
+                return Replayed(False, 0, 0)
+            return self._replays.ask(found.operations, settings, capacity or _LIMIT)
 
-        found = history.of_journal(self._journal.entries(), settings, replay)
+        found = of_journal(self._journal.entries(), self._settings(), replay)
         return found
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> Settings:
         """Of the allocator as it was in the end."""
-        settings = alloc_conf.parse(alloc_conf.environment())
         reported = torch.cuda.memory._snapshot()["allocator_settings"]
-        settings["expandable"] = bool(reported["expandable_segments"])
-        settings["events"] = machine(self._request).events
-        return settings
+        return Settings(
+            conf=reported["PYTORCH_CUDA_ALLOC_CONF"],
+            expandable=bool(reported["expandable_segments"]),
+            events=self._request.events,
+        )
 
     def write_snapshot(self, analysis: Analysis, path: str) -> None:
         content = torch.cuda.memory._snapshot()
@@ -115,7 +125,9 @@ class DryDevice:
         snapshot.write(analysis, content, entries, path)
 
     def step_time(self, analysis: Analysis) -> StepTime | None:
-        return None
+        if self._clock is None:
+            return None
+        return step_times.of_last_step(analysis, self._clock, self._request.trace)
 
     def memory(self) -> int:
         """Bytes of the GPU that the program sees."""
@@ -198,7 +210,7 @@ class _Journal:
     def num_frees(self) -> int:
         return int(self._observer.lowtide_dry_num_frees()) if self._started else 0
 
-    def entries(self) -> list[history.Entry]:
+    def entries(self) -> list[Entry]:
         if not self._started:
             return []
         first = ctypes.POINTER(ctypes.c_int64)()

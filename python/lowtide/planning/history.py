@@ -3,10 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
-from lowtide.phantom.traces import Operation, Trace
+OpName = Literal["allocate", "record", "free", "synchronize", "empty_cache"]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """``id``: which allocation, in the order they were made. ``record``: ``stream``
+    uses it too. ``synchronize``: the host waited for ``stream``, or without one for
+    the whole device."""
+
+    op: OpName
+    id: int | None = None
+    bytes: int | None = None
+    stream: int | None = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How an allocator was set. ``conf``: as PYTORCH_ALLOC_CONF; ``events``: when the
+    host knows that work is done, ``immediate`` or ``at_sync``."""
+
+    conf: str = ""
+    expandable: bool = False
+    events: str = "immediate"
+
+    def with_expandable_segments(self) -> Settings:
+        conf = ",".join(filter(None, [self.conf, "expandable_segments:True"]))
+        return replace(self, conf=conf, expandable=True)
 
 
 class Replayed(NamedTuple):
@@ -19,9 +45,10 @@ class Replayed(NamedTuple):
 
 @dataclass
 class History:
-    trace: Trace
-    # Keywords: ``capacity``, the device's bytes, or none; other settings.
-    replay: Callable[..., Replayed]
+    settings: Settings
+    # The same operations with other settings, on a device of so many bytes, or of any.
+    replay: Callable[[Settings, int | None], Replayed]
+    operations: list[Operation] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)  # of allocations, by id
     blocks: list[int] = field(default_factory=list)  # bytes, as the allocator rounds
     allocated: list[int] = field(default_factory=list)  # after each operation
@@ -37,20 +64,19 @@ _UNIT = 512  # of bytes, in which blocks are handed out
 
 def of_journal(
     entries: list[Entry],
-    settings: dict[str, object],
-    replay: Callable[..., Replayed],
+    settings: Settings,
+    replay: Callable[[Settings, int | None], Replayed],
 ) -> History:
-    operations: list[Operation] = []
-    history = History(Trace(operations, settings), replay)
-    builder = _Builder(operations, history)
+    history = History(settings, replay)
+    builder = _Builder(history)
     for entry in entries:
         builder.add(*entry)
     return history
 
 
 class _Builder:
-    def __init__(self, operations: list[Operation], history: History) -> None:
-        self.operations = operations
+    def __init__(self, history: History) -> None:
+        self.operations = history.operations
         self.history = history
         self._ids: dict[int, int] = {}  # of live addresses
         self._freed = 0  # id of the last one that was freed

@@ -51,7 +51,7 @@ class Allocation:
     sequence: int  # in backward: of the forward operator; forward: own; -1: none
     owner: str  # what FSDP2 says it is for, a parameter or unit; "" if nothing
     near_parameter: bool  # the backward of an operator on a parameter
-    time: float  # seconds on the compute stream; 0 while no time is kept
+    time: int  # a moment of lowtide.phantom.dry.timekeeper, on the compute stream
     lease: tuple[str, str] | None = None  # lowtide's category and unit
 
 
@@ -85,8 +85,8 @@ class Instrument(Protocol):
     def clear_workspaces(self) -> None:
         """Of cuBLAS."""
 
-    def now(self) -> float:
-        """Seconds on the compute stream; 0 while no time is kept."""
+    def moment(self) -> int:
+        """On the compute stream; its time is known when the program has ended."""
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Recorder:
     labels: list[Label] = field(default_factory=list)
     step_ends: list[int] = field(default_factory=list)  # in allocations
     step_frees: list[int] = field(default_factory=list)  # at the same ends
-    step_times: list[float] = field(default_factory=list)  # at the same ends
+    step_times: list[int] = field(default_factory=list)  # at the same ends
     sharded: bool = False
     idle_steps: list[str] = field(default_factory=list)  # optimizers without gradients
     workspace_frees: range = range(0)  # which frees are those of cuBLAS's workspaces
@@ -141,7 +141,7 @@ class Recorder:
         """One that the listener did not hear of."""
         nowhere = self.stacks.add(None)[0]
         return Allocation(
-            address, 0, 0, "", nowhere, None, False, False, -1, "", False, 0.0
+            address, 0, 0, "", nowhere, None, False, False, -1, "", False, 0
         )
 
     # -- the listener -----------------------------------------------------------------
@@ -172,7 +172,7 @@ class Recorder:
                 sequence,
                 clean(owner),
                 node is not None and _reaches_parameter(node, depth=3),
-                self.instrument.now(),
+                self.instrument.moment(),
                 self._leases.of(address),
             )
         )
@@ -231,7 +231,7 @@ class Recorder:
         else:
             self.progress(min(done, self.num_steps))
         self.step_frees.append(self.instrument.num_frees())
-        self.step_times.append(self.instrument.now())
+        self.step_times.append(self.instrument.moment())
         self.step_ends.append(len(self.allocations))
         if not self.waiting() or done >= _PATIENCE * self.num_steps:
             raise Finished

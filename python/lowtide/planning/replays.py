@@ -12,14 +12,12 @@ from array import array
 from collections.abc import Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from lowtide.phantom import alloc_conf
 from lowtide.phantom.dry import driver
-from lowtide.phantom.traces import Operation
-from lowtide.planning.history import Replayed
+from lowtide.planning.history import Operation, Replayed, Settings
 
 
 class _Question(NamedTuple):
@@ -45,13 +43,12 @@ class Replays:
     def ask(
         self,
         operations: Sequence[Operation],
-        settings: dict[str, Any],
+        settings: Settings,
         capacity: int,
     ) -> Replayed:
-        """``settings`` as :func:`lowtide.phantom.alloc_conf.parse` has them, with
-        ``events``; ``capacity``: bytes of the device."""
-        immediate = settings.get("events", "immediate") == "immediate"
-        conf = alloc_conf.text_of(settings)
+        """``capacity``: bytes of the device."""
+        immediate = settings.events == "immediate"
+        conf = settings.conf
         question = _Question(_requests(operations), capacity, immediate, conf)
         self._connection.send(question)
         answer: Replayed | str = self._connection.recv()

@@ -1,7 +1,7 @@
 """What is asked of the process that runs a program."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 
@@ -54,11 +54,11 @@ class Request:
     torchrun: bool = True  # a script's environment: RANK and the like are set
     steps: int = 3
     device_memory: int | None = None
-    allocator: dict[str, Any] = field(default_factory=dict)  # of phantom.install
-    allow: Sequence[str] = ()  # operators that are not reviewed, "aten::foo"
-    gpu: str | None = None  # of phantom.dry.launch.GPUS; None: the simulated device
-    nonzero: float = 1.0  # with `gpu`: share of elements in sizes by data
+    gpu: str = "h100"  # of phantom.dry.launch.GPUS
+    allocator: str = ""  # as PYTORCH_ALLOC_CONF
+    events: str = "immediate"  # or at_sync: when the host knows that work is done
+    nonzero: float = 1.0  # share of all elements in sizes that depend on data
     snapshot: str | None = None  # file for PyTorch's memory visualiser
     output: str | None = None  # file for what the program prints; None: stderr
-    time: str | None = None  # accelerator whose time is kept; None: no time
+    time: bool = False  # is kept, too
     trace: str | None = None  # file for a Chrome trace of the last step

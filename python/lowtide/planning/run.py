@@ -6,10 +6,9 @@ import multiprocessing
 import os
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
-from lowtide.phantom import alloc_conf
 from lowtide.phantom.dry import launch
 from lowtide.planning import worker
 from lowtide.planning.dry_device import machine
@@ -34,28 +33,26 @@ def plan(
     rank: int = 0,
     steps: int = 3,
     device_memory: int | None = None,
-    allow: Sequence[str] = (),
-    gpu: str | None = None,
+    gpu: str = "h100",
     nonzero: float = 1.0,
-    **allocator: Any,
+    allocator: str | None = None,
+    events: Literal["immediate", "at_sync"] = "immediate",
 ) -> Plan:
     """The memory that ``steps`` training steps take on ``rank`` of ``world`` GPUs.
 
     ``model_factory()`` builds model and optimizer, ``step_function(built)`` does one
     step and calls the optimizer's. Both write ``"cuda"`` for the device and find an
     initialised process group; they must be functions of an importable module, for they
-    run in a new process, on the phantom device in meta mode: no value is computed.
+    run in a new process, on torch's own CUDA over a driver that computes nothing.
 
     Args:
-        device_memory: Bytes of the GPU, to know whether the program fits.
-        allow: Operators, ``"aten::foo"``, whose memory on CUDA was not reviewed; their
-            outputs are counted, but not what they take while they run.
-        gpu: ``"h100"``, ``"a100-80"`` or another of docs/plan.md: on torch's own CUDA
-            instead of the phantom device; ``nonzero`` is the share of all elements
-            that sizes depending on data take there.
-        allocator: ``expandable=True`` and the other settings of
-            :func:`lowtide.phantom.install`. None: what ``PYTORCH_CUDA_ALLOC_CONF`` or
-            ``PYTORCH_ALLOC_CONF`` say.
+        device_memory: Bytes of the GPU, if not its own.
+        gpu: ``"h100"``, ``"a100-80"`` or another of docs/plan.md.
+        nonzero: The share of all elements that sizes depending on data take.
+        allocator: ``"expandable"``, or as ``PYTORCH_ALLOC_CONF``. None: what the
+            environment says.
+        events: When the host knows that work is done: the lower bound of what is
+            reserved, or the upper one.
 
     Raises:
         PlanError: When the program fails, or never steps an optimizer.
@@ -70,12 +67,21 @@ def plan(
             rank=rank,
             steps=steps,
             device_memory=device_memory,
-            allow=tuple(allow),
             gpu=gpu,
             nonzero=nonzero,
-            allocator=allocator or alloc_conf.parse(alloc_conf.environment()),
+            allocator=allocator_conf(allocator),
+            events=events,
         )
     )
+
+
+def allocator_conf(asked: str | None) -> str:
+    """As PYTORCH_ALLOC_CONF; of None what the environment has. ``expandable`` is
+    short for its setting."""
+    if asked is None:
+        short = os.environ.get("PYTORCH_ALLOC_CONF", "")
+        return os.environ.get("PYTORCH_CUDA_ALLOC_CONF", short)
+    return "expandable_segments:True" if asked == "expandable" else asked
 
 
 def plan_request(
@@ -111,12 +117,9 @@ _starting = threading.Lock()
 @contextlib.contextmanager
 def _environment(request: Request) -> Iterator[None]:
     """Meanwhile that of this process is the new one's."""
-    if request.gpu is None:
-        yield
-        return
     wanted = launch.environment(machine(request))
     wanted.pop("PYTORCH_CUDA_ALLOC_CONF", None)
-    wanted["PYTORCH_ALLOC_CONF"] = alloc_conf.text_of(request.allocator)
+    wanted["PYTORCH_ALLOC_CONF"] = request.allocator
     with _starting:
         before = dict(os.environ)
         try:

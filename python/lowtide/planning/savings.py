@@ -47,9 +47,10 @@ def _saving(analysis: Analysis, what: str, advice: str, gone: Fractions) -> Savi
 
 def _other_allocator(analysis: Analysis) -> Iterable[Saving]:
     """The same requests, asked of an allocator with expandable segments."""
-    if analysis.trace.settings.get("expandable"):
+    settings = analysis.history.settings
+    if settings.expandable:
         return
-    again = analysis.history.replay(expandable=True)
+    again = analysis.history.replay(settings.with_expandable_segments(), None)
     saved = max(analysis.reserved) - again.reserved
     if again.fits and saved > _LEAST * max(analysis.reserved):
         advice = "PYTORCH_ALLOC_CONF=expandable_segments:True"

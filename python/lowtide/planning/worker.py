@@ -12,21 +12,17 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
 
-from lowtide.planning import process_group
+from lowtide.phantom.dry import launch
 from lowtide.planning.analysis import Analysis
 from lowtide.planning.build import build_plan
+from lowtide.planning.dry_device import DryDevice
 from lowtide.planning.model_file import train_model_file
 from lowtide.planning.recording import Finished, Recorder
 from lowtide.planning.report import Plan
 from lowtide.planning.request import ModelFile, Module, Program, Request, Script
 from lowtide.planning.script import run_module, run_script
 from lowtide.planning.stacks import Line
-
-if TYPE_CHECKING:
-    from lowtide.planning.dry_device import DryDevice
-    from lowtide.planning.simulated_device import SimulatedDevice
 
 
 def main(connection: Connection, request: Request) -> None:
@@ -62,7 +58,7 @@ def _end(status: int) -> None:
 
 def run(request: Request, progress: Callable[[int], None]) -> Plan:
     begin = time.perf_counter()
-    device = _device_of(request)
+    device = DryDevice(request)
     recorder = Recorder(device, num_steps=request.steps, progress=progress)
     recorder.start()
 
@@ -95,16 +91,6 @@ def run(request: Request, progress: Callable[[int], None]) -> Plan:
         notes=notes,
         seconds=time.perf_counter() - begin,
     )
-
-
-def _device_of(request: Request) -> DryDevice | SimulatedDevice:
-    if request.gpu is not None:
-        from lowtide.planning.dry_device import DryDevice
-
-        return DryDevice(request)
-    from lowtide.planning.simulated_device import SimulatedDevice
-
-    return SimulatedDevice(request)
 
 
 def name_of(program: Program) -> str:
@@ -193,16 +179,16 @@ def _stack_of(error: BaseException) -> str:
 def _next_step(error: BaseException, on_cuda: bool) -> str:
     if isinstance(error, SystemExit):
         return "Check its arguments and what it printed."
-    if isinstance(error, KeyError) and error.args[0] in process_group.VARIABLES:
+    if isinstance(error, KeyError) and error.args[0] in launch.OF_TORCHRUN:
         return "Pass --world N, which sets it as torchrun does."
     if on_cuda:
         return (
-            "The phantom device has nothing in place of this part of CUDA: leave it "
-            "out where torch.cuda.get_device_name() is 'lowtide phantom'."
+            "The driver that computes nothing lacks this part of CUDA: leave it out "
+            "where LOWTIDE_DRY_GPU is set, and please report it."
         )
     return (
-        "Values on the device are 1 or False; run the program on the CPU to see "
-        "whether it fails there too."
+        "Values that only the GPU computes read as 1 or False; run the program on the "
+        "CPU to see whether it fails there too."
     )
 
 

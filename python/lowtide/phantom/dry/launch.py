@@ -17,7 +17,7 @@ GPUS = ("a100-40", "a100-80", "h100", "h200", "b200", "l40s", "rtx4090")
 DRIVER = Path(__file__).parents[2] / "liblowtide_cuda_dry.so"
 # What the driver stands for is not what the user's environment says.
 _FOREIGN = ("CUDA_", "LOWTIDE_DRY_", "NVIDIA_", "LD_PRELOAD", "TORCHELASTIC_")
-_OF_TORCHRUN = (
+OF_TORCHRUN = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
     *("MASTER_ADDR", "MASTER_PORT"),
 )
@@ -69,7 +69,7 @@ def environment(
     kept = {
         k: v
         for k, v in base.items()
-        if not k.startswith(_FOREIGN) and k not in _OF_TORCHRUN
+        if not k.startswith(_FOREIGN) and k not in OF_TORCHRUN
     }
     place = _place()
     kept |= {
@@ -90,7 +90,7 @@ def environment(
         of_machine = (min(machine.world, here), machine.rank // here)
         numbers = (machine.rank, machine.world, machine.rank % here, *of_machine)
         told = (*map(str, numbers), "127.0.0.1", "29500")
-        kept |= dict(zip(_OF_TORCHRUN, told, strict=True))
+        kept |= dict(zip(OF_TORCHRUN, told, strict=True))
     if machine.memory is not None:
         kept["LOWTIDE_DRY_MEMORY"] = str(machine.memory)
     if machine.limit is not None:
