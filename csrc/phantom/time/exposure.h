@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "phantom/time/timeline.h"
+#include "phantom/time/span.h"
 
 namespace lowtide::phantom {
 

@@ -15,34 +15,9 @@
 #include <vector>
 
 #include "phantom/time/costs.h"
+#include "phantom/time/span.h"
 
 namespace lowtide::phantom {
-
-using TimedStream = std::int64_t;  // as StreamId; process groups from 1000 on
-
-// A time at which something on the device has happened.
-using Moment = double;
-
-enum class SpanKind : std::uint8_t { kernel, transfer, collective, wait };
-
-// `stream` is busy from begin to end; `wait`: idle, for another stream.
-struct Span {
-  SpanKind kind = SpanKind::kernel;
-  TimedStream stream = 0;
-  double begin = 0;
-  double end = 0;
-  double issued = 0;      // when the host did
-  std::string_view name;  // outlives the timeline
-  double flops = 0;
-  double bytes = 0;
-};
-
-// A phase lasts until the next one begins, on the compute stream.
-struct PhaseMark {
-  std::string phase;
-  Moment begin = 0;
-  std::size_t num_spans = 0;  // before it
-};
 
 class Timeline {
  public:
