@@ -185,9 +185,10 @@ CollectiveCost pairs_cost(const std::vector<CollectiveCall>& pairs,
     const double hop =
         away > 0 ? protocol.hop_between_nodes : protocol.hop_in_node;
     const double over_links =
-        here / (network.bandwidth_in_node * protocol.share_in_node);
+        here / payload_bandwidth(network.bandwidth_in_node, {2, 1}, protocol);
     const double over_network =
-        away / (network.bandwidth_between_nodes * protocol.share_between_nodes);
+        away /
+        payload_bandwidth(network.bandwidth_between_nodes, {2, 2}, protocol);
     const double sending =
         std::max({over_links, over_network, through_channels});
     const double seconds = protocol.base_latency + hop * rounds + sending;

@@ -86,10 +86,12 @@ double Multiprocessors::held() const {
 
 double Multiprocessors::left_when_it_yields(const Kernel& kernel,
                                             const Owner& to, Moment now) const {
-  if (to.priority >= kernel.owner.priority) return kernel.alone / kernel.waves;
+  const double last_wave = kernel.alone / kernel.waves;
+  if (to.priority >= kernel.owner.priority) return last_wave;
   const double done = 1 - kernel.left_at(now) / kernel.alone;
   const double waves_done = std::floor(done * kernel.waves + kRounding);
-  return kernel.alone * std::max(0.0, 1 - (waves_done + 1) / kernel.waves);
+  return std::max(last_wave,
+                  kernel.alone * (1 - (waves_done + 1) / kernel.waves));
 }
 
 bool Multiprocessors::fits(const Waiting& waiting) const {

@@ -38,7 +38,8 @@ class Simulation {
   // ---------------------------------------------- `name` outlives the
   // simulation.  The caller spends the host's time first.
 
-  // As CUDA has it: a lower number is more urgent.  0 at first.
+  // Of what the stream is given from now on, as CUDA has it: a lower number is
+  // more urgent.  0 at first.
   void set_priority(TimedStream stream, int priority);
   // `blocks`: of its grid; 0: unknown, and it fills the device.
   Ticket kernel(TimedStream stream, std::string_view name, std::int64_t blocks);

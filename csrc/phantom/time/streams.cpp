@@ -38,7 +38,7 @@ Ticket Streams::push(std::size_t stream, Call call, Moment issued) {
     turns_[collective->communicator].push_back(stream);
   }
   Stream& to = streams_[stream];
-  to.queue.push_back({num_calls_++, issued, std::move(call)});
+  to.queue.push_back({num_calls_++, issued, to.priority, std::move(call)});
   arrivals_.emplace_back(issued, stream);
   return {stream, to.num_done + to.queue.size() - 1};
 }
@@ -126,8 +126,8 @@ void Streams::pop(Stream& stream) {
 }
 
 Owner Streams::owner_of(std::size_t index) const {
-  const Stream& stream = streams_[index];
-  return {stream.queue.front().number, index, stream.priority};
+  const Queued& head = streams_[index].queue.front();
+  return {head.number, index, head.priority};
 }
 
 bool Streams::begin(std::size_t index, KernelLaunch& call, History*) {

@@ -78,7 +78,7 @@ class Streams {
 
   std::size_t index_of(TimedStream stream);
   std::size_t size() const { return streams_.size(); }
-  void set_priority(std::size_t stream, int priority);
+  void set_priority(std::size_t stream, int priority);  // of calls from now on
   std::size_t index_of_communicator(CommunicatorId communicator);
 
   // `issued` is no earlier than that of the calls before and than what was
@@ -102,6 +102,7 @@ class Streams {
   struct Queued {
     std::int64_t number = 0;  // in the order of issue, over all streams
     Moment issued = 0;
+    int priority = 0;  // its stream's, then
     Call call;
   };
   enum class Head : std::uint8_t { untouched, waits, runs };

@@ -46,15 +46,6 @@ double link_bandwidth(CollectiveKind kind, const Placement& placement,
                   cards * network.bandwidth_between_nodes);
 }
 
-double payload_bandwidth(double link, const Placement& placement,
-                         const Protocol& protocol) {
-  const double share = placement.num_nodes > 1 ? protocol.share_between_nodes
-                                               : protocol.share_in_node;
-  const auto most = static_cast<std::size_t>(
-      std::min<std::int64_t>(placement.num_nodes, 3) - 1);
-  return std::min(link * share, protocol.most[most]);
-}
-
 double hop_in_node(const Placement& placement, const Protocol& protocol) {
   return placement.num_nodes > 1 ? protocol.hop_beside_network
                                  : protocol.hop_in_node;
@@ -101,6 +92,15 @@ Way by_tree(double bytes, const Placement& placement, const Network& network,
 }
 
 }  // namespace
+
+double payload_bandwidth(double link, const Placement& placement,
+                         const Protocol& protocol) {
+  const double share = placement.num_nodes > 1 ? protocol.share_between_nodes
+                                               : protocol.share_in_node;
+  const auto most = static_cast<std::size_t>(
+      std::min<std::int64_t>(placement.num_nodes, 3) - 1);
+  return std::min(link * share, protocol.most[most]);
+}
 
 std::vector<Way> ways_of(CollectiveKind kind, double bytes,
                          const Placement& placement, const Network& network) {

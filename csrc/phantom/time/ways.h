@@ -25,4 +25,8 @@ struct Way {
 std::vector<Way> ways_of(CollectiveKind kind, double bytes,
                          const Placement& placement, const Network& network);
 
+// Of a link, what the protocol leaves for the program's bytes.
+double payload_bandwidth(double link, const Placement& placement,
+                         const Protocol& protocol);
+
 }  // namespace lowtide::phantom

@@ -1,0 +1,211 @@
+// [Note: What a group costs], in hand-computed numbers.
+#include "phantom/time/collectives.h"
+
+#include <gtest/gtest.h>
+
+#include <vector>
+
+namespace lowtide::phantom {
+namespace {
+
+constexpr double kMicro = 1e-6;
+constexpr Placement kNode{8, 1}, kTwoNodes{8, 2};
+
+// Two protocols on 16 channels: one of much latency whose channels take 32 KiB
+// each, one of little whose channels take 4 KiB times the ranks.
+Network network() {
+  Network n;
+  n.bandwidth_in_node = 100e9;
+  n.bandwidth_between_nodes = 10e9;
+  n.channels_in_node = 16;
+  n.channels_between_nodes = 8;
+  n.channels_of_pair_in_node = 16;
+  n.channels_of_pair_between_nodes = 2;
+  Protocol wide{8e-6, 2e-6, 2e-6, 10e-6, 1.0, 1.0, {1e15, 1e15, 1e15}};
+  wide.channel_bytes = 32768;
+  Protocol quick{5e-6, 1e-6, 1.5e-6, 3e-6, 0.5, 0.25, {40e9, 30e9, 5e9}};
+  quick.channel_bytes_by_ranks = 4096;
+  n.rings = {wide, quick};
+  return n;
+}
+
+CollectiveCost all_gathers(int number, double bytes, const Network& network,
+                           std::int64_t most_channels = 0) {
+  const std::vector<CollectiveCall> calls(static_cast<std::size_t>(number),
+                                          {CollectiveKind::all_gather, bytes});
+  return group_cost(calls, kNode, network, most_channels);
+}
+
+TEST(GroupCostTest, OfOneIsThatOfTheCollective) {
+  const CollectiveCost cost = all_gathers(1, 800e6, network());
+  EXPECT_DOUBLE_EQ(cost.seconds, 7.022e-3);
+  EXPECT_DOUBLE_EQ(cost.seconds, collective_seconds(CollectiveKind::all_gather,
+                                                    800e6, kNode, network()));
+  EXPECT_EQ(cost.channels, 16);
+  EXPECT_EQ(cost.bytes, 800e6);
+  EXPECT_EQ(cost.link, Link::in_node);
+  EXPECT_DOUBLE_EQ(cost.link_seconds, 7e-3);
+}
+
+TEST(GroupCostTest, BetweenNodesItFillsTheNetwork) {
+  const CollectiveCost cost = group_cost(
+      {{CollectiveKind::reduce_scatter, 800e6}}, kTwoNodes, network());
+  EXPECT_EQ(cost.link, Link::between_nodes);
+  EXPECT_EQ(cost.channels, 8);
+  // 700 MB by four cards of 10 GB/s.
+  EXPECT_DOUBLE_EQ(cost.link_seconds, 17.5e-3);
+}
+
+TEST(GroupCostTest, OneRankAloneTakesNothing) {
+  const CollectiveCost cost =
+      group_cost({{CollectiveKind::all_reduce, 100}}, {1, 1}, network());
+  EXPECT_EQ(cost.seconds, 0);
+  EXPECT_EQ(cost.channels, 0);
+  EXPECT_EQ(cost.traffic, 0);
+  EXPECT_EQ(cost.bytes, 100);
+}
+
+TEST(GroupCostTest, FewBytesTakeFewChannels) {
+  EXPECT_EQ(all_gathers(1, 1000, network()).channels, 1);
+  EXPECT_EQ(all_gathers(1, 65536, network()).channels, 2);  // 32 KiB each
+  EXPECT_EQ(all_gathers(1, 98303, network()).channels, 2);
+}
+
+TEST(GroupCostTest, TheCommunicatorsLimitHolds) {
+  EXPECT_EQ(all_gathers(1, 800e6, network(), 4).channels, 4);
+  EXPECT_EQ(all_gathers(1, 800e6, network(), 64).channels, 16);
+  EXPECT_EQ(all_gathers(9, 1000, network(), 4).channels, 4);
+}
+
+TEST(GroupCostTest, FewChannelsCarryLess) {
+  Network narrow = network();
+  narrow.channel_bandwidth = 10e9;
+  EXPECT_DOUBLE_EQ(all_gathers(1, 800e6, narrow).seconds, 7.022e-3);
+  const CollectiveCost cost = all_gathers(1, 800e6, narrow, 4);
+  EXPECT_DOUBLE_EQ(cost.seconds, 22 * kMicro + 700e6 / 40e9);
+  // The rest of the link is free for others.
+  EXPECT_DOUBLE_EQ(cost.link_seconds, 7e-3);
+}
+
+TEST(GroupCostTest, LatencyCountsOncePerOperationOnAChannel) {
+  // 33 operations on 16 channels: 3 on each. 8 + 3 * 7 * 2 us, and 33 * 70 MB.
+  EXPECT_DOUBLE_EQ(all_gathers(33, 80e6, network()).seconds,
+                   50 * kMicro + 33 * 70e6 / 100e9);
+  // Two on two channels: 1.5 on each. 5 + 1.5 * 7 us at 40 GB/s.
+  const CollectiveCost two = all_gathers(2, 1000, network());
+  EXPECT_EQ(two.channels, 2);
+  EXPECT_DOUBLE_EQ(two.seconds, 15.5 * kMicro + 1750 / 40e9);
+}
+
+TEST(GroupCostTest, AGroupIsQuickerThanItsOperationsOneByOne) {
+  const double together = all_gathers(10, 8e6, network()).seconds;
+  const double apart = 10 * all_gathers(1, 8e6, network()).seconds;
+  // 8 + 14 * (1 + 9 / 16) instead of 10 * 22 us.
+  EXPECT_NEAR(apart - together, (220 - 29.875) * kMicro, 1e-12);
+}
+
+TEST(GroupCostTest, NcclChoosesByTheLatencyOfItsFullestChannel) {
+  // 160 kB: 8 + 14 us + 1.4 us beside 5 + 7 us + 3.5 us, so the quick one. 320
+  // operations of 100 kB count it 20 times: 440 us + 280 us beside 240 us +
+  // 700 us, so the wide one, though by itself it would take 8 + 14 * 20.9375
+  // us.
+  EXPECT_DOUBLE_EQ(all_gathers(1, 160e3, network()).seconds,
+                   12 * kMicro + 140e3 / 40e9);
+  EXPECT_DOUBLE_EQ(all_gathers(320, 100e3, network()).seconds,
+                   8 * kMicro + 14 * kMicro * 20.9375 + 28e6 / 100e9);
+}
+
+TEST(GroupCostTest, KindsShareTheChannels) {
+  const CollectiveCost cost = group_cost({{CollectiveKind::all_gather, 800e6},
+                                          {CollectiveKind::all_reduce, 800e6}},
+                                         kNode, network());
+  EXPECT_EQ(cost.channels, 16);
+  // 7 and 14 steps of 2 us, 21 us on average; 7 and 14 ms.
+  EXPECT_DOUBLE_EQ(cost.seconds,
+                   8 * kMicro + 21 * kMicro * (1 + 1.0 / 16) + 21e-3);
+  EXPECT_DOUBLE_EQ(cost.link_seconds, 21e-3);
+}
+
+TEST(GroupCostTest, TrafficIsWhatIsReadAndWritten) {
+  const auto traffic = [](CollectiveKind kind) {
+    return group_cost({{kind, 800}}, kNode, network()).traffic;
+  };
+  EXPECT_EQ(traffic(CollectiveKind::all_gather), 900);
+  EXPECT_EQ(traffic(CollectiveKind::reduce_scatter), 900);
+  EXPECT_EQ(traffic(CollectiveKind::all_reduce), 1600);
+  EXPECT_EQ(traffic(CollectiveKind::broadcast), 800);
+  EXPECT_EQ(traffic(CollectiveKind::all_to_all), 1600);
+  EXPECT_EQ(traffic(CollectiveKind::send), 800);
+  EXPECT_EQ(traffic(CollectiveKind::receive), 800);
+}
+
+// -- between two ranks
+// ------------------------------------------------------------
+
+TEST(PairCostTest, ASendTakesOneHopAndTheLink) {
+  const CollectiveCost cost =
+      group_cost({{CollectiveKind::send, 1e9}}, kNode, network());
+  EXPECT_DOUBLE_EQ(cost.seconds, 10 * kMicro + 10e-3);
+  EXPECT_EQ(cost.link, Link::in_node);
+  EXPECT_DOUBLE_EQ(cost.link_seconds, 10e-3);
+}
+
+TEST(PairCostTest, ASendToAnotherNodeTakesItsOwnCard) {
+  const CollectiveCost cost =
+      group_cost({{CollectiveKind::send, 1e9, /*leaves_node=*/true}}, kTwoNodes,
+                 network());
+  EXPECT_DOUBLE_EQ(cost.seconds, 18 * kMicro + 100e-3);
+  EXPECT_EQ(cost.link, Link::between_nodes);
+  EXPECT_EQ(cost.channels, 2);
+}
+
+TEST(PairCostTest, LinksCarryBothDirectionsAtOnce) {
+  const CollectiveCost cost =
+      group_cost({{CollectiveKind::send, 1e9}, {CollectiveKind::receive, 1e9}},
+                 kNode, network());
+  EXPECT_DOUBLE_EQ(cost.seconds, 10 * kMicro + 10e-3);
+  EXPECT_EQ(cost.bytes, 2e9);
+}
+
+TEST(PairCostTest, BytesDecideTheChannels) {
+  const auto channels = [](double bytes) {
+    return group_cost({{CollectiveKind::send, bytes}}, kNode, network())
+        .channels;
+  };
+  EXPECT_EQ(channels(1000), 1);
+  EXPECT_EQ(channels(65537), 2);  // parts of 64 KiB
+  EXPECT_EQ(channels(1e6), 2);    // 16 channels for eight ranks
+  EXPECT_EQ(channels(33e6), 2);   // of 16 MiB each
+  EXPECT_EQ(channels(34e6), 4);
+  EXPECT_EQ(channels(1e9), 16);  // all there are
+}
+
+TEST(PairCostTest, AnAllToAllIsASendAndAReceiveForEachPeer) {
+  // 1 MB to each: three in the node, four by the card.
+  const CollectiveCost cost =
+      group_cost({{CollectiveKind::all_to_all, 8e6}}, kTwoNodes, network());
+  EXPECT_DOUBLE_EQ(cost.seconds, 18 * kMicro + 4e6 / 10e9);
+  EXPECT_EQ(cost.channels, 8);  // seven peers, two channels each
+  EXPECT_EQ(cost.bytes, 8e6);
+  const CollectiveCost in_node =
+      group_cost({{CollectiveKind::all_to_all, 80e6}}, kNode, network());
+  EXPECT_DOUBLE_EQ(in_node.seconds, 10 * kMicro + 70e6 / 100e9);
+}
+
+TEST(PairCostTest, AChannelWorksOnEightAtOnce) {
+  // 200 small sends on 16 channels are 12.5 on each: two rounds of a hop.
+  const std::vector<CollectiveCall> sends(200, {CollectiveKind::send, 1000});
+  EXPECT_DOUBLE_EQ(group_cost(sends, kNode, network()).seconds,
+                   7 * kMicro + 200e3 / 40e9);
+}
+
+TEST(PairCostTest, CollectivesOfTheGroupComeFirst) {
+  const CollectiveCost cost = group_cost(
+      {{CollectiveKind::all_gather, 800e6}, {CollectiveKind::send, 1000}},
+      kNode, network());
+  EXPECT_DOUBLE_EQ(cost.seconds, 7.022e-3 + 6 * kMicro + 1000 / 40e9);
+  EXPECT_EQ(cost.channels, 16);
+}
+
+}  // namespace
+}  // namespace lowtide::phantom
