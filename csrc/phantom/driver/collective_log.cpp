@@ -37,6 +37,11 @@ void CollectiveLog::add(Call call) {
   if (const auto hears = heard.load()) hears(number);
 }
 
+std::int64_t CollectiveLog::size() const {
+  const Lock lock(mutex_);
+  return static_cast<std::int64_t>(calls_.size());
+}
+
 const char* CollectiveLog::lines() {
   const Lock lock(mutex_);
   std::ostringstream out;

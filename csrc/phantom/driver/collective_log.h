@@ -43,6 +43,7 @@ class CollectiveLog {
   // Depth and group are filled in.
   void add(Call call);
 
+  std::int64_t size() const;
   // A line a call, its fields in their order with tabs between them.  Valid
   // until the next call.
   const char* lines();

@@ -41,6 +41,9 @@ LOWTIDE_DRY_API const char* lowtide_dry_communicators() {
 LOWTIDE_DRY_API const char* lowtide_dry_calls() {
   return collective_log().lines();
 }
+LOWTIDE_DRY_API std::int64_t lowtide_dry_num_calls() {
+  return collective_log().size();
+}
 // Who hears of each call; null for nobody.
 LOWTIDE_DRY_API void lowtide_dry_hear_calls(CollectiveLog::Heard heard) {
   collective_log().heard = heard;

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -95,6 +96,24 @@ def calls() -> list[Call]:
         kind, num_bytes, dtype, reduction, *numbers = line.split("\t")
         found.append(Call(kind, int(num_bytes), dtype, reduction, *map(int, numbers)))
     return found
+
+
+def num_calls() -> int:
+    """So far."""
+    return _number("num_calls")
+
+
+_heard: list[Any] = []  # alive as long as the driver has them
+
+
+def hear_calls(hear: Callable[[int], None]) -> None:
+    """``hear`` is told the number of each call on the thread that makes it, until the
+    interpreter ends."""
+    function = ctypes.CFUNCTYPE(None, ctypes.c_int64)
+    tell = _function("hear_calls", None, function)
+    _heard.append(function(hear))
+    tell(_heard[-1])
+    atexit.register(lambda: tell(function()))
 
 
 def name_group(unique_id: bytes, name: str, ranks: Sequence[int]) -> None:

@@ -21,7 +21,7 @@ import torch.multiprocessing
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 
-from . import groups, values
+from . import calls, groups, values
 
 _RANKS_OF_MACHINE = 8
 
@@ -105,6 +105,7 @@ def install(world: int, rank: int) -> None:
     for scheme in handlers:
         handlers[scheme] = meet
     groups.install()
+    calls.install()
     replace_gloo()
     for name, function in (
         ("all_gather_object", _all_gather_object),

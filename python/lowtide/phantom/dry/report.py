@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import driver, values
+from . import calls, driver, values
 
 _MOST_ENTRIES = 10**7
 
@@ -68,8 +68,7 @@ def collect() -> dict[str, Any]:
         "pinned": driver.peak_pinned(),
         "launches": driver.launches(),
         "host_waits": driver.host_waits(),
-        "communicators": [each._asdict() for each in driver.communicators()],
-        "calls": [each._asdict() for each in driver.calls()],
+        **calls.collect(),
         "assumed": [
             {"what": what, "where": where, "times": times}
             for (what, where), times in sorted(values.notes.items())

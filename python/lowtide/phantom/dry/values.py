@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import sys
 import threading
 import warnings
@@ -40,7 +41,10 @@ _ONE = {
     torch.complex64: 0x3F800000,
     torch.bool: 0,
 }
-_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_OWN = tuple(
+    str(folder) + os.sep
+    for folder in (Path(torch.__file__).parent, Path(__file__).parents[2])
+)
 _answering = threading.local()
 _libraries: list[torch.library.Library] = []
 
@@ -72,13 +76,16 @@ def _observe() -> None:
 def where() -> str:
     """The line of the program, or of a library of others, that runs; of a thread of
     autograd the node."""
-    frame: FrameType | None = sys._getframe(1)
+    node = torch._C._current_autograd_node()
+    otherwise = "a thread of its own" if node is None else str(node.name())
+    return line_of(sys._getframe(1)) or otherwise
+
+
+def line_of(frame: FrameType | None) -> str:
+    """The innermost one that is neither torch's nor lowtide's; empty if all are."""
     while frame and frame.f_code.co_filename.startswith((*_OWN, "<")):
         frame = frame.f_back
-    if frame:
-        return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-    node = torch._C._current_autograd_node()
-    return "a thread of its own" if node is None else str(node.name())
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
 
 
 @contextmanager
