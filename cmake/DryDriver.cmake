@@ -22,7 +22,7 @@ add_custom_command(OUTPUT ${dry_generated}
     "${LOWTIDE_TORCH_LIB_DIR}/../version.py" VERBATIM)
 
 set(dry_models address_space.cpp capture.cpp completion.cpp gpus.cpp
-  kept_bytes.cpp order.cpp)
+  kept_bytes.cpp order.cpp timekeeper.cpp)
 # What is no function of CUDA's, so that tests can link it.
 list(TRANSFORM dry_models PREPEND "csrc/phantom/driver/")
 add_library(lowtide_dry_models OBJECT ${dry_models})
@@ -37,7 +37,7 @@ file(GLOB dry_sources CONFIGURE_DEPENDS RELATIVE "${PROJECT_SOURCE_DIR}"
   "csrc/phantom/driver/*.cpp")
 list(REMOVE_ITEM dry_sources ${dry_models})
 add_library(lowtide_cuda_dry SHARED ${dry_sources} ${dry_generated}
-  $<TARGET_OBJECTS:lowtide_dry_models>)
+  $<TARGET_OBJECTS:lowtide_dry_models> $<TARGET_OBJECTS:lowtide_phantom_models>)
 set_target_properties(lowtide_cuda_dry PROPERTIES
   DEFINE_SYMBOL "" NO_SONAME ON UNITY_BUILD OFF)
 target_compile_features(lowtide_cuda_dry PRIVATE cxx_std_20)

@@ -9,7 +9,9 @@ does follows from who wants it and from its declaration:
 
   makes something    writes a new handle (cusolverDnCreate)
   says how large     writes 0 to each size (cusolverDnSgeqrf_bufferSize)
-  computes, sets, destroys, and torch calls it    succeeds
+  says which stream                               is remembered (cublasSetStream)
+  computes, and torch calls it                    succeeds; takes time
+  sets or destroys, and torch calls it            succeeds
   anything else      ends in lowtide_dry_missing with its name
 """
 
@@ -42,6 +44,10 @@ USERS = ("torch_cuda", "c10_cuda", "torch_cuda_linalg", "caffe2_nvrtc", "torch_c
 PURE = re.compile(r"Error(String|Name)$|Status(String|Name)$")
 MAKERS = re.compile(r"Create|_createDescr$")
 SIZES = re.compile(r"[sS]ize|MakePlan|workEstimation|SpGEMM_compute")
+STREAMS = re.compile(r"^(cublas|cudnn|cufft|cusolverDn|cusparse)SetStream(_v2)?$")
+COMPUTING = re.compile(r"^(cublas|cudnn|cufft|cusolver|cusparse)")
+# What the names of functions have that a library's handle does not compute with.
+SETTING = re.compile(r"Set|[dD]estroy|Finalize|Descriptor|AutoAllocation")
 RESULTS = re.compile(
     r"Create|InitAll|Shrink|Get|Size|Find|Query|Search|Nnz|zeroPivot|Init$"
 )
@@ -105,10 +111,20 @@ def with_results(name: str, declaration: str) -> str:
 
 
 def rest(trivial: dict[str, int]) -> str:
-    lines = ['#include "phantom/driver/missing.h"', 'extern "C" {']
+    lines = [
+        '#include "phantom/driver/library_calls.h"',
+        '#include "phantom/driver/missing.h"',
+        'extern "C" {',
+    ]
     for name, status in sorted(trivial.items()):
-        does = f'lowtide_dry_missing("{name}", {status})' if status else "0"
-        lines.append(f"__attribute__((weak)) int {name}() {{ return {does}; }}")
+        takes, does = "", "0"
+        if status:
+            does = f'lowtide_dry_missing("{name}", {status})'
+        elif STREAMS.search(name):
+            takes, does = "void* h, void* s", "lowtide_dry_set_stream(h, s)"
+        elif COMPUTING.search(name) and not SETTING.search(name):
+            takes, does = "void* h", f'lowtide_dry_computes("{name}", h)'
+        lines.append(f"__attribute__((weak)) int {name}({takes}) {{ return {does}; }}")
     return "\n".join([*lines, "}"]) + "\n"
 
 

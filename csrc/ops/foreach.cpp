@@ -1,6 +1,7 @@
 #include "ops/foreach.h"
 
 #include "base/check.h"
+#include "base/trace.h"
 #ifdef LOWTIDE_WITH_CUDA
 #include "ops/cuda/foreach.h"
 #endif
@@ -27,6 +28,9 @@ void require_pairs(const char* name, at::TensorList to, at::TensorList from) {
 }
 
 void foreach_copy(at::TensorList to, at::TensorList from) {
+  const base::OperatorRange range("lowtide::foreach_copy_", [&] {
+    return std::vector<c10::IValue>{to, from};
+  });
   require_pairs("foreach_copy_", to, from);
 #ifdef LOWTIDE_WITH_CUDA
   if (!to.empty() && to[0].is_cuda()) return cuda::foreach_copy(to, from);
@@ -37,6 +41,9 @@ void foreach_copy(at::TensorList to, at::TensorList from) {
 }
 
 void foreach_add(at::TensorList to, at::TensorList from) {
+  const base::OperatorRange range("lowtide::foreach_add_", [&] {
+    return std::vector<c10::IValue>{to, from};
+  });
   require_pairs("foreach_add_", to, from);
 #ifdef LOWTIDE_WITH_CUDA
   if (!to.empty() && to[0].is_cuda()) return cuda::foreach_add(to, from);

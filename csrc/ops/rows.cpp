@@ -5,6 +5,7 @@
 #include <ATen/ops/where.h>
 
 #include "base/check.h"
+#include "base/trace.h"
 #ifdef LOWTIDE_WITH_CUDA
 #include "ops/cuda/rows.h"
 #endif
@@ -43,6 +44,9 @@ void require_rows_arguments(const at::Tensor& self, const at::Tensor& index,
 void add_rows(const at::Tensor& self, const at::Tensor& index,
               const at::Tensor& rows) {
   require_rows_arguments(self, index, rows);
+  const base::OperatorRange range("lowtide::add_rows_", [&] {
+    return std::vector<c10::IValue>{self, index, rows};
+  });
 #ifdef LOWTIDE_WITH_CUDA
   if (cuda::takes_rows(self, index, rows) &&
       !at::globalContext().deterministicAlgorithms()) {

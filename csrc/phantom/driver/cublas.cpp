@@ -1,12 +1,14 @@
 // cuBLAS and cuBLASLt: what has results.  Products succeed
-// (tools/nvidia_functions.py); each has an algorithm without a workspace of its
+// (cmake/nvidia_functions.py); each has an algorithm without a workspace of its
 // own, torch allocates what it gives cuBLAS.
 #include <cublasLt.h>
 #include <cublas_v2.h>
 
 #include <cstdint>
 
+#include "phantom/driver/capture.h"
 #include "phantom/driver/device.h"
+#include "phantom/driver/timekeeper.h"
 
 namespace {
 
@@ -61,6 +63,17 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(
     int* count) {
   results[0] = {};
   *count = 1;
+  return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t,
+                              const void*, const void*, cublasLtMatrixLayout_t,
+                              const void*, cublasLtMatrixLayout_t, const void*,
+                              const void*, cublasLtMatrixLayout_t, void*,
+                              cublasLtMatrixLayout_t,
+                              const cublasLtMatmulAlgo_t*, void*, std::size_t,
+                              cudaStream_t stream) {
+  lowtide::dry::timekeeper().product(stream, "cublasLtMatmul");
+  lowtide::dry::capture().enqueue(stream);
   return CUBLAS_STATUS_SUCCESS;
 }
 

@@ -1,5 +1,5 @@
 // cuDNN's functions before graphs: what has results beside handles and sizes,
-// which tools/nvidia_functions.py makes.
+// which cmake/nvidia_functions.py makes.
 #include <cudnn.h>
 
 #include <algorithm>
@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "phantom/driver/device.h"
+#include "phantom/driver/library_calls.h"
 
 namespace {
 
@@ -79,8 +80,8 @@ cudnnStatus_t cudnnGetProperty(libraryPropertyType which, int* value) {
                                     : CUDNN_PATCHLEVEL;
   return CUDNN_STATUS_SUCCESS;
 }
-cudnnStatus_t cudnnGetStream(cudnnHandle_t, cudaStream_t* stream) {
-  *stream = nullptr;
+cudnnStatus_t cudnnGetStream(cudnnHandle_t handle, cudaStream_t* stream) {
+  *stream = static_cast<cudaStream_t>(lowtide::dry::stream_of_handle(handle));
   return CUDNN_STATUS_SUCCESS;
 }
 

@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "phantom/driver/listener.h"
+#include "phantom/driver/timekeeper.h"
 
 namespace lowtide::dry {
 namespace {
@@ -72,6 +73,7 @@ bool Device::free(Address address) {
   kept().forget(address, *bytes);
   memory.give(*bytes);
   completion.wait_for_device();
+  timekeeper().synchronize_all();
   listener().hear_waited(index_);
   return true;
 }
@@ -117,9 +119,12 @@ bool set_current_device(int index) {
 cudaStream_t make_stream(int device, int priority, unsigned flags) {
   auto& [mutex, all] = streams();
   const Lock lock(mutex);
-  all.push_back(
-      {device, std::clamp(priority, kGreatestPriority, kLeastPriority), flags});
-  return reinterpret_cast<cudaStream_t>(kFirstStream + 16 * all.size());
+  const int granted = std::clamp(priority, kGreatestPriority, kLeastPriority);
+  all.push_back({device, granted, flags});
+  const auto made =
+      reinterpret_cast<cudaStream_t>(kFirstStream + 16 * all.size());
+  timekeeper().prioritize(made, granted);
+  return made;
 }
 
 Stream stream_of(cudaStream_t handle) {

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 #include <cstring>
+#include <map>
+#include <mutex>
 #include <string>
 
 #include "phantom/driver/device.h"
@@ -42,6 +44,35 @@ template <typename Handle>
 CUresult create(Handle* handle) {
   *handle = reinterpret_cast<Handle>(new_handle());
   return CUDA_SUCCESS;
+}
+
+// Names of the kernels of modules that were loaded.
+struct ModuleKernels {
+  std::mutex mutex;
+  std::map<CUfunction, std::string> names;
+
+  static ModuleKernels& instance() {
+    static ModuleKernels kernels;
+    return kernels;
+  }
+  CUresult make(CUfunction* function, const char* name) {
+    create(function);
+    const std::lock_guard lock(mutex);
+    names[*function] = name;
+    return CUDA_SUCCESS;
+  }
+  // Valid for ever: names are never taken out.
+  const char* of(CUfunction function) {
+    const std::lock_guard lock(mutex);
+    const auto found = names.find(function);
+    return found == names.end() ? "" : found->second.c_str();
+  }
+};
+
+CUresult launch_function(CUfunction function, dim3 grid, CUstream stream) {
+  const Launch launched{ModuleKernels::instance().of(function),
+                        blocks_of(grid)};
+  return as_driver(launch(stream, launched));
 }
 
 // The newest of a function's versions, which its header calls by the name
@@ -163,8 +194,8 @@ CUresult cuModuleLoadDataEx(CUmodule* module, const void*, unsigned,
   return create(module);
 }
 CUresult cuModuleUnload(CUmodule) { return CUDA_SUCCESS; }
-CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char*) {
-  return create(function);
+CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* name) {
+  return ModuleKernels::instance().make(function, name);
 }
 CUresult cuLibraryLoadData(CUlibrary* library, const void*, CUjit_option*,
                            void**, unsigned, CUlibraryOption*, void**,
@@ -172,8 +203,9 @@ CUresult cuLibraryLoadData(CUlibrary* library, const void*, CUjit_option*,
   return create(library);
 }
 CUresult cuLibraryUnload(CUlibrary) { return CUDA_SUCCESS; }
-CUresult cuLibraryGetKernel(CUkernel* kernel, CUlibrary, const char*) {
-  return create(kernel);
+CUresult cuLibraryGetKernel(CUkernel* kernel, CUlibrary, const char* name) {
+  return ModuleKernels::instance().make(reinterpret_cast<CUfunction*>(kernel),
+                                        name);
 }
 CUresult cuKernelGetFunction(CUfunction* function, CUkernel kernel) {
   *function = reinterpret_cast<CUfunction>(kernel);
@@ -227,19 +259,22 @@ CUresult cuOccupancyMaxActiveClusters(int* clusters, CUfunction,
   *clusters = settings().gpu->multiprocessors;
   return CUDA_SUCCESS;
 }
-CUresult cuLaunchKernel(CUfunction, unsigned, unsigned, unsigned, unsigned,
-                        unsigned, unsigned, unsigned, CUstream stream, void**,
-                        void**) {
-  return as_driver(launch(stream));
+CUresult cuLaunchKernel(CUfunction function, unsigned x, unsigned y, unsigned z,
+                        unsigned, unsigned, unsigned, unsigned, CUstream stream,
+                        void**, void**) {
+  return launch_function(function, {x, y, z}, stream);
 }
-CUresult cuLaunchKernelEx(const CUlaunchConfig* configuration, CUfunction,
-                          void**, void**) {
-  return as_driver(launch(configuration->hStream));
+CUresult cuLaunchKernelEx(const CUlaunchConfig* configuration,
+                          CUfunction function, void**, void**) {
+  return launch_function(function,
+                         {configuration->gridDimX, configuration->gridDimY,
+                          configuration->gridDimZ},
+                         configuration->hStream);
 }
-CUresult cuLaunchCooperativeKernel(CUfunction, unsigned, unsigned, unsigned,
-                                   unsigned, unsigned, unsigned, unsigned,
-                                   CUstream stream, void**) {
-  return as_driver(launch(stream));
+CUresult cuLaunchCooperativeKernel(CUfunction function, unsigned x, unsigned y,
+                                   unsigned z, unsigned, unsigned, unsigned,
+                                   unsigned, CUstream stream, void**) {
+  return launch_function(function, {x, y, z}, stream);
 }
 CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType,
                                 cuuint32_t, void*, const cuuint64_t*,

@@ -5,7 +5,7 @@ extern "C" {
 
 // Says so, once a name, and remembers it; returns `status`, what the function's
 // library calls an error.  The build makes a function of every other name in
-// those libraries that ends here (tools/nvidia_functions.py).
+// those libraries that ends here (cmake/nvidia_functions.py).
 __attribute__((visibility("default"))) int lowtide_dry_missing(const char* name,
                                                                int status);
 

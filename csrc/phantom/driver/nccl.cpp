@@ -9,9 +9,12 @@
 
 #include <cstdint>
 #include <cstring>
+#include <map>
+#include <string_view>
 
 #include "phantom/driver/capture.h"
 #include "phantom/driver/collective_log.h"
+#include "phantom/driver/collective_time.h"
 #include "phantom/driver/communicators.h"
 #include "phantom/driver/device.h"
 #include "phantom/driver/order.h"
@@ -86,6 +89,29 @@ void note_new(const char* kind, const Communicator& made,
   call.communicator = made.number;
   call.most_ctas = config ? config->maxCTAs : NCCL_CONFIG_UNDEF_INT;
   collective_log().add(call);
+  limit_channels(made, call.most_ctas);
+}
+
+// A gather's bytes are those that a rank gives, its time is that of all.
+void keep_time(const Communicator& communicator, std::string_view kind,
+               std::size_t bytes, int peer, cudaStream_t stream) {
+  using Kind = phantom::CollectiveKind;
+  static const std::map<std::string_view, Kind> kKinds = {
+      {"all_gather", Kind::all_gather},
+      {"reduce_scatter", Kind::reduce_scatter},
+      {"all_reduce", Kind::all_reduce},
+      {"reduce", Kind::broadcast},
+      {"broadcast", Kind::broadcast},
+      {"all_to_all", Kind::all_to_all},
+      {"send", Kind::send},
+      {"recv", Kind::receive},
+  };
+  const auto of_all = kind == "all_gather"
+                          ? bytes * static_cast<std::size_t>(communicator.size)
+                          : bytes;
+  const bool is_of_pair = kind == "send" || kind == "recv";
+  time_collective(communicator, kKinds.at(kind), of_all, is_of_pair ? peer : -1,
+                  stream);
 }
 
 // What travels between ranks, on `stream`: everything does by this function.
@@ -99,6 +125,7 @@ ncclResult_t collective(const char* kind, std::size_t bytes,
       static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(stream));
   call.priority = stream_of(stream).priority;
   collective_log().add(call);
+  keep_time(communicators().of(comm), kind, bytes, peer, stream);
   capture().enqueue(stream);
   order().enqueue_collective(stream);
   return ncclSuccess;
@@ -179,10 +206,12 @@ ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void*, ncclDataType_t,
 
 ncclResult_t ncclGroupStart() {
   collective_log().enter_group();
+  time_group_begins();
   return ncclSuccess;
 }
 ncclResult_t ncclGroupEnd() {
   collective_log().leave_group();
+  time_group_ends();
   return ncclSuccess;
 }
 

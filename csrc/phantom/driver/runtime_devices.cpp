@@ -10,6 +10,7 @@
 #include "phantom/driver/capture.h"
 #include "phantom/driver/device.h"
 #include "phantom/driver/listener.h"
+#include "phantom/driver/timekeeper.h"
 
 namespace lowtide::dry {
 namespace {
@@ -139,6 +140,7 @@ cudaError_t cudaDeviceSynchronize() {
   ++host_waits();
   if (const auto refused = capture().host_waits()) return refused;
   device(current_device()).completion.wait_for_device();
+  timekeeper().synchronize_all();
   listener().hear_waited(current_device());
   return cudaSuccess;
 }

@@ -1,10 +1,11 @@
-// CUDA's runtime: stream capture and graphs, which are empty.
+// CUDA's runtime: stream capture and graphs, which hold what time they take.
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
 
 #include "phantom/driver/capture.h"
 #include "phantom/driver/device.h"
+#include "phantom/driver/timekeeper.h"
 
 namespace {
 
@@ -26,10 +27,13 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
 }
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream,
                                    cudaStreamCaptureMode mode) {
-  return capture().begin(stream, mode);
+  if (const auto refused = capture().begin(stream, mode)) return refused;
+  timekeeper().begin_graph(stream);
+  return cudaSuccess;
 }
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   create(graph);
+  timekeeper().end_graph(*graph);
   return capture().end(stream);
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream,
@@ -58,21 +62,28 @@ cudaError_t cudaGraphGetNodes(cudaGraph_t, cudaGraphNode_t* nodes,
   *count = 1;
   return cudaSuccess;
 }
-cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* exec, cudaGraph_t,
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* exec,
+                                          cudaGraph_t graph,
                                           unsigned long long) {
-  return create(exec);
+  create(exec);
+  timekeeper().instantiate(*exec, graph);
+  return cudaSuccess;
 }
-cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t,
-                                 unsigned long long) {
-  return create(exec);
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph,
+                                 unsigned long long flags) {
+  return cudaGraphInstantiateWithFlags(exec, graph, flags);
 }
-cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t) {
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
+  timekeeper().play(exec, stream);
   return cudaSuccess;
 }
 cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t) {
   return cudaSuccess;
 }
 cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }
-cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return cudaSuccess; }
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
+  timekeeper().forget(exec);
+  return cudaSuccess;
+}
 
 }  // extern "C"

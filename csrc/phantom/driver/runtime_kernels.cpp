@@ -1,14 +1,17 @@
 // CUDA's runtime: kernels, the variables they use, and how they are launched.
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "phantom/driver/capture.h"
 #include "phantom/driver/device.h"
 #include "phantom/driver/kernels.h"
+#include "phantom/driver/timekeeper.h"
 
 namespace lowtide::dry {
 namespace {
@@ -36,6 +39,40 @@ struct Symbols {
   }
 };
 
+// Names of kernels by their functions on the host: tens of thousands, looked up
+// only when time is kept.
+struct KernelNames {
+  std::mutex mutex;
+  std::vector<std::pair<const void*, const char*>> all;
+  bool sorted = true;
+
+  static KernelNames& instance() {
+    static KernelNames names;
+    return names;
+  }
+  void add(const void* function, const char* name) {
+    const std::lock_guard lock(mutex);
+    all.emplace_back(function, name);
+    sorted = false;
+  }
+  const char* of(const void* function) {
+    const std::lock_guard lock(mutex);
+    if (!sorted) std::sort(all.begin(), all.end());
+    sorted = true;
+    const auto found = std::lower_bound(
+        all.begin(), all.end(),
+        std::pair<const void*, const char*>(function, nullptr));
+    return found != all.end() && found->first == function ? found->second : "";
+  }
+};
+
+cudaError_t launch_function(const void* function, dim3 grid,
+                            cudaStream_t stream) {
+  Launch launched{.blocks = blocks_of(grid)};
+  if (timekeeper().runs()) launched.name = KernelNames::instance().of(function);
+  return launch(stream, launched);
+}
+
 struct Configuration {
   dim3 grid;
   dim3 block;
@@ -56,8 +93,9 @@ std::atomic<std::int64_t>& launches() {
   return launches;
 }
 
-cudaError_t launch(cudaStream_t stream) {
+cudaError_t launch(cudaStream_t stream, const Launch& launched) {
   ++launches();
+  timekeeper().kernel(stream, launched.name, launched.blocks);
   return capture().enqueue(stream);
 }
 
@@ -79,8 +117,11 @@ void** __cudaRegisterFatBinary(void*) {
 }
 void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void**) {}
-void __cudaRegisterFunction(void**, const char*, char*, const char*, int,
-                            uint3*, uint3*, dim3*, dim3*, int*) {}
+void __cudaRegisterFunction(void**, const char* function, char*,
+                            const char* name, int, uint3*, uint3*, dim3*, dim3*,
+                            int*) {
+  KernelNames::instance().add(function, name);
+}
 void __cudaRegisterVar(void**, char* variable, char*, const char*, int,
                        std::size_t bytes, int, int) {
   Symbols::instance().of(variable, bytes);
@@ -111,21 +152,23 @@ cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* function) {
   return cudaSuccess;
 }
 
-cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void**, std::size_t,
-                               cudaStream_t stream) {
-  return launch(stream);
+cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3, void**,
+                               std::size_t, cudaStream_t stream) {
+  return launch_function(kernel, grid, stream);
 }
-cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, std::size_t,
-                             cudaStream_t stream) {
-  return launch(stream);
+cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3, void**,
+                             std::size_t, cudaStream_t stream) {
+  return launch_function(function, grid, stream);
 }
-cudaError_t cudaLaunchCooperativeKernel(const void*, dim3, dim3, void**,
-                                        std::size_t, cudaStream_t stream) {
-  return launch(stream);
+cudaError_t cudaLaunchCooperativeKernel(const void* function, dim3 grid, dim3,
+                                        void**, std::size_t,
+                                        cudaStream_t stream) {
+  return launch_function(function, grid, stream);
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* configuration,
-                                const void*, void**) {
-  return launch(configuration->stream);
+                                const void* function, void**) {
+  return launch_function(function, configuration->gridDim,
+                         configuration->stream);
 }
 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {

@@ -11,6 +11,7 @@
 
 #include "phantom/driver/capture.h"
 #include "phantom/driver/device.h"
+#include "phantom/driver/timekeeper.h"
 
 namespace lowtide::dry {
 namespace {
@@ -70,10 +71,35 @@ struct Pinned {
   }
 };
 
+void tell_of_copy(const void* to, const void* from, std::size_t bytes,
+                  cudaStream_t stream) {
+  if (!timekeeper().runs()) return;
+  const bool to_device = device_of(to).has_value();
+  const bool from_device = device_of(from).has_value();
+  if (to_device && from_device) {
+    timekeeper().move(stream, "copy", 2 * static_cast<double>(bytes));
+  } else if (to_device || from_device) {
+    timekeeper().transfer(
+        stream,
+        to_device ? phantom::Direction::to_device : phantom::Direction::to_host,
+        static_cast<double>(bytes));
+  }
+}
+
 cudaError_t enqueue_copy(void* to, const void* from, std::size_t bytes,
                          cudaStream_t stream) {
+  tell_of_copy(to, from, bytes, stream);
   capture().enqueue(stream);
   copy_bytes(to, from, bytes);
+  return cudaSuccess;
+}
+
+// A copy on the default stream that the host waits for.
+cudaError_t wait_for_copy(const void* to, const void* from, std::size_t bytes) {
+  ++host_waits();
+  if (const auto refused = capture().host_waits()) return refused;
+  tell_of_copy(to, from, bytes, nullptr);
+  timekeeper().synchronize(nullptr);
   return cudaSuccess;
 }
 
@@ -210,8 +236,7 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes,
 
 cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes,
                        cudaMemcpyKind) {
-  ++host_waits();
-  if (const auto refused = capture().host_waits()) return refused;
+  if (const auto refused = wait_for_copy(to, from, bytes)) return refused;
   copy_bytes(to, from, bytes);
   return cudaSuccess;
 }
@@ -231,6 +256,7 @@ cudaError_t cudaMemcpy2DAsync(void* to, std::size_t to_pitch, const void* from,
                               std::size_t from_pitch, std::size_t width,
                               std::size_t height, cudaMemcpyKind,
                               cudaStream_t stream) {
+  tell_of_copy(to, from, width * height, stream);
   capture().enqueue(stream);
   copy_rows(to, to_pitch, from, from_pitch, width, height);
   return cudaSuccess;
@@ -238,17 +264,20 @@ cudaError_t cudaMemcpy2DAsync(void* to, std::size_t to_pitch, const void* from,
 cudaError_t cudaMemcpy2D(void* to, std::size_t to_pitch, const void* from,
                          std::size_t from_pitch, std::size_t width,
                          std::size_t height, cudaMemcpyKind) {
-  ++host_waits();
-  if (const auto refused = capture().host_waits()) return refused;
+  if (const auto refused = wait_for_copy(to, from, width * height)) {
+    return refused;
+  }
   copy_rows(to, to_pitch, from, from_pitch, width, height);
   return cudaSuccess;
 }
 cudaError_t cudaMemset(void* pointer, int value, std::size_t bytes) {
+  timekeeper().move(nullptr, "memset", static_cast<double>(bytes));
   set_bytes(pointer, value, bytes);
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* pointer, int value, std::size_t bytes,
                             cudaStream_t stream) {
+  timekeeper().move(stream, "memset", static_cast<double>(bytes));
   set_bytes(pointer, value, bytes);
   return capture().enqueue(stream);
 }

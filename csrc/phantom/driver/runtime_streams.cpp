@@ -7,6 +7,7 @@
 #include "phantom/driver/device.h"
 #include "phantom/driver/listener.h"
 #include "phantom/driver/order.h"
+#include "phantom/driver/timekeeper.h"
 
 namespace lowtide::dry {
 namespace {
@@ -16,6 +17,7 @@ struct Event {
   Completion::Ticket ticket = {};
   Captured captured = {};
   Clock clock = {};
+  Moment moment = {};
 };
 
 Event& event_of(cudaEvent_t event) { return *reinterpret_cast<Event*>(event); }
@@ -60,6 +62,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   ++host_waits();
   if (const auto refused = capture().host_waits()) return refused;
   device_of_stream(stream).completion.wait_for_stream(stream);
+  timekeeper().synchronize(stream);
   listener().hear_waited(stream_of(stream).device, stream);
   return cudaSuccess;
 }
@@ -93,6 +96,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   recorded.device = stream_of(stream).device;
   recorded.captured = capture().record(stream);
   recorded.clock = order().record(stream);
+  recorded.moment = timekeeper().record(stream);
   recorded.ticket = device(recorded.device).completion.record(stream);
   listener().hear_recorded(stream);
   return cudaSuccess;
@@ -105,7 +109,11 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event,
                                 unsigned) {
   const auto& recorded = event_of(event);
   order().wait(stream, recorded.clock);
-  return capture().wait(stream, recorded.captured);
+  if (const auto refused = capture().wait(stream, recorded.captured)) {
+    return refused;
+  }
+  timekeeper().wait(stream, recorded.moment);
+  return cudaSuccess;
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   const auto& recorded = event_of(event);
@@ -118,12 +126,17 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   const auto& recorded = event_of(event);
   if (const auto refused = capture().ask(recorded.captured)) return refused;
   device(recorded.device).completion.wait(recorded.ticket);
+  timekeeper().synchronize(recorded.moment);
   listener().hear_waited(recorded.device, recorded.ticket.stream);
   return cudaSuccess;
 }
-cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t,
-                                 cudaEvent_t) {
-  *milliseconds = 1;
+// A millisecond where no time is kept.
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from,
+                                 cudaEvent_t to) {
+  constexpr double kMilliseconds = 1e3;
+  const auto seconds =
+      timekeeper().seconds_between(event_of(from).moment, event_of(to).moment);
+  *milliseconds = seconds ? static_cast<float>(*seconds * kMilliseconds) : 1.0F;
   return cudaSuccess;
 }
 // An event of another process is an event of its own, which is complete.

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "phantom/time/costs.h"
+
 namespace lowtide::dry {
 
 template <typename Function>
@@ -31,6 +33,25 @@ inline void driver_copies(void* to, const void* from, std::int64_t bytes) {
       driver_function<void(void*, const void*, std::int64_t)>(
           "lowtide_dry_copy");
   copy(to, from, bytes);
+}
+
+// [Note: Time of operators] in csrc/phantom/driver/timekeeper.h.
+inline bool driver_keeps_time() {
+  static auto* const keeps = driver_function<int()>("lowtide_dry_keeps_time");
+  return keeps() != 0;
+}
+
+inline void driver_enters(const char* name) {
+  static auto* const enter =
+      driver_function<void(const char*)>("lowtide_dry_enter_operator");
+  enter(name);
+}
+
+inline void driver_leaves(const phantom::Work& work) {
+  static auto* const leave = driver_function<void(double, double, int, int)>(
+      "lowtide_dry_leave_operator");
+  leave(work.flops, work.bytes, static_cast<int>(work.rate),
+        work.is_attention ? 1 : 0);
 }
 
 // Null where there are no bytes; asking such a storage itself may raise.

@@ -41,7 +41,7 @@ class UniformTruths {
 UniformTruths& uniform_truths();
 
 // The arguments of an operator as they were before it ran.
-class KnownCall : public at::ObserverContext {
+class KnownCall {
  public:
   // Nothing where the results will not be known.
   static std::unique_ptr<KnownCall> before(const at::RecordFunction& function);

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string_view>
 #include <unordered_map>
 #include <unordered_set>
@@ -18,6 +19,7 @@
 
 #include "phantom/observer/driver.h"
 #include "phantom/observer/known_values.h"
+#include "phantom/observer/operator_work.h"
 
 namespace lowtide::dry {
 namespace {
@@ -39,7 +41,11 @@ std::vector<std::size_t> written(const at::RecordFunction& function) {
   std::vector<std::size_t> indices;
   if (leaves_bytes(function.name())) return indices;
   const auto schema = function.operator_schema();
-  if (!schema) return indices;
+  if (!schema) {  // one of lowtide's that came without the dispatcher
+    const std::string_view name = function.name();
+    if (name.starts_with("lowtide::")) indices.push_back(0);
+    return indices;
+  }
   const auto& arguments = schema->arguments();
   for (std::size_t i = 0; i < arguments.size(); ++i) {
     const auto* alias = arguments[i].alias_info();
@@ -73,10 +79,21 @@ void forget(const at::Tensor& tensor) {
   driver_forgets(first, bytes);
 }
 
+// An operator that runs.
+struct Call : at::ObserverContext {
+  std::unique_ptr<KnownCall> known;
+  std::optional<OperatorWork> work;  // while time is kept
+};
+
 // Before the operator runs: what it copies from the host is kept again.
 std::unique_ptr<at::ObserverContext> before_operator(
     const at::RecordFunction& function) {
-  auto call = KnownCall::before(function);
+  auto call = std::make_unique<Call>();
+  if (driver_keeps_time() && OperatorWork::is_known_of(function)) {
+    driver_enters(function.name());
+    call->work.emplace(function);
+  }
+  call->known = KnownCall::before(function);
   const auto inputs = function.inputs();
   for (const auto index : written_by(function)) {
     if (index >= inputs.size()) continue;
@@ -93,7 +110,9 @@ std::unique_ptr<at::ObserverContext> before_operator(
 
 void after_operator(const at::RecordFunction& function,
                     at::ObserverContext* context) {
-  if (context != nullptr) static_cast<KnownCall*>(context)->after(function);
+  const auto& call = *static_cast<const Call*>(context);
+  if (call.work) driver_leaves(call.work->with_results(function));
+  if (call.known) call.known->after(function);
 }
 
 void after_allocator(const c10::cuda::CUDACachingAllocator::TraceEntry& entry) {
