@@ -4,6 +4,14 @@
 # Sets LOWTIDE_DRY_TARGETS: lowtide_cuda_dry where torch is a CUDA build, else
 # nothing.
 
+# Compiled without torch's include directories, so that the model of time cannot
+# come to depend on torch; tests link it wherever they run.
+file(GLOB time_sources CONFIGURE_DEPENDS "csrc/phantom/time/*.cpp")
+add_library(lowtide_phantom_time OBJECT ${time_sources})
+target_compile_features(lowtide_phantom_time PUBLIC cxx_std_20)
+target_include_directories(lowtide_phantom_time PUBLIC csrc)
+target_link_libraries(lowtide_phantom_time PRIVATE lowtide_warnings)
+
 set(LOWTIDE_DRY_TARGETS "")
 if(NOT LOWTIDE_TORCH_CUDA)
   return()
@@ -37,7 +45,7 @@ file(GLOB dry_sources CONFIGURE_DEPENDS RELATIVE "${PROJECT_SOURCE_DIR}"
   "csrc/phantom/driver/*.cpp")
 list(REMOVE_ITEM dry_sources ${dry_models})
 add_library(lowtide_cuda_dry SHARED ${dry_sources} ${dry_generated}
-  $<TARGET_OBJECTS:lowtide_dry_models> $<TARGET_OBJECTS:lowtide_phantom_models>)
+  $<TARGET_OBJECTS:lowtide_dry_models> $<TARGET_OBJECTS:lowtide_phantom_time>)
 set_target_properties(lowtide_cuda_dry PROPERTIES
   DEFINE_SYMBOL "" NO_SONAME ON UNITY_BUILD OFF)
 target_compile_features(lowtide_cuda_dry PRIVATE cxx_std_20)

@@ -1,12 +1,10 @@
-"""A simulated accelerator: what CUDA's caching allocator would reserve, and how long a
-step would take, without a GPU.
+"""GPUs that compute nothing: torch's own CUDA build over a driver of lowtide's, without
+a GPU.
 
-Loaded only on request (``import lowtide.phantom``).
+`python -m lowtide phantom -- PROGRAM` runs a program on them; :class:`timeline` keeps
+their time inside of one.
 """
 
-from lowtide.phantom.allocator import AllocatorModel
 from lowtide.phantom.clock import timeline
-from lowtide.phantom.device import install
-from lowtide.phantom.world import init_world
 
-__all__ = ["AllocatorModel", "init_world", "install", "timeline"]
+__all__ = ["timeline"]

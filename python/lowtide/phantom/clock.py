@@ -1,30 +1,19 @@
 """The time a program would take: what the phantom device does, on a timeline."""
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
-from lowtide import _phantom
 from lowtide.phantom import machines
-from lowtide.phantom.machines import Accelerator, Network
+from lowtide.phantom.dry import timekeeper
+from lowtide.phantom.dry.timekeeper import Span
+from lowtide.phantom.machines import Accelerator, Host, Network
 
 COMPUTE_STREAM = 0
-_FIRST_GROUP_STREAM = 1000  # csrc/phantom/time/timeline.h
-
-
-class Span(NamedTuple):
-    """One thing a stream does. Seconds since the timeline began."""
-
-    kind: str  # kernel, transfer, collective; wait: idle until another stream is done
-    stream: int
-    begin: float
-    end: float
-    issued: float  # when the host did
-    name: str
-    flops: float
-    bytes: float
+_started = 0  # timelines of this process; the driver keeps the last one
 
 
 @dataclass(frozen=True)
@@ -80,14 +69,14 @@ class StepTime:
 
 
 class timeline:
-    """Keeps time on the phantom device in a ``with`` block.
+    """Keeps time on the phantom GPU in a ``with`` block.
 
-    Every operator becomes a kernel on its stream: the longer of its FLOPs and its bytes
-    over the accelerator's figures. Collectives take what NCCL's tuning model says, run
-    on the stream ProcessGroupNCCL would choose, and join the streams that wait for
-    them. The host spends ``issue_cost`` on each. Streams do not slow each other down.
+    Every kernel that is launched takes its place on its stream: the longer of its FLOPs
+    and its bytes over the accelerator's figures. Collectives take what NCCL's tuning
+    model says and multiprocessors from the kernels beside them. docs/time.md has all
+    that is assumed.
 
-        with lowtide.phantom.timeline("h100") as time:
+        with lowtide.phantom.timeline() as time:
             for _ in range(3):
                 time.begin_step()
                 time.phase("forward")
@@ -95,42 +84,57 @@ class timeline:
         print(time.report())
 
     Args:
-        accelerator: ``"h100"``, ``"h200"`` or figures of another.
-        network: Links and protocols; a DGX with eight GPUs a node if not given.
+        accelerator: Figures of another one than the GPU that the process sees, or the
+            name of one, such as ``"h200"``.
+        network: Links and protocols; a machine with such GPUs if not given.
         ranks_per_node: Instead of the network's.
-        issue_cost: Seconds of the host for one operator or collective; its Python
-            between them is not counted.
+        host: Seconds that calls cost the host; its Python between them is not counted.
 
     Raises:
-        RuntimeError: Without a phantom device, or inside another timeline.
+        RuntimeError: Where CUDA is not the dry driver's (`python -m lowtide phantom`),
+            or inside another timeline.
         ValueError: For an accelerator that is not listed.
     """
 
     def __init__(
         self,
-        accelerator: str | Accelerator = "h100",
+        accelerator: str | Accelerator | None = None,
         *,
-        network: Network = machines.DGX,
+        network: Network | None = None,
         ranks_per_node: int | None = None,
-        issue_cost: float = machines.ISSUE_COST,
+        host: Host = machines.HOST,
     ) -> None:
+        accelerator = accelerator or os.environ.get("LOWTIDE_DRY_GPU", "h100")
         if isinstance(accelerator, str):
+            network = network or machines.network_of(accelerator)
             accelerator = machines.accelerator_named(accelerator)
+        network = network or machines.DGX
         if ranks_per_node is not None:
             network = dataclasses.replace(network, ranks_per_node=ranks_per_node)
         self.accelerator = accelerator
         self.network = network
-        self.issue_cost = issue_cost
+        self.host = host
         self._steps: list[int] = []  # their first mark
         self._num_marks = 0
-        self._recorded: _phantom.Timeline | None = None
+        self._spans: list[Span] | None = None  # once it has ended
+        self._marks: list[tuple[str, float]] = []
 
     def __enter__(self) -> "timeline":
-        _phantom.start_timeline(
-            machines.native_accelerator(self.accelerator),
-            machines.native_network(self.network),
-            self.issue_cost,
-        )
+        if not timekeeper.is_here():
+            raise RuntimeError(
+                "lowtide: phantom.timeline: expected a process whose CUDA is the dry "
+                "driver's, got one without. Start it with `python -m lowtide phantom "
+                "-- PROGRAM`."
+            )
+        figures = machines.flat(self.accelerator, self.network, self.host)
+        if not timekeeper.start(figures):
+            raise RuntimeError(
+                "lowtide: phantom.timeline: expected one at a time, got another one "
+                "that still runs. Leave the `with` block of the first."
+            )
+        global _started
+        _started += 1
+        self._number = _started
         return self
 
     def __exit__(
@@ -140,7 +144,9 @@ class timeline:
         trace: TracebackType | None,
     ) -> None:
         self._mark("end")
-        self._recorded = _phantom.stop_timeline()
+        timekeeper.stop()
+        self._spans = timekeeper.spans()
+        self._marks = timekeeper.phases()
 
     # -- while it runs ----------------------------------------------------------------
 
@@ -155,10 +161,10 @@ class timeline:
     @staticmethod
     def now() -> float:
         """When all that was issued on the compute stream so far will be done."""
-        return _phantom.time_on_device()
+        return timekeeper.time_of(timekeeper.moment())
 
     def _mark(self, name: str) -> None:
-        _phantom.mark_phase(name)
+        timekeeper.mark(name)
         self._num_marks += 1
 
     # -- afterwards -------------------------------------------------------------------
@@ -169,10 +175,15 @@ class timeline:
 
     def report_of(self, marks: list[tuple[str, float]]) -> StepTime:
         """The same for phases that begin at these seconds; the last mark ends it."""
-        recorded = self._ended()
+        self._ended()
+        if self._number != _started:
+            raise RuntimeError(
+                "lowtide: phantom.timeline: expected a report before the next timeline "
+                "began, got one afterwards. Take it earlier."
+            )
         phases: dict[str, Usage] = {}
         for (name, begin), (_, end) in zip(marks, marks[1:], strict=False):
-            usage = Usage(**recorded.usage(begin, end))
+            usage = Usage(*timekeeper.usage(begin, end))
             phases[name] = phases[name] + usage if name in phases else usage
         begin, end = marks[0][1], marks[-1][1]
         collectives: dict[str, int] = {}
@@ -180,7 +191,7 @@ class timeline:
             if span.kind == "collective":
                 collectives[span.name] = collectives.get(span.name, 0) + 1
         return StepTime(
-            step=Usage(**recorded.usage(begin, end)),
+            step=Usage(*timekeeper.usage(begin, end)),
             phases=phases,
             collectives=collectives,
             assumptions=self.assumptions(),
@@ -191,14 +202,12 @@ class timeline:
         return {
             "accelerator": dataclasses.asdict(self.accelerator),
             "network": dataclasses.asdict(self.network),
-            "issue_cost": self.issue_cost,
-            "streams": "run beside each other at full speed",
+            "host": dataclasses.asdict(self.host),
         }
 
     def spans(self, begin: float = 0, end: float = float("inf")) -> list[Span]:
-        """All that begin in [begin, end), in the order of issue."""
-        spans = (Span(*fields) for fields in self._ended().spans())
-        return [span for span in spans if begin <= span.begin < end]
+        """All that begin in [begin, end), in the order in which they end."""
+        return [span for span in self._ended() if begin <= span.begin < end]
 
     def chrome_trace(self, path: str | Path, step: int | None = None) -> None:
         """For chrome://tracing and https://ui.perfetto.dev; one step or all."""
@@ -212,17 +221,18 @@ class timeline:
 
         streams.draw(self, path, self._marks_of(step))
 
-    def _ended(self) -> _phantom.Timeline:
-        if self._recorded is None:
+    def _ended(self) -> list[Span]:
+        if self._spans is None:
             raise RuntimeError(
                 "lowtide: phantom.timeline: expected a report after the `with` block, "
                 "got one before its end. Leave the block first."
             )
-        return self._recorded
+        return self._spans
 
     def _marks_of(self, step: int | None) -> list[tuple[str, float]]:
         """Of a step, with the mark that ends it; None: of all."""
-        marks = self._ended().marks()
+        self._ended()
+        marks = self._marks
         if step is None:
             return marks
         if not self._steps:
@@ -236,8 +246,4 @@ class timeline:
 
 
 def name_of_stream(stream: int) -> str:
-    if stream == COMPUTE_STREAM:
-        return "compute"
-    if stream >= _FIRST_GROUP_STREAM:
-        return f"process group {stream - _FIRST_GROUP_STREAM}"
-    return f"stream {stream}"
+    return "compute" if stream == COMPUTE_STREAM else f"stream {stream}"

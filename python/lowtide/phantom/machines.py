@@ -8,8 +8,6 @@ named with each. Replace a field to ask what another figure would give:
 import dataclasses
 from dataclasses import dataclass
 
-from lowtide import _phantom
-
 _TERA, _GIGA, _MICRO = 1e12, 1e9, 1e-6
 
 
@@ -35,6 +33,10 @@ class Accelerator:
     kernel_floor: float = 2 * _MICRO
     # PCIe 5.0 x16, 63 GB/s, of which copies reach 85 % (assumption).
     host_bandwidth: float = 0.85 * 63 * _GIGA
+    multiprocessors: int = 132
+    resident_blocks: int = 2  # of a kernel, on one multiprocessor (assumption)
+    # How long a block of a kernel runs whose blocks nobody counted (assumption).
+    block_seconds: float = 20 * _MICRO
 
 
 # NVIDIA H100 Tensor Core GPU datasheet, SXM5 column; dense figures are half of those
@@ -80,6 +82,22 @@ class Network:
     ranks_per_node: int
     rings: tuple[Protocol, ...]
     trees: tuple[Protocol, ...]
+    channels_in_node: int = 16
+    channels_between_nodes: int = 16
+    channels_of_pair_in_node: int = 2
+    channels_of_pair_between_nodes: int = 2
+    channel_bandwidth: float = 20 * _GIGA  # most that one carries
+
+
+@dataclass(frozen=True)
+class Host:
+    """Seconds that calls cost it (assumptions)."""
+
+    launch: float = 5 * _MICRO  # of a kernel or a copy, with its dispatch
+    library_call: float = 8 * _MICRO
+    collective: float = 20 * _MICRO
+    event: float = 1 * _MICRO
+    graph: float = 10 * _MICRO
 
 
 _NO_LIMIT = (1e15, 1e15, 1e15)
@@ -122,8 +140,7 @@ DGX = Network(
     trees=TREES,
 )
 
-# What the host spends to issue one operator: Python, dispatch and launch (assumption).
-ISSUE_COST = 5 * _MICRO
+HOST = Host()
 
 
 def accelerator_named(name: str) -> Accelerator:
@@ -137,32 +154,27 @@ def accelerator_named(name: str) -> Accelerator:
     return found
 
 
-def native_accelerator(figures: Accelerator) -> _phantom.Accelerator:
-    native = _phantom.Accelerator()
-    native.peak_flops = [
-        *(figures.fp64, figures.fp32, figures.tf32),
-        *(figures.half, figures.eight_bit),
+def network_of(name: str) -> Network:
+    """Of a machine that has such accelerators."""
+    return DGX
+
+
+def flat(accelerator: Accelerator, network: Network, host: Host) -> list[float]:
+    """All figures in the order in which csrc/phantom/driver/report_time.cpp reads
+    them."""
+    a, n = accelerator, network
+    figures: list[float] = [
+        *(a.fp64, a.fp32, a.tf32, a.half, a.eight_bit),
+        *(a.memory_bandwidth, a.product_efficiency, a.attention_efficiency),
+        *(a.memory_efficiency, a.kernel_floor, a.host_bandwidth, a.block_seconds),
+        *(a.multiprocessors, a.resident_blocks),
+        *(n.bandwidth_in_node, n.bandwidth_between_nodes, n.channel_bandwidth),
+        *(n.ranks_per_node, n.channels_in_node, n.channels_between_nodes),
+        *(n.channels_of_pair_in_node, n.channels_of_pair_between_nodes),
     ]
-    for name in (
-        *("memory_bandwidth", "product_efficiency", "attention_efficiency"),
-        *("memory_efficiency", "kernel_floor", "host_bandwidth"),
-    ):
-        setattr(native, name, getattr(figures, name))
-    return native
-
-
-def native_network(figures: Network) -> _phantom.Network:
-    native = _phantom.Network()
-    native.bandwidth_in_node = figures.bandwidth_in_node
-    native.bandwidth_between_nodes = figures.bandwidth_between_nodes
-    native.ranks_per_node = figures.ranks_per_node
-    native.rings = [_native_protocol(each) for each in figures.rings]
-    native.trees = [_native_protocol(each) for each in figures.trees]
-    return native
-
-
-def _native_protocol(figures: Protocol) -> _phantom.Protocol:
-    native = _phantom.Protocol()
-    for field in dataclasses.fields(figures):
-        setattr(native, field.name, getattr(figures, field.name))
-    return native
+    for protocols in (n.rings, n.trees):
+        figures.append(len(protocols))
+        for protocol in protocols:
+            *numbers, most = dataclasses.astuple(protocol)
+            figures += [*numbers, *most]
+    return [*figures, *dataclasses.astuple(host)]

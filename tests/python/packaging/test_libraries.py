@@ -13,7 +13,6 @@ from lowtide import _C
 
 PACKAGE = Path(lowtide.__file__).parent
 CORE = PACKAGE / "liblowtide_core.so"
-PHANTOM = PACKAGE / "liblowtide_phantom.so"
 
 
 def dynamic_symbols(*options: str, library: Path = CORE) -> list[str]:
@@ -30,24 +29,24 @@ def needed_libraries(library: Path = CORE) -> list[str]:
     return [line.split()[1] for line in header.splitlines() if "NEEDED" in line]
 
 
-@pytest.mark.parametrize("library", [CORE, PHANTOM], ids=lambda path: path.stem)
-def test_library_needs_no_python(library):
-    undefined = dynamic_symbols("-u", library=library)
+def test_core_needs_no_python():
+    undefined = dynamic_symbols("-u")
     assert any("c10" in symbol for symbol in undefined)  # nm did list something
     assert [s for s in undefined if s.startswith(("Py", "_Py"))] == []
 
 
-@pytest.mark.parametrize("library", [CORE, PHANTOM], ids=lambda path: path.stem)
-def test_library_does_not_link_libpython_or_torch_python(library):
-    needed = needed_libraries(library)
+def test_core_does_not_link_libpython_or_torch_python():
+    needed = needed_libraries()
     assert "libtorch_cpu.so" in needed
     assert not [name for name in needed if "python" in name]
 
 
-def test_core_does_not_need_the_simulator():
-    assert "liblowtide_core.so" in needed_libraries(PHANTOM)
-    assert "liblowtide_phantom.so" not in needed_libraries(CORE)
-    assert "liblowtide_phantom.so" not in needed_libraries(Path(_C.__file__))
+@pytest.mark.skipif(not torch.version.cuda, reason="a CPU build of torch")
+def test_dry_driver_is_linked_by_nobody_and_needs_no_torch():
+    driver = PACKAGE / "liblowtide_cuda_dry.so"
+    assert not [name for name in needed_libraries(driver) if "torch" in name]
+    for library in (CORE, Path(_C.__file__)):
+        assert not [name for name in needed_libraries(library) if "dry" in name]
 
 
 def test_version_has_one_source():

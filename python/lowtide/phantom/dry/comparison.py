@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from .call_logs import Call, Communicator, Log, shown
 
@@ -82,6 +83,40 @@ class Divergence:
             "alike about these calls and their order."
         )
         return "\n".join(parts)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Counts are of what at least two of the ranks that ran share; a collective is one
+    call."""
+
+    num_calls: int
+    num_communicators: int
+    divergences: list[Divergence]
+
+    @classmethod
+    def of(cls, logs: Sequence[Log]) -> Verdict:
+        calls = _Calls(logs)
+        shared = calls.shared()
+        counts = [max(map(len, calls.on[each].values())) for each in shared]
+        return cls(sum(counts), len(shared), compare(logs))
+
+    def __str__(self) -> str:
+        """``calls agree (96 calls, 4 communicators)``"""
+        how = "differ" if self.divergences else "agree"
+        return (
+            f"calls {how} ({self.num_calls} calls, {self.num_communicators} "
+            "communicators)"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "calls": self.num_calls,
+            "communicators": self.num_communicators,
+            "divergences": [
+                asdict(each) | {"message": str(each)} for each in self.divergences
+            ],
+        }
 
 
 def compare(logs: Sequence[Log]) -> list[Divergence]:

@@ -53,11 +53,13 @@ class Settings:
 
     ``nonzero``: the share of elements that data-dependent sizes take (``nonzero``,
     boolean masks, ``unique``); ``report``: a file for its JSON report; ``snapshot``:
-    one for torch's memory history."""
+    one for torch's memory history; ``port``: of the :class:`.stores.Meeting` of a
+    world whose ranks all run, each beside the others."""
 
     nonzero: float = 1.0
     report: str | None = None
     snapshot: str | None = None
+    port: int | None = None
 
 
 def environment(

@@ -1,15 +1,14 @@
-"""One rank of a world whose other ranks are not there.
+"""One rank of a world, in a process with the dry driver.
 
-Its store answers at once, NCCL is the dry driver's, gloo's groups are torch's ``fake``
-ones, and of objects that ranks exchange every rank has this one's.
+Alone, its store answers at once, gloo's groups are torch's ``fake`` ones, and of
+objects that ranks exchange every rank has this one's. Beside processes of all other
+ranks the store, gloo and objects are real. NCCL is the dry driver's and sends nothing.
 """
 
 from __future__ import annotations
 
-import datetime
 import importlib
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from urllib.parse import parse_qs, urlparse
@@ -18,83 +17,20 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing
-from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 
-from . import calls, groups, values
+from . import calls, groups, objects, values
+from .stores import LoneStore, SharedStore
 
 _RANKS_OF_MACHINE = 8
 
 
-class LoneStore(Store):
-    """A store in which what others would write is there already. Thread-safe."""
-
-    def __init__(self, world: int) -> None:
-        super().__init__()
-        self._world = world
-        self._values: dict[str, bytes] = {}
-        self._lock = threading.Lock()
-
-    def set(self, key: str, value: str | bytes) -> None:
-        content = _as_bytes(value)
-        with self._lock:
-            self._values[key] = content
-        groups.hear(key, content)
-
-    def get(self, key: str) -> bytes:
-        with self._lock:
-            content = self._values.get(key)
-        if content is None:
-            content = groups.ids_of(key)
-        groups.hear(key, content)
-        return content
-
-    def add(self, key: str, value: int) -> int:
-        """Each rank adds the same."""
-        with self._lock:
-            now = int(self._values.get(key, b"0")) + value * self._world
-            self._values[key] = str(now).encode()
-            return now
-
-    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        with self._lock:
-            now = self._values.get(key, _as_bytes(expected))
-            if now == _as_bytes(expected):
-                now = self._values[key] = _as_bytes(desired)
-            return now
-
-    def check(self, keys: list[str]) -> bool:
-        """What was not written yet would be an error's or an abort's."""
-        with self._lock:
-            return all(key in self._values for key in keys)
-
-    def wait(self, keys: list[str], timeout: Any = None) -> None:
-        return None
-
-    def delete_key(self, key: str) -> bool:
-        with self._lock:
-            return self._values.pop(key, None) is not None
-
-    def num_keys(self) -> int:
-        with self._lock:
-            return len(self._values)
-
-    def clone(self) -> LoneStore:
-        """For a group that is split off another."""
-        return self
-
-    def set_timeout(self, timeout: datetime.timedelta) -> None:
-        return None
-
-    @property
-    def timeout(self) -> datetime.timedelta:
-        return datetime.timedelta(minutes=30)
-
-
-def install(world: int, rank: int) -> None:
+def install(world: int, rank: int, port: int | None = None) -> None:
     """For the rest of the process: rendezvous of any kind gives ``rank`` of
-    ``world``."""
-    store = LoneStore(world)
+    ``world``. The other ranks are not there, or with ``port``, of a
+    :class:`.stores.Meeting`, in processes beside this one."""
+    shared = None if port is None else SharedStore.connect(port)
+    store = shared or LoneStore(world)
 
     def meet(url: str, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
         _require_same(url, world, rank)
@@ -106,15 +42,9 @@ def install(world: int, rank: int) -> None:
         handlers[scheme] = meet
     groups.install()
     calls.install()
-    replace_gloo()
-    for name, function in (
-        ("all_gather_object", _all_gather_object),
-        ("gather_object", _gather_object),
-        ("broadcast_object_list", _broadcast_object_list),
-        ("scatter_object_list", _scatter_object_list),
-    ):
-        setattr(distributed_c10d, name, function)
-        setattr(dist, name, function)
+    objects.install(shared)
+    if shared is None:
+        replace_gloo()
     _replace_spawn(world, rank)
     _replace_checkpoints()
 
@@ -129,10 +59,6 @@ def _require_same(url: str, world: int, rank: int) -> None:
             f"for rank {rank} of {world}, got rank {asked[0]} of {asked[1]}. Pass "
             f"--world {asked[1]} --rank {asked[0]}."
         )
-
-
-def _as_bytes(value: Any) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
 
 
 def replace_gloo() -> None:
@@ -151,37 +77,6 @@ def replace_gloo() -> None:
         }
 
     config.get_device_backend_map = without_gloo
-
-
-def _all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
-    object_list[:] = [obj] * len(object_list)
-
-
-def _gather_object(
-    obj: Any,
-    object_gather_list: list[Any] | None = None,
-    dst: int | None = None,
-    group: Any = None,
-    group_dst: int | None = None,
-) -> None:
-    if object_gather_list is not None:
-        object_gather_list[:] = [obj] * len(object_gather_list)
-
-
-def _broadcast_object_list(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
-    return None
-
-
-def _scatter_object_list(
-    scatter_object_output_list: list[Any],
-    scatter_object_input_list: Sequence[Any] | None = None,
-    src: int | None = None,
-    group: Any = None,
-    group_src: int | None = None,
-) -> None:
-    if scatter_object_input_list is not None:
-        rank = dist.get_rank(group)
-        scatter_object_output_list[0] = scatter_object_input_list[rank]
 
 
 def _replace_spawn(world: int, rank: int) -> None:

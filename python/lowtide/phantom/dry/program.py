@@ -9,10 +9,13 @@ itself.
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import json
+import os
 import runpy
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 
@@ -23,19 +26,46 @@ def main() -> None:
     inside = _load_beside()
     # Before the program sees torch: what it reads and whom it meets.
     inside.values.install(settings["nonzero"])
-    inside.lone_rank.install(settings["world"], settings["rank"])
+    told = (settings[name] for name in ("world", "rank", "port"))
+    inside.lone_rank.install(*told)
     if settings["snapshot"]:
         inside.report.record_history(settings["snapshot"])
     if settings["report"]:
         inside.report.write_at_exit(settings["report"])
-    if program[0] == "-m":
-        sys.argv = program[1:]
-        sys.path[0] = ""
-        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = program
-        sys.path[0] = str(Path(program[0]).resolve().parent)
-        runpy.run_path(program[0], run_name="__main__")
+    _end(_status_of(program))
+
+
+def _status_of(program: list[str]) -> int:
+    """What the interpreter would exit with behind the program, and say of it."""
+    try:
+        if program[0] == "-m":
+            sys.argv = program[1:]
+            sys.path[0] = ""
+            runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = program
+            sys.path[0] = str(Path(program[0]).resolve().parent)
+            runpy.run_path(program[0], run_name="__main__")
+    except SystemExit as asked:
+        if asked.code is None or isinstance(asked.code, int):
+            return asked.code or 0
+        print(asked.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        sys.excepthook(*sys.exc_info())
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _end(status: int) -> None:
+    """As the interpreter ends, but for what then goes wrong in threads that a program
+    leaves behind. Autograd's let go of a backward's Python callbacks after the host
+    went on, and the host never waits for kernels here."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status & 0xFF)
 
 
 def _load_beside() -> ModuleType:
