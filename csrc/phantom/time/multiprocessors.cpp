@@ -217,9 +217,14 @@ bool Multiprocessors::happen(Owner& ended) {
                      static_cast<std::ptrdiff_t>(next.index));
       break;
     case What::obstacle_leaves: {
-      auto& obstacles = waiting_[next.index].obstacles;
-      obstacles.erase(obstacles.begin() +
-                      static_cast<std::ptrdiff_t>(next.obstacle));
+      // All that wait for this much of the kernel may begin, the most urgent
+      // one first.
+      const Obstacle gone = waiting_[next.index].obstacles[next.obstacle];
+      for (Waiting& waiting : waiting_) {
+        std::erase_if(waiting.obstacles, [&](const Obstacle& obstacle) {
+          return obstacle.number == gone.number && obstacle.left >= gone.left;
+        });
+      }
       break;
     }
   }

@@ -49,7 +49,9 @@ struct Owner {
 // more urgent stream it is first in line when the kernel's present wave of
 // blocks is over; otherwise the kernel's remaining blocks go first, until its
 // last wave has begun.  A wave is 1 / ceil(b / (multiprocessors x resident
-// blocks)) of the kernel; of unknown grids one takes `block_seconds`.  Kernels
+// blocks)) of the kernel; of unknown grids one takes `block_seconds`.  Assumed:
+// the last wave leaves room, and no kernel keeps its blocks from beginning to
+// end (persistent ones do, and a collective would wait for their end).  Kernels
 // that begin while it waits come behind it.
 class Multiprocessors {
  public:

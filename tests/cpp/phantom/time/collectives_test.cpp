@@ -105,14 +105,13 @@ TEST(GroupCostTest, AGroupIsQuickerThanItsOperationsOneByOne) {
 }
 
 TEST(GroupCostTest, NcclChoosesByTheLatencyOfItsFullestChannel) {
-  // 160 kB: 8 + 14 us + 1.4 us beside 5 + 7 us + 3.5 us, so the quick one. 320
-  // operations of 100 kB count it 20 times: 440 us + 280 us beside 240 us +
-  // 700 us, so the wide one, though by itself it would take 8 + 14 * 20.9375
-  // us.
-  EXPECT_DOUBLE_EQ(all_gathers(1, 160e3, network()).seconds,
-                   12 * kMicro + 140e3 / 40e9);
-  EXPECT_DOUBLE_EQ(all_gathers(320, 100e3, network()).seconds,
-                   8 * kMicro + 14 * kMicro * 20.9375 + 28e6 / 100e9);
+  // 3.2 MB at once: 8 + 14 us + 28 us beside 5 + 7 us + 70 us.
+  EXPECT_DOUBLE_EQ(all_gathers(1, 3.2e6, network()).seconds,
+                   22 * kMicro + 2.8e6 / 100e9);
+  // In 320 operations it counts the latency 20 times, 440 + 28 us beside
+  // 240 + 70 us; a channel works on 20.9375.
+  EXPECT_DOUBLE_EQ(all_gathers(320, 10e3, network()).seconds,
+                   5 * kMicro + 7 * kMicro * 20.9375 + 2.8e6 / 40e9);
 }
 
 TEST(GroupCostTest, KindsShareTheChannels) {
@@ -165,6 +164,10 @@ TEST(PairCostTest, LinksCarryBothDirectionsAtOnce) {
                  kNode, network());
   EXPECT_DOUBLE_EQ(cost.seconds, 10 * kMicro + 10e-3);
   EXPECT_EQ(cost.bytes, 2e9);
+  const CollectiveCost small = group_cost(
+      {{CollectiveKind::send, 1000}, {CollectiveKind::receive, 1000}}, kNode,
+      network());
+  EXPECT_EQ(small.channels, 1);
 }
 
 TEST(PairCostTest, BytesDecideTheChannels) {

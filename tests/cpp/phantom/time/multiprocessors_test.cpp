@@ -276,6 +276,17 @@ TEST_F(WaveTest, TheMoreUrgentOfTwoBeginsFirst) {
   EXPECT_GT(spans(kSide).back().begin, 8);
 }
 
+TEST_F(WaveTest, OfTwoThatMayBeginTheMoreUrgentIsFirst) {
+  device.set_priority(kCompute, -2);
+  device.set_priority(kThird, -1);
+  compute(kCompute, 10, /*blocks=*/1000);
+  device.spend(3);
+  gather(kSide, {.seconds = 3, .channels = 60});
+  gather(kThird, {.seconds = 1, .channels = 60}, kReplicas);
+  EXPECT_EQ(spans(kThird).back().begin, 8);
+  EXPECT_EQ(spans(kSide).back().begin, 9);
+}
+
 TEST_F(WaveTest, CollectivesWaitForEachOthersMultiprocessors) {
   gather(kSide, {.seconds = 3, .channels = 60});
   gather(kThird, {.seconds = 3, .channels = 60}, kReplicas);
