@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lowtide.phantom.dry import launch
+    from lowtide.phantom.dry.ranks import Outcome
+
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _DESCRIPTION = """\
@@ -30,6 +35,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add("--gpu", default="h100", help="such as h100 (default), a100-80, rtx4090")
     add("--world", type=int, metavar="N", help="ranks, as under torchrun; default 1")
     add("--rank", type=int, default=0, metavar="R", help="which one runs; default 0")
+    add("--ranks", metavar="R,R", help="several, or all; compares their calls of NCCL")
     add("--devices", type=int, metavar="N", help="GPUs it sees; default up to 8")
     add("--device-memory", metavar="SIZE", help="of a GPU, such as 80GiB")
     add("--events", choices=("immediate", "at_sync"), default="immediate")
@@ -61,7 +67,56 @@ def run(options: argparse.Namespace) -> int:
         nonzero=options.nonzero, report=options.json, snapshot=options.snapshot
     )
     try:
+        if options.ranks is not None:
+            return _run_ranks(options, machine, settings)
         return launch.run(options.program, machine, settings)
     except (ValueError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 2
+
+
+def _run_ranks(
+    options: argparse.Namespace, machine: launch.Machine, settings: launch.Settings
+) -> int:
+    from lowtide.phantom.dry import ranks
+
+    if options.snapshot:
+        raise ValueError(
+            "lowtide: phantom --snapshot: expected one rank, got --ranks. Leave one of "
+            "the two out."
+        )
+    asked = ranks.parse(options.ranks, machine.world or 1)
+    outcomes, verdict = ranks.run_programs(options.program, machine, settings, asked)
+    for outcome in outcomes:
+        print(_row(outcome), file=sys.stderr)
+    print(verdict, file=sys.stderr)
+    for divergence in verdict.divergences:
+        print(divergence, file=sys.stderr)
+    failed = [outcome for outcome in outcomes if outcome.status]
+    for outcome in failed:
+        printed = f"It printed last:\n{outcome.output}" if outcome.output else ""
+        print(
+            f"lowtide: phantom: rank {outcome.rank}: expected the program to end with "
+            f"status 0, got {outcome.status}. {printed}".rstrip(),
+            file=sys.stderr,
+        )
+    if options.json:
+        reports = {str(outcome.rank): outcome.report for outcome in outcomes}
+        text = json.dumps({"ranks": reports, "nccl": verdict.to_dict()}, indent=1)
+        if options.json == "-":
+            print(text)
+        else:
+            Path(options.json).write_text(text + "\n")
+    return 1 if failed or verdict.divergences else 0
+
+
+def _row(outcome: Outcome) -> str:
+    """``rank 1: reserved 1.25 GiB, allocated 1.02 GiB``"""
+    from lowtide.planning.report import gib
+
+    devices = outcome.report["devices"] if outcome.report else []
+    parts = [
+        f"reserved {gib(each['reserved'])}, allocated {gib(each['allocated'])}"
+        for each in devices
+    ]
+    return f"rank {outcome.rank}: {'; '.join(parts) or 'no memory of a GPU'}"

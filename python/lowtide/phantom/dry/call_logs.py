@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -56,18 +57,19 @@ class Call:
 
     def __str__(self) -> str:
         text = "barrier" if self.operation == "barrier" else self.kind
-        if self.bytes or self.type != "-":
+        if self.bytes:
             text += f" of {self.bytes:,} B {self.type}"
         if self.reduction != "-":
-            text += f", {self.reduction}"
+            text += f", {self.reduction},"
         if self.peer is not None:
-            how = {"send": "to", "recv": "from"}.get(self.kind, "root")
+            how = {"send": "to", "recv": "from"}.get(self.kind, "with root")
             text += f" {how} rank {self.peer}"
+        text += f" on {self.communicator}"
         if self.range:
             text += f", in {self.range}"
         if self.node:
             text += f", in backward ({self.node})"
-        return f"{text}, at {self.where}" if self.where else text
+        return f"{text}, at {_short(self.where)}" if self.where else text
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,12 @@ def _call(fields: Mapping[str, Any], communicator: Communicator) -> Call:
         peer=None if peer < 0 else communicator.ranks[peer],
         **{name: fields[name] for name in names + around},
     )
+
+
+def _short(where: str) -> str:
+    """From the current folder, if it is in there."""
+    here = os.getcwd() + os.sep
+    return where.removeprefix(here)
 
 
 def shown(ranks: tuple[int, ...]) -> str:

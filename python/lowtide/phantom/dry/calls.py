@@ -84,7 +84,7 @@ def _place() -> tuple[str, str]:
     if line := values.line_of(sys._getframe()):
         return line, ""
     node = torch._C._current_autograd_node()
-    name = "its end" if node is None else str(node.name())
+    name = "at its end" if node is None else str(node.name())
     waiting = [
         frame
         for frame in sys._current_frames().values()

@@ -1,0 +1,158 @@
+"""Stores that ranks meet in: of one that is alone, and of processes beside each
+other."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from typing import Any
+
+from torch._C._distributed_c10d import Store, TCPStore
+
+from . import groups
+
+HOST = "127.0.0.1"
+# A rank that computes nothing is not late by as much.
+LONGEST_WAIT = datetime.timedelta(seconds=120)
+
+
+def ended_key(rank: int) -> str:
+    """There when the process of that rank has ended."""
+    return f"lowtide/ended/{rank}"
+
+
+class Meeting:
+    """The store of ranks in processes beside each other, for the process that starts
+    them."""
+
+    def __init__(self) -> None:
+        self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+
+    @property
+    def port(self) -> int:
+        return self._store.port
+
+    def ended(self, rank: int) -> None:
+        """Its process has."""
+        self._store.set(ended_key(rank), "")
+
+
+class LoneStore(Store):
+    """What others would write is there already. Thread-safe."""
+
+    def __init__(self, world: int) -> None:
+        super().__init__()
+        self._world = world
+        self._values: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        content = _as_bytes(value)
+        with self._lock:
+            self._values[key] = content
+        groups.hear(key, content)
+
+    def get(self, key: str) -> bytes:
+        with self._lock:
+            content = self._values.get(key)
+        if content is None:
+            content = groups.ids_of(key)
+        groups.hear(key, content)
+        return content
+
+    def add(self, key: str, value: int) -> int:
+        """Each rank adds the same."""
+        with self._lock:
+            now = int(self._values.get(key, b"0")) + value * self._world
+            self._values[key] = str(now).encode()
+            return now
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        with self._lock:
+            now = self._values.get(key, _as_bytes(expected))
+            if now == _as_bytes(expected):
+                now = self._values[key] = _as_bytes(desired)
+            return now
+
+    def check(self, keys: list[str]) -> bool:
+        """What was not written yet would be an error's or an abort's."""
+        with self._lock:
+            return all(key in self._values for key in keys)
+
+    def wait(self, keys: list[str], timeout: Any = None) -> None:
+        return None
+
+    def delete_key(self, key: str) -> bool:
+        with self._lock:
+            return self._values.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        with self._lock:
+            return len(self._values)
+
+    def clone(self) -> LoneStore:
+        """For a group that is split off another."""
+        return self
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        return None
+
+    @property
+    def timeout(self) -> datetime.timedelta:
+        return datetime.timedelta(minutes=30)
+
+
+class SharedStore(Store):
+    """torch's own between processes, whose ids of communicators are heard.
+    Thread-safe."""
+
+    def __init__(self, store: TCPStore) -> None:
+        super().__init__()
+        self._store = store
+
+    @classmethod
+    def connect(cls, port: int) -> SharedStore:
+        """To the store of a :class:`Meeting`."""
+        return cls(TCPStore(HOST, port, is_master=False, timeout=LONGEST_WAIT))
+
+    def set(self, key: str, value: str | bytes) -> None:
+        content: Any = value  # torch takes bytes, too
+        self._store.set(key, content)
+        groups.hear(key, _as_bytes(value))
+
+    def get(self, key: str) -> bytes:
+        content = self._store.get(key)
+        groups.hear(key, content)
+        return content
+
+    def add(self, key: str, value: int) -> int:
+        return self._store.add(key, value)
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        return self._store.compare_set(key, expected, desired)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def wait(self, keys: list[str], timeout: Any = None) -> None:
+        self._store.wait(keys, min(timeout or LONGEST_WAIT, LONGEST_WAIT))
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(key)
+
+    def num_keys(self) -> int:
+        return self._store.num_keys()
+
+    def clone(self) -> SharedStore:
+        return self
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        self._store.set_timeout(min(timeout, LONGEST_WAIT))
+
+    @property
+    def timeout(self) -> datetime.timedelta:
+        return LONGEST_WAIT
+
+
+def _as_bytes(value: Any) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
