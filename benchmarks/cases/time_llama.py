@@ -6,10 +6,13 @@ import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from case import Case, Row, rows_of
 from launch import run
+
+from lowtide.phantom.dry.launch import Machine
 
 NAME = "time_llama"
 SYSTEMS = ("lowtide", "fsdp2")
@@ -40,7 +43,6 @@ class Setting:
             *("--config", self.config),
             *("--world", str(self.world)),
             *("--microbatches", str(self.microbatches)),
-            *("--accelerator", self.accelerator),
         )
 
     def losses(self) -> dict[str, str]:
@@ -63,8 +65,11 @@ def measure() -> list[Row]:
         return [row for setting in SETTINGS for row in rows_for(setting, threads)]
 
 
-def times_of(arguments: Sequence[str]) -> Times:
-    times: Times = json.loads(run("llama_time.py", *arguments, timeout=1800))
+def times_of(setting: Setting, arguments: Sequence[str]) -> Times:
+    machine = Machine(gpu=setting.accelerator, world=setting.world)
+    times: Times = json.loads(
+        run("llama_time.py", *arguments, machine=machine, timeout=1800)
+    )
     return times
 
 
@@ -74,7 +79,9 @@ def rows_for(setting: Setting, threads: ThreadPoolExecutor) -> Iterator[Row]:
         ("--system", system, "--loss", loss, *setting.arguments)
         for system, loss in losses.items()
     ]
-    found = dict(zip(losses, threads.map(times_of, arguments), strict=True))
+    found = dict(
+        zip(losses, threads.map(partial(times_of, setting), arguments), strict=True)
+    )
     row = rows_of(NAME)
     for system, times in found.items():
         step, phases = times["step"], times["phases"]

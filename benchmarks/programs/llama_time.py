@@ -1,6 +1,7 @@
-"""Time of a training step of a Llama on the simulated device, as JSON.
+"""Simulated time of a training step of a Llama, as JSON; dry:
 
-    llama_time.py --system lowtide --config 8b --world 8 --accelerator h100 [...]
+    python -m lowtide phantom --gpu h100 --world 8 -- \\
+        llama_time.py --system lowtide --config 8b --world 8 [...]
 
 The models, systems and their options are those of llama_memory.py. The third step is
 reported: the optimizer has its state, and lowtide knows the order of gradients.
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from llama_memory import NUM_STEPS, WRAP, build, parser, set_sync, tune
+from stage import start
 from torch import nn
 
 import lowtide.phantom
@@ -22,7 +24,7 @@ import lowtide.phantom
 
 def options() -> argparse.Namespace:
     also = parser()
-    also.add_argument("--accelerator", choices=("h100", "h200"), default="h100")
+    also.add_argument("--ranks-per-node", type=int, help="instead of the GPU's")
     also.add_argument("--trace", help="file for a Chrome trace of the last step")
     also.add_argument("--picture", help="file for a picture of the last step")
     return also.parse_args()
@@ -39,7 +41,7 @@ def train(args: argparse.Namespace, time: lowtide.phantom.timeline) -> None:
             with set_sync(model, microbatch == args.microbatches - 1):
                 time.phase("forward")
                 shape = (1, args.sequence + 1)
-                tokens = torch.zeros(*shape, dtype=torch.long, device="phantom")
+                tokens = torch.zeros(*shape, dtype=torch.long, device="cuda")
                 loss = model(tokens[:, :-1], tokens[:, 1:])
                 time.phase("backward")
                 loss.backward()
@@ -54,9 +56,8 @@ def train(args: argparse.Namespace, time: lowtide.phantom.timeline) -> None:
 
 def main() -> None:
     args = options()
-    lowtide.phantom.install(mode="meta", expandable=args.expandable)
-    lowtide.phantom.init_world(args.world)
-    with lowtide.phantom.timeline(args.accelerator) as time:
+    start(args.world, expandable=args.expandable)
+    with lowtide.phantom.timeline(ranks_per_node=args.ranks_per_node) as time:
         train(args, time)
     if args.trace:
         time.chrome_trace(args.trace, step=-1)

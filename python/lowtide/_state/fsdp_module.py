@@ -211,8 +211,11 @@ class FSDPModule(TorchFSDPModule):
     def set_post_optim_event(self, event: torch.Event) -> None:
         """The current stream waits for ``event`` at once, and every gather issued from
         now on with it. (FSDP2 makes only its gathers wait.)"""
-        if self._get_fsdp_state().device.type != "cpu":
-            torch.accelerator.current_stream().wait_event(event)
+        device = self._get_fsdp_state().device
+        if device.type != "cpu":
+            # The device's own stream: torch.Stream.wait_event takes a
+            # torch.cuda.Event for one that was never recorded, and waits for nothing.
+            torch.get_device_module(device).current_stream(device).wait_event(event)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Nothing to choose: lowtide's buffers come from the compute stream's pool

@@ -27,7 +27,7 @@ def written(tmp_path_factory):
     directory = tmp_path_factory.mktemp("time")
     done = plan(
         *(planned.LLAMA, "--config", "tiny", "--sequence", "64", "--world", "4"),
-        *("--time", "h200", "--trace", "step.trace", "--json", "plan.json"),
+        *("--gpu", "h200", "--time", "--trace", "step.trace", "--json", "plan.json"),
         directory=directory,
     )
     assert done.returncode == 0, done.stderr
@@ -66,18 +66,10 @@ def test_without_time_there_is_none():
     assert planned.plan_llama(config="tiny", sequence=64).step_time is None
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ("--trace", "step.trace"),
-            "lowtide: plan --trace: expected --time too, got none. Pass --time h100 or "
-            "--time h200.",
-        ),
-        (("--time", "a100"), "expected one of h100, h200, got 'a100'"),
-    ],
-)
-def test_messages(tmp_path, arguments, message):
-    done = plan(planned.LLAMA, "--config", "tiny", *arguments, directory=tmp_path)
+def test_a_trace_wants_the_time(tmp_path):
+    arguments = (planned.LLAMA, "--config", "tiny", "--trace", "step.trace")
+    done = plan(*arguments, directory=tmp_path)
     assert done.returncode == 1
-    assert message in done.stderr
+    assert (
+        "lowtide: plan --trace: expected --time too, got none. Pass --time."
+    ) in done.stderr

@@ -1,23 +1,30 @@
-"""The phantom keeps time: rooflines, joins, phases and what is written of them.
+"""The phantom GPU keeps time: rooflines, streams, events, collectives, graphs, and what
+is written of them.
 
 Figures are computed by hand from those of ``lowtide.phantom.machines``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 import lowtide.phantom
 from lowtide.phantom import machines
-from lowtide.phantom.clock import Span
+from lowtide.phantom.dry.launch import Machine
+from lowtide.phantom.dry.timekeeper import Span
 from lowtide.phantom.machines import H100
-from support.ranks import RankFailure
+from support.dry_process import call_dry
+
+pytestmark = pytest.mark.skipif(not torch.version.cuda, reason="a CPU build of torch")
 
 BF16 = torch.bfloat16
 PRODUCT = H100.half * H100.product_efficiency
@@ -26,17 +33,25 @@ MEMORY = H100.memory_bandwidth * H100.memory_efficiency
 # Data that makes figures simple: a byte takes a second, nothing has latency.
 PLAIN_PROTOCOL = machines.Protocol(0, 0, 0, 0, 1, 1, (1e9, 1e9, 1e9))
 PLAIN = machines.Accelerator(
-    "plain", 1, 1, 1, 1, 1, 1, memory_efficiency=1, kernel_floor=0, host_bandwidth=1
+    "plain",
+    *(1, 1, 1, 1, 1, 1),
+    memory_efficiency=1,
+    kernel_floor=0,
+    host_bandwidth=1,
+    block_seconds=0,
 )
-PLAIN_NETWORK = machines.Network(1, 1, 8, (PLAIN_PROTOCOL,), ())
+# Whose memory is so fast that a collective takes nothing of it.
+FAST = dataclasses.replace(PLAIN, memory_bandwidth=1e6)
+PLAIN_NETWORK = machines.Network(1, 1, 8, (PLAIN_PROTOCOL,), (), channel_bandwidth=1e9)
+FREE = machines.Host(0, 0, 0, 0, 0)
 
 
-def plain() -> lowtide.phantom.timeline:
-    return lowtide.phantom.timeline(PLAIN, network=PLAIN_NETWORK, issue_cost=0)
+def plain(accelerator: machines.Accelerator = PLAIN) -> lowtide.phantom.timeline:
+    return lowtide.phantom.timeline(accelerator, network=PLAIN_NETWORK, host=FREE)
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.empty(*shape, dtype=dtype, device="phantom")
+    return torch.empty(*shape, dtype=dtype, device="cuda")
 
 
 def spans_of(time: lowtide.phantom.timeline) -> list[Span]:
@@ -46,42 +61,46 @@ def spans_of(time: lowtide.phantom.timeline) -> list[Span]:
 # -- rooflines ------------------------------------------------------------------------
 
 
-def durations() -> dict[str, tuple[str, float]]:
-    """By what was run: the only kernel's name and seconds."""
+def kernels() -> dict[str, list[tuple[str, float, float]]]:
+    """By what was run: the name, seconds and FLOPs of what it launched."""
     a, b = empty(4096, 8192, dtype=BF16), empty(8192, 2048, dtype=BF16)
     wide = empty(1 << 26)
-    table, rows = (
-        empty(100_000, 1024),
-        torch.zeros(2048, dtype=torch.long).to("phantom"),
-    )
+    table, rows = empty(100_000, 1024), torch.zeros(2048, dtype=torch.long).cuda()
     heads = empty(1, 32, 4096, 128, dtype=BF16)
     row = empty(1, 4096).expand(16384, 4096)
-    calls = {
-        "mm": lambda: a @ b,
+    x, filters = empty(8, 16, 32, 32).requires_grad_(), empty(64, 16, 3, 3)
+    convolved = F.conv2d(x, filters, padding=1)
+    leaf = heads.detach().requires_grad_()
+    attended = F.scaled_dot_product_attention(leaf, leaf, leaf)
+    product = F.linear(a.requires_grad_(), empty(512, 8192, dtype=BF16))
+    calls: dict[str, Callable[[], Any]] = {
+        "mm": lambda: a.detach() @ b,
         "add": lambda: wide + wide,
         "add_": lambda: wide.add_(1),
-        "zero_": lambda: wide.zero_(),
         "cast": lambda: wide.to(BF16),
         "expanded": lambda: row + 1,
-        "embedding": lambda: torch.nn.functional.embedding(rows, table),
-        "attention": lambda: torch.nn.functional.scaled_dot_product_attention(
+        "embedding": lambda: F.embedding(rows, table),
+        "attention": lambda: F.scaled_dot_product_attention(
             heads, heads, heads, is_causal=True
         ),
+        "attention backward": lambda: attended.backward(heads),
+        "linear backward": lambda: product.backward(torch.empty_like(product)),
+        "convolution": lambda: F.conv2d(x.detach(), filters, padding=1),
+        "convolution backward": lambda: convolved.backward(torch.empty_like(convolved)),
         "small": lambda: empty(4) + 1,
     }
     found = {}
-    with torch.no_grad():
-        for name, call in calls.items():
-            with lowtide.phantom.timeline("h100") as time:
-                call()
-            (span,) = spans_of(time)
-            found[name] = (span.name, span.end - span.begin)
+    for name, call in calls.items():
+        with lowtide.phantom.timeline("h100") as time:
+            call()
+        spans = spans_of(time)
+        found[name] = [(s.name, s.end - s.begin, s.flops) for s in spans]
     return found
 
 
 @pytest.fixture(scope="module")
-def kernels(phantom):
-    return phantom("meta").run(durations)
+def launched():
+    return call_dry(kernels)
 
 
 FP32 = 4 * (1 << 26)
@@ -92,131 +111,98 @@ FP32 = 4 * (1 << 26)
     [
         ("mm", "aten::mm", 2 * 4096 * 8192 * 2048 / PRODUCT),
         ("add", "aten::add", 3 * FP32 / MEMORY),
-        ("add_", "aten::add", 2 * FP32 / MEMORY),
-        ("zero_", "aten::zero_", FP32 / MEMORY),
+        ("add_", "aten::add_", 2 * FP32 / MEMORY),
         ("cast", "aten::copy_", 1.5 * FP32 / MEMORY),
         # The row is read once, the result written.
         ("expanded", "aten::add", 4 * (4096 + 16384 * 4096) / MEMORY),
         # As many rows read as written, and the indices.
-        ("embedding", "aten::index_select", (2 * 2048 * 4096 + 8 * 2048) / MEMORY),
-        # Two products of 4096 x 4096 x 128 for 32 heads, the upper half left out.
-        ("attention", "attention", 2 * 2 * 32 * 4096**2 * 128 / 2 / ATTENTION),
+        ("embedding", "aten::gather", (2 * 2048 * 4096 + 8 * 2048) / MEMORY),
         ("small", "aten::add", H100.kernel_floor),
     ],
 )
-def test_kernel_takes_its_roofline(kernels, call, operator, seconds):
-    name, taken = kernels[call]
+def test_kernel_takes_its_roofline(launched, call, operator, seconds):
+    ((name, taken, _),) = launched[call]
     assert name == operator
     assert taken == pytest.approx(seconds, rel=1e-9)
 
 
-def backward_durations() -> dict[str, float]:
-    x = empty(2048, 4096, dtype=BF16).requires_grad_()
-    heads = empty(1, 8, 1024, 64, dtype=BF16).requires_grad_()
-    weight = empty(512, 4096, dtype=BF16).requires_grad_()
-    attended = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
-    product = torch.nn.functional.linear(x, weight)
-    with lowtide.phantom.timeline("h100", issue_cost=0) as time:
-        for result in (attended, product):
-            result.backward(torch.empty_like(result))
-    flops: dict[str, float] = {}
-    for span in spans_of(time):
-        if span.flops:
-            flops[span.name] = flops.get(span.name, 0) + span.flops
-    return flops
-
-
-def test_backward_kernels_have_their_flops(phantom):
-    assert phantom("meta").run(backward_durations) == {
+@pytest.mark.parametrize(
+    ("call", "flops"),
+    [
+        # Two products of 4096 x 4096 x 128 for 32 heads, the upper half left out.
+        ("attention", 2 * 2 * 32 * 4096**2 * 128 / 2),
         # Scores again, then two products each for them and for the values.
-        "attention backward": 5 * 2 * 8 * 1024**2 * 64,
-        "aten::mm": 2 * (2 * 2048 * 4096 * 512),
+        ("attention backward", 5 * 2 * 32 * 4096**2 * 128),
+        ("linear backward", 2 * 4096 * 8192 * 512),
+        ("convolution", 2 * (8 * 64 * 32 * 32) * (16 * 3 * 3)),
+        ("convolution backward", 2 * (8 * 64 * 32 * 32) * (16 * 3 * 3)),
+    ],
+)
+def test_operators_have_their_flops(launched, call, flops):
+    assert sum(flops for _, _, flops in launched[call]) == flops
+
+
+def test_attention_reaches_less_of_the_peak(launched):
+    taken = sum(seconds for _, seconds, _ in launched["attention"])
+    flops = sum(flops for _, _, flops in launched["attention"])
+    assert taken == pytest.approx(flops / ATTENTION, rel=0.05)
+
+
+# -- streams, events, the host, graphs -------------------------------------------------
+
+
+def on_streams() -> dict[str, Any]:
+    return {
+        "issued": issued(),
+        "joined": joined_streams(),
+        "earlier": events_of_an_earlier_timeline(),
+        "read": read_back(),
+        "outside": ran_without_a_timeline(),
+        "graph": graph(),
+        "errors": errors(),
     }
-
-
-def convolution_flops() -> list[float]:
-    x, weight = empty(8, 16, 32, 32).requires_grad_(), empty(64, 16, 3, 3)
-    with lowtide.phantom.timeline("h100") as time:
-        convolved = torch.nn.functional.conv2d(x, weight, padding=1)
-        convolved.backward(torch.empty_like(convolved))
-        weight.requires_grad_()
-        convolved = torch.nn.functional.conv2d(x, weight, padding=1)
-        convolved.backward(torch.empty_like(convolved))
-    return [span.flops for span in spans_of(time) if span.flops]
-
-
-def test_convolution_has_a_product_each_way(phantom):
-    names = ["aten::convolution", "aten::convolution_backward"]
-    flops = phantom("meta", allow=names).run(convolution_flops)
-    each = 2 * (8 * 64 * 32 * 32) * (16 * 3 * 3)
-    # Without the weight's gradient, and with it.
-    assert flops == [each, each, each, 2 * each]
 
 
 def issued() -> list[float]:
     x = empty(4)
-    with lowtide.phantom.timeline("h100", issue_cost=0.25) as time:
+    host = machines.Host(launch=0.25, library_call=8, collective=0, event=0, graph=0)
+    with lowtide.phantom.timeline("h100", host=host) as time:
         for _ in range(3):
             x.add_(1)
         x.view(2, 2)
         x.add_(1)
-    return [span.begin for span in spans_of(time)]
-
-
-def test_host_pays_for_every_operator(phantom):
-    assert phantom("meta").run(issued) == [0.25, 0.5, 0.75, 1.25]
-
-
-# -- streams and events ---------------------------------------------------------------
+    return [span.issued for span in spans_of(time)]
 
 
 def joined_streams() -> dict[str, Any]:
-    side = torch.Stream(device="phantom")
+    side = torch.cuda.Stream()
     x = empty(10, dtype=torch.uint8)
     with plain() as time:
-        x.zero_()  # 0..10
-        first, second = (torch.phantom.Event(enable_timing=True) for _ in range(2))
+        x.fill_(1)  # 0..10
+        first, second = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
-        with side:
-            x[:5].zero_()  # 0..5
+        with torch.cuda.stream(side):
             side.wait_event(first)
-            x[:1].zero_()  # 10..11
+            x[:1].fill_(1)  # 10..11
             second.record()
-        x[:3].zero_()  # 10..13
-        second.synchronize()
+        torch.cuda.current_stream().wait_event(second)
+        x[:3].fill_(1)  # 11..14
+        elapsed = first.elapsed_time(second)
+        torch.cuda.synchronize()
         host = time.now()
-        torch.phantom.current_stream().wait_event(second)
-    waits = [span for span in time.spans() if span.kind == "wait"]
-    return {
-        "kernels": [(s.stream != 0, s.begin, s.end) for s in spans_of(time)],
-        "waits": [(s.stream != 0, s.begin, s.end) for s in waits],
-        "elapsed": first.elapsed_time(second),
-        "host": host,
-    }
-
-
-def test_events_join_streams(phantom):
-    found = phantom("meta").run(joined_streams)
-    assert found["kernels"] == [
-        (False, 0, 10),
-        (True, 0, 5),
-        (True, 10, 11),
-        (False, 10, 13),
-    ]
-    assert found["waits"] == [(True, 5, 10)]
-    assert found["elapsed"] == 1000  # ms
-    assert found["host"] == 13
+    spans = [(s.kind, s.stream != 0, s.begin, s.end) for s in time.spans()]
+    return {"spans": sorted(spans), "elapsed": elapsed, "host": host}
 
 
 def events_of_an_earlier_timeline() -> dict[str, Any]:
-    before, after = (torch.phantom.Event(enable_timing=True) for _ in range(2))
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     x = empty(10, dtype=torch.uint8)
     with plain():
-        x.zero_()
+        x.fill_(1)
         before.record()  # at 10
     with plain() as time:
-        torch.phantom.current_stream().wait_event(before)
-        x.zero_()
+        torch.cuda.current_stream().wait_event(before)
+        x.fill_(1)
         after.record()
     return {
         "spans": [(span.kind, span.begin, span.end) for span in time.spans()],
@@ -224,32 +210,16 @@ def events_of_an_earlier_timeline() -> dict[str, Any]:
     }
 
 
-def test_what_an_earlier_timeline_recorded_is_over(phantom):
-    found = phantom("meta").run(events_of_an_earlier_timeline)
-    assert found["spans"] == [("kernel", 0, 10)]
-    assert 0 <= found["elapsed"] < 60_000  # the host's, not simulated
-
-
 def read_back() -> list[tuple[str, float, float]]:
     x = empty(10, dtype=torch.uint8)
     with plain() as time:
-        x.zero_()  # 0..10
+        x.fill_(1)  # 0..10
         x[0].item()  # 10..11
-        x.zero_()  # 11..21
+        x.fill_(1)  # 11..21
         x.cpu()  # 21..31, the host waits
-        host = torch.zeros(5, dtype=torch.uint8)
+        host = torch.zeros(5, dtype=torch.uint8).pin_memory()
         x[:5].copy_(host, non_blocking=True)
     return [(span.kind, span.begin, span.end) for span in time.spans()]
-
-
-def test_reading_a_value_takes_a_transfer_and_stops_the_host(phantom):
-    assert phantom("meta").run(read_back) == [
-        ("kernel", 0, 10),
-        ("transfer", 10, 11),
-        ("kernel", 11, 21),
-        ("transfer", 21, 31),
-        ("transfer", 31, 36),
-    ]
 
 
 def ran_without_a_timeline() -> tuple[int, float]:
@@ -260,226 +230,204 @@ def ran_without_a_timeline() -> tuple[int, float]:
     return len(time.spans()), lowtide.phantom.timeline.now()
 
 
-def test_nothing_is_recorded_outside_the_block(phantom):
-    assert phantom("meta").run(ran_without_a_timeline) == (0, 0.0)
+def graph() -> list[tuple[float, float]]:
+    x = empty(10, dtype=torch.uint8)
+    x.add_(1)
+    captured = torch.cuda.CUDAGraph()
+    with plain() as time:
+        with torch.cuda.graph(captured):
+            x.add_(1)
+        for _ in range(2):
+            captured.replay()
+    return [(s.begin, s.end) for s in spans_of(time) if s.name == "aten::add_"]
 
 
-# -- collectives ---------------------------------------------------------------------
+def errors() -> list[str]:
+    found = []
+    for act in (
+        lambda: plain().__enter__().report(),
+        lambda: plain().__enter__(),
+        lambda: lowtide.phantom.timeline("tpu"),
+    ):
+        try:
+            act()
+        except (RuntimeError, ValueError) as error:
+            found.append(str(error))
+    return found
 
 
-def world_of_eight() -> None:
-    if not dist.is_initialized():
-        lowtide.phantom.init_world(8)
+@pytest.fixture(scope="module")
+def streams():
+    return call_dry(on_streams)
+
+
+def test_host_pays_for_every_launch(streams):
+    assert streams["issued"] == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_events_join_streams(streams):
+    found = streams["joined"]
+    assert found["spans"] == [
+        ("kernel", False, 0, 10),
+        ("kernel", False, 11, 14),
+        ("kernel", True, 10, 11),
+        ("wait", False, 10, 11),
+        ("wait", True, 0, 10),
+    ]
+    assert found["elapsed"] == 1000  # ms
+    assert found["host"] == 14
+
+
+def test_what_an_earlier_timeline_recorded_is_over(streams):
+    assert streams["earlier"]["spans"] == [("kernel", 0, 10)]
+    assert streams["earlier"]["elapsed"] == 1  # ms, where no time is kept
+
+
+def test_reading_a_value_takes_a_transfer_and_stops_the_host(streams):
+    assert streams["read"] == [
+        ("kernel", 0, 10),
+        ("transfer", 10, 11),
+        ("kernel", 11, 21),
+        ("transfer", 21, 31),
+        ("transfer", 31, 36),
+    ]
+
+
+def test_nothing_is_recorded_outside_the_block(streams):
+    assert streams["outside"] == (0, 0.0)
+
+
+def test_a_graph_takes_its_time_at_every_replay(streams):
+    first, second = streams["graph"]
+    # Read and written; beside the first replay torch sets its generators' seeds.
+    assert second[1] - second[0] == 20 <= first[1] - first[0]
+    assert second[0] >= first[1]
+
+
+def test_errors_say_what_to_do(streams):
+    early, nested, unknown = streams["errors"]
+    assert "a report after the `with` block" in early
+    assert "expected one at a time, got another one" in nested
+    assert "expected one of" in unknown and "'tpu'" in unknown
+
+
+def test_a_process_without_the_driver_is_told_how_to_start():
+    with pytest.raises(RuntimeError, match="Start it with `python -m lowtide phantom"):
+        lowtide.phantom.timeline("h100").__enter__()
+
+
+# -- collectives ----------------------------------------------------------------------
+
+
+def collectives() -> dict[str, Any]:
+    dist.init_process_group("nccl")
+    gathered(0, True)  # makes the communicator
+    return {
+        "hidden": gathered(7, True),
+        "exposed": gathered(3, True),
+        "synchronous": gathered(7, False),
+        "groups": groups(),
+    }
 
 
 def gathered(compute: int, async_op: bool) -> tuple[dict[str, float], list[Any]]:
-    world_of_eight()
     mine, full = empty(1, dtype=torch.uint8), empty(8, dtype=torch.uint8)
-    x = empty(max(compute, 1), dtype=torch.uint8)
-    with plain() as time:
+    x = empty(max(compute, 1) * 1_000_000, dtype=torch.uint8)
+    with plain(FAST) as time:
         time.begin_step()
         time.phase("forward")
         work = dist.all_gather_into_tensor(full, mine, async_op=async_op)
         if compute:
-            x.zero_()
+            x.fill_(1)
         if work is not None:
             work.wait()
-        full.zero_()
-    report = time.report()
-    return vars(report.step), spans_of(time)
+        x[:1_000_000].fill_(1)
+    spans = [(s.kind, round(s.begin, 3), round(s.end, 3)) for s in spans_of(time)]
+    return vars(time.report().step), sorted(spans, key=lambda span: span[1:])
 
 
-def test_a_collective_beside_compute_is_hidden(phantom):
-    step, spans = phantom("meta").run(gathered, 7, True)
-    # 7/8 of 8 bytes: as long as the kernel.
-    assert [(s.kind, s.begin, s.end) for s in spans] == [
-        ("collective", 0, 7),
-        ("kernel", 0, 7),
-        ("kernel", 7, 15),
-    ]
-    assert step["communication"] == 7 and step["exposed"] == 0
-
-
-def test_a_collective_that_is_waited_for_is_exposed(phantom):
-    step, spans = phantom("meta").run(gathered, 3, True)
-    assert [s.begin for s in spans] == [0, 0, 7]
-    assert step == {
-        "seconds": 15,
-        "compute": 11,
-        "other_kernels": 0,
-        "communication": 7,
-        "exposed": 4,
-        "other_waits": 0,
-        "idle": 0,
-    }
-
-
-def test_a_synchronous_collective_runs_on_the_stream_of_its_caller(phantom):
-    step, spans = phantom("meta").run(gathered, 7, False)
-    assert [(s.stream, s.begin, s.end) for s in spans] == [
-        (0, 0, 7),
-        (0, 7, 14),
-        (0, 14, 22),
-    ]
-    assert step["exposed"] == 7
-
-
-def coalesced() -> list[tuple[str, float]]:
-    world_of_eight()
-    device = torch.device("phantom")
-    pieces = [empty(1, dtype=torch.uint8) for _ in range(3)]
-    fulls = [empty(8, dtype=torch.uint8) for _ in range(3)]
-    with plain() as time:
-        with dist._coalescing_manager(device=device, async_ops=True) as together:
-            for full, piece in zip(fulls, pieces, strict=True):
-                dist.all_gather_into_tensor(full, piece)
-        together.wait()
-        dist.all_reduce(fulls[0])
-        dist.reduce_scatter_tensor(pieces[0], fulls[0])
-        dist.broadcast(fulls[0], 0)
-        dist.all_to_all_single(fulls[1], fulls[0])
-    return [(span.name, span.end - span.begin) for span in spans_of(time)]
-
-
-def test_coalesced_calls_are_one_collective(phantom):
-    assert phantom("meta").run(coalesced) == [
-        ("all-gather", 21),
-        ("all-reduce", 14),
-        ("reduce-scatter", 7),
-        ("broadcast", 8),
-        ("all-to-all", 7),
-    ]
-
-
-def groups_over_nodes() -> list[float]:
-    world_of_eight()
-    near, far = dist.new_group([0, 1]), dist.new_group([0, 4])
-    network = machines.Network(10, 1, 4, (PLAIN_PROTOCOL,), ())
-    x = empty(20, dtype=torch.uint8)
-    with lowtide.phantom.timeline(PLAIN, network=network) as time:
-        dist.all_reduce(x, group=near)
-        dist.all_reduce(x, group=far)
-    return [span.end - span.begin for span in spans_of(time)]
-
-
-def test_a_group_over_nodes_takes_the_network(phantom):
-    assert phantom("meta").run(groups_over_nodes) == pytest.approx([2, 20])
-
-
-def gathered_on_the_host() -> tuple[str, bool]:
-    world_of_eight()
-    same = torch.tensor([3.0])
-    copies = [torch.zeros(1) for _ in range(8)]
-    dist.all_gather(copies, same)  # torch copies, for validations that compare
-    return dist.get_backend(), all(copy.item() == 3 for copy in copies)
-
-
-def test_fake_group_is_torchs_fake_one(phantom):
-    assert phantom("meta").run(gathered_on_the_host) == ("fake", True)
-
-
-# -- reports --------------------------------------------------------------------------
-
-
-def two_steps(directory: str) -> dict[str, Any]:
-    x = empty(10, dtype=torch.uint8)
-    with plain() as time:
-        for step in range(2):
-            time.begin_step()
-            for _ in range(2):
-                time.phase("forward")
-                x.zero_()
-                time.phase("backward")
-                x.zero_()
-                if step == 1:
-                    x.zero_()
-    time.chrome_trace(Path(directory) / "all.json")
-    time.chrome_trace(Path(directory) / "last.json", step=-1)
-    time.picture(Path(directory) / "step.png")
-    return {"first": time.report(0), "last": time.report(), "text": str(time.report())}
+def groups() -> dict[str, Any]:
+    """Of two halves of the world, one in a node, one across both, on H100s."""
+    near = dist.new_group(range(4))
+    far = dist.new_group([0, 2, 4, 6])
+    big = empty(1 << 26)
+    small = [empty(1 << 10) for _ in range(3)]
+    for group in (near, far):
+        dist.all_reduce(big, group=group)
+    found = {}
+    with lowtide.phantom.timeline("h100", ranks_per_node=4) as time:
+        for group in (near, far):
+            dist.all_reduce(big, group=group)
+        with dist._coalescing_manager(near, device=torch.device("cuda:0")):
+            for each in small:
+                dist.all_reduce(each, group=near)
+    found["seconds"] = [s.end - s.begin for s in spans_of(time)]
+    found["bytes"] = [s.bytes for s in spans_of(time)]
+    return found
 
 
 @pytest.fixture(scope="module")
-def reports(phantom, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("timeline")
-    return directory, phantom("meta").run(two_steps, str(directory))
+def communicated():
+    return call_dry(collectives, machine=Machine(world=8))
 
 
-def test_report_adds_up_the_phases_of_a_step(reports):
-    _, found = reports
-    assert found["first"].step.seconds == 40
-    last = found["last"]
-    assert list(last.phases) == ["forward", "backward"]
-    assert last.phases["forward"].seconds == 20
-    assert last.phases["backward"].compute == 40
-    assert last.step.seconds == 60
-    assert "backward       40000.00" in found["text"]
-    assert last.assumptions["accelerator"]["memory_bandwidth"] == 1
+def test_a_collective_beside_compute_is_hidden(communicated):
+    step, spans = communicated["hidden"]
+    # 7/8 of 8 bytes: as long as the kernel.
+    assert spans == [("collective", 0, 7), ("kernel", 0, 7), ("kernel", 7, 8)]
+    assert step["communication"] == pytest.approx(7)
+    assert step["exposed"] == pytest.approx(0, abs=1e-3)
 
 
-def test_chrome_trace_has_every_span_and_phase(reports):
-    directory, _ = reports
-    for name, kernels, phases in (("all", 10, 8), ("last", 6, 4)):
-        trace = json.loads((directory / f"{name}.json").read_text())
-        events = trace["traceEvents"]
-        threads = {e["args"]["name"]: e["tid"] for e in events if e["ph"] == "M"}
-        assert threads == {"compute": 0, "phases": -1}
-        complete = [e for e in events if e["ph"] == "X"]
-        assert [e["cat"] for e in complete].count("kernel") == kernels
-        assert [e["cat"] for e in complete].count("phase") == phases
-        assert {e["dur"] for e in complete if e["cat"] == "kernel"} == {10e6}
-        assert trace["otherData"]["kind"] == "simulated"
+def test_a_collective_that_is_waited_for_is_exposed(communicated):
+    step, spans = communicated["exposed"]
+    assert spans == [("kernel", 0, 3), ("collective", 0, 7), ("kernel", 7, 8)]
+    assert step["exposed"] == pytest.approx(4, abs=1e-3)
+    assert step["seconds"] == pytest.approx(
+        step["compute"] + step["exposed"] + step["other_waits"] + step["idle"]
+    )
 
 
-def test_picture_is_written(reports):
-    directory, _ = reports
-    assert (directory / "step.png").read_bytes()[:4] == b"\x89PNG"
+def test_a_synchronous_collective_runs_on_the_stream_of_its_caller(communicated):
+    step, spans = communicated["synchronous"]
+    assert spans == [("collective", 0, 7), ("kernel", 7, 14), ("kernel", 14, 15)]
+    assert step["exposed"] == pytest.approx(7)
 
 
-# -- messages -------------------------------------------------------------------------
+def test_a_group_over_nodes_is_slower_and_calls_of_one_group_are_one_kernel(
+    communicated,
+):
+    near, far, small = communicated["groups"]["seconds"]
+    assert far > 2 * near
+    assert communicated["groups"]["bytes"][2] == 3 * 4 * (1 << 10)
+    assert small < near / 5
 
 
-def failing(what: str) -> None:
-    if what == "nested":
-        with plain(), plain():
-            pass
-    elif what == "unlisted":
-        lowtide.phantom.timeline("a100")
-    elif what == "early":
-        with plain() as time:
-            time.report()
-    elif what == "no step":
-        with plain() as time:
+# -- what is written ------------------------------------------------------------------
+
+
+def written(directory: str) -> dict[str, Any]:
+    x = empty(1 << 20)
+    with lowtide.phantom.timeline() as time:
+        for _ in range(2):
+            time.begin_step()
             time.phase("forward")
-        time.report()
+            x.add_(1)
+            time.phase("backward")
+            x.mul_(2)
+    time.chrome_trace(Path(directory, "trace.json"), step=-1)
+    time.picture(Path(directory, "step.png"))
+    report = time.report()
+    return {"dict": report.to_dict(), "text": str(report)}
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        (
-            "nested",
-            "lowtide: phantom timeline: expected one at a time, got another one that "
-            "still runs. Leave the `with` block of the first.",
-        ),
-        (
-            "unlisted",
-            "lowtide: phantom.timeline: expected one of h100, h200, got 'a100'. Pass a "
-            "lowtide.phantom.machines.Accelerator for others.",
-        ),
-        (
-            "early",
-            "lowtide: phantom.timeline: expected a report after the `with` block, got "
-            "one before its end. Leave the block first.",
-        ),
-        (
-            "no step",
-            "lowtide: phantom.timeline: expected at least one begin_step(), got none. "
-            "Call it before the phases of each step.",
-        ),
-    ],
-)
-def test_messages(phantom, what, message):
-    with pytest.raises(RankFailure) as failure:
-        phantom("meta").run(failing, what)
-    assert message in str(failure.value)
+def test_report_trace_and_picture(tmp_path):
+    found = call_dry(written, str(tmp_path), machine=Machine(gpu="h200"))
+    assert list(found["dict"]["phases"]) == ["forward", "backward"]
+    assumed = found["dict"]["assumptions"]
+    assert assumed["accelerator"]["memory_bandwidth"] == 4.8e12  # the GPU it sees
+    assert "simulated, ms" in found["text"]
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    names = [e["name"] for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert {"aten::add_", "aten::mul_", "forward", "backward"} <= set(names)
+    assert (tmp_path / "step.png").stat().st_size > 1000

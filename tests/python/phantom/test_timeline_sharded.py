@@ -12,7 +12,11 @@ import torch.nn.functional as F
 
 import lowtide.phantom
 from llama import Llama, LlamaConfig
+from lowtide.phantom.dry.launch import Machine
+from support.dry_process import call_dry
 from support.systems import get_system
+
+pytestmark = pytest.mark.skipif(not torch.version.cuda, reason="a CPU build of torch")
 
 WORLD = 8
 NUM_LAYERS = 3
@@ -20,10 +24,17 @@ NUM_LAYERS = 3
 CONFIG = LlamaConfig(512, 1024, NUM_LAYERS, 8, 8, 2816, max_seq_len=512)
 
 
-def step_time(system_name: str, world: int, **settings: Any) -> dict[str, Any]:
+def steps_of_both() -> dict[str, Any]:
+    dist.init_process_group("nccl")
+    found: dict[str, Any] = {}
+    for system in ("fsdp2", "lowtide"):
+        found[system] = step_time(system)
+        found[f"{system} behind its optimizer"] = gathers_behind_an_optimizer(system)
+    return found
+
+
+def step_time(system_name: str) -> dict[str, Any]:
     """Of the third step; embedding, blocks and the rest are units."""
-    if not dist.is_initialized():
-        lowtide.phantom.init_world(world)
     system = get_system(system_name)
     with torch.device("meta"):
         model = Llama(CONFIG)
@@ -33,13 +44,13 @@ def step_time(system_name: str, world: int, **settings: Any) -> dict[str, Any]:
     )
     for unit in (model.tok_embeddings, *model.layers, model):
         shard(unit)
-    model.to_empty(device="phantom")
+    model.to_empty(device="cuda")
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    with lowtide.phantom.timeline("h100", **settings) as time:
+    with lowtide.phantom.timeline("h100") as time:
         for _ in range(3):
             time.begin_step()
             time.phase("forward")
-            tokens = torch.zeros(4, 513, dtype=torch.long, device="phantom")
+            tokens = torch.zeros(4, 513, dtype=torch.long, device="cuda")
             logits = model(tokens[:, :-1])
             time.phase("loss")
             loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
@@ -48,6 +59,7 @@ def step_time(system_name: str, world: int, **settings: Any) -> dict[str, Any]:
             time.phase("optimizer")
             optimizer.step()
             optimizer.zero_grad()
+    report = time.report().to_dict()
     begin = time._marks_of(-1)[0][1]
     sizes: dict[str, float] = {}
     spans = time.spans(begin)
@@ -55,13 +67,38 @@ def step_time(system_name: str, world: int, **settings: Any) -> dict[str, Any]:
         if span.kind == "collective":
             sizes[span.name] = sizes.get(span.name, 0) + span.bytes
     flops = sum(span.flops for span in spans)
-    return time.report().to_dict() | {"bytes": sizes, "flops": flops}
+    copies = sum(s.bytes for s in spans if s.kind == "kernel" and "copy" in s.name)
+    return report | {"bytes": sizes, "flops": flops, "copied": copies}
+
+
+def gathers_behind_an_optimizer(system_name: str) -> tuple[float, float]:
+    """The optimizer's kernels run on a stream of their own, most of a second, and
+    the next step is told its event: when they end, and when its first gather begins."""
+    system = get_system(system_name)
+    model: Any = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(2)))
+    model.to("cuda")
+    for unit in (*model, model):
+        system.fully_shard(unit)
+    x = torch.zeros(4, 8, device="cuda")
+    other = torch.cuda.Stream()
+    model(x).sum().backward()  # what runs only once
+    large = torch.empty(1 << 35, device="meta", dtype=torch.uint8)
+    with lowtide.phantom.timeline("h100") as time:
+        with torch.cuda.stream(other):
+            for _ in range(64):
+                torch.empty_like(large, device="cuda").zero_()
+            event = other.record_event()
+        model.set_post_optim_event(event)
+        model(x)
+    spans = [span for span in time.spans() if span.kind != "wait"]
+    done = max(span.end for span in spans if span.stream == other.cuda_stream)
+    gathers = [span.begin for span in spans if span.kind == "collective"]
+    return done, min(gathers)
 
 
 @pytest.fixture(scope="module")
-def steps(phantom):
-    device = phantom("meta")
-    return {name: device.run(step_time, name, WORLD) for name in ("fsdp2", "lowtide")}
+def steps():
+    return call_dry(steps_of_both, machine=Machine(world=WORLD))
 
 
 def parameters() -> int:
@@ -102,7 +139,8 @@ def test_lowtide_gathers_once_less_and_reduces_in_chunks(steps):
 
 
 def test_phases_follow_each_other_and_add_up(steps):
-    for found in steps.values():
+    for system in ("fsdp2", "lowtide"):
+        found = steps[system]
         assert list(found["phases"]) == ["forward", "loss", "backward", "optimizer"]
         total = sum(phase["seconds"] for phase in found["phases"].values())
         assert found["step"]["seconds"] == pytest.approx(total)
@@ -114,39 +152,11 @@ def test_phases_follow_each_other_and_add_up(steps):
 
 def test_both_systems_compute_the_same_products(steps):
     assert steps["lowtide"]["flops"] == steps["fsdp2"]["flops"] > 0
-    # FSDP2 copies what it gathered, on the compute stream.
-    ours, theirs = (steps[name]["step"]["compute"] for name in ("lowtide", "fsdp2"))
-    assert ours < theirs
-
-
-def gathers_after_an_optimizer_elsewhere(system_name: str) -> tuple[float, float]:
-    """The optimizer's kernels run on a stream of their own, most of a second, and
-    the next step is told its event: when they end, and when its first gather begins."""
-    if not dist.is_initialized():
-        lowtide.phantom.init_world(WORLD)
-    system = get_system(system_name)
-    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(2)))
-    model.to("phantom")
-    for unit in (*model, model):
-        system.fully_shard(unit)
-    x = torch.zeros(4, 8, device="phantom")
-    other = torch.Stream("phantom")
-    model(x).sum().backward()  # what runs only once
-    with lowtide.phantom.timeline("h100") as time:
-        with other:
-            for p in model.parameters():
-                p.grad.to_local().add_(1)
-            torch.zeros(1 << 38, device="phantom").zero_()
-            event = other.record_event()
-        model.set_post_optim_event(event)
-        model(x)
-    spans = [span for span in time.spans() if span.kind != "wait"]
-    done = max(span.end for span in spans if span.stream == other.stream_id)
-    gathers = [span.begin for span in spans if span.kind == "collective"]
-    return done, min(gathers)
+    # FSDP2 copies what it gathered.
+    assert steps["lowtide"]["copied"] < steps["fsdp2"]["copied"]
 
 
 @pytest.mark.parametrize("system", ["fsdp2", "lowtide"])
-def test_gathers_wait_for_the_optimizers_event(phantom, system):
-    done, gather = phantom("meta").run(gathers_after_an_optimizer_elsewhere, system)
+def test_gathers_wait_for_the_optimizers_event(steps, system):
+    done, gather = steps[f"{system} behind its optimizer"]
     assert 0.5 < done <= gather
