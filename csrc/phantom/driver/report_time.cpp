@@ -9,81 +9,11 @@
 
 #include "phantom/driver/timekeeper.h"
 #include "phantom/time/exposure.h"
+#include "phantom/time/figures.h"
 
 #define LOWTIDE_DRY_API __attribute__((visibility("default")))
 
 using namespace lowtide::dry;
-using lowtide::phantom::Machine;
-using lowtide::phantom::Protocol;
-using lowtide::phantom::Work;
-
-namespace {
-
-// Reads figures one after the other, in the order in which
-// lowtide.phantom.machines.flat writes them.
-class Figures {
- public:
-  explicit Figures(const double* next) : next_(next) {}
-
-  double number() { return *next_++; }
-  std::int64_t count() { return static_cast<std::int64_t>(number()); }
-
- private:
-  const double* next_;
-};
-
-Protocol protocol_of(Figures& figures) {
-  Protocol protocol;
-  for (double* figure :
-       {&protocol.base_latency, &protocol.hop_in_node,
-        &protocol.hop_beside_network, &protocol.hop_between_nodes,
-        &protocol.share_in_node, &protocol.share_between_nodes}) {
-    *figure = figures.number();
-  }
-  for (double& most : protocol.most) most = figures.number();
-  return protocol;
-}
-
-Machine machine_of(Figures figures) {
-  Machine machine;
-  auto& accelerator = machine.accelerator;
-  for (double& peak : accelerator.peak_flops) peak = figures.number();
-  for (double* figure :
-       {&accelerator.memory_bandwidth, &accelerator.product_efficiency,
-        &accelerator.attention_efficiency, &accelerator.memory_efficiency,
-        &accelerator.kernel_floor, &accelerator.host_bandwidth,
-        &accelerator.block_seconds}) {
-    *figure = figures.number();
-  }
-  accelerator.multiprocessors = figures.count();
-  accelerator.resident_blocks = figures.count();
-  auto& network = machine.network;
-  for (double* figure :
-       {&network.bandwidth_in_node, &network.bandwidth_between_nodes,
-        &network.channel_bandwidth}) {
-    *figure = figures.number();
-  }
-  for (std::int64_t* figure :
-       {&network.ranks_per_node, &network.channels_in_node,
-        &network.channels_between_nodes, &network.channels_of_pair_in_node,
-        &network.channels_of_pair_between_nodes}) {
-    *figure = figures.count();
-  }
-  for (auto* protocols : {&network.rings, &network.trees}) {
-    const auto count = figures.count();
-    for (std::int64_t i = 0; i < count; ++i) {
-      protocols->push_back(protocol_of(figures));
-    }
-  }
-  auto& host = machine.host;
-  for (double* figure : {&host.launch, &host.library_call, &host.collective,
-                         &host.event, &host.graph}) {
-    *figure = figures.number();
-  }
-  return machine;
-}
-
-}  // namespace
 
 extern "C" {
 
@@ -96,8 +26,9 @@ struct lowtide_dry_span {
 
 LOWTIDE_DRY_API int lowtide_dry_keeps_time() { return timekeeper().runs(); }
 // False while time is kept already.
-LOWTIDE_DRY_API int lowtide_dry_start_time(const double* figures) {
-  return timekeeper().start(machine_of(Figures(figures)));
+LOWTIDE_DRY_API int lowtide_dry_start_time(const double* figures,
+                                           std::size_t count) {
+  return timekeeper().start(lowtide::phantom::machine_of({figures, count}));
 }
 LOWTIDE_DRY_API void lowtide_dry_stop_time() { timekeeper().stop(); }
 LOWTIDE_DRY_API void lowtide_dry_mark_phase(const char* name) {
@@ -109,7 +40,8 @@ LOWTIDE_DRY_API std::int64_t lowtide_dry_record_moment() {
 }
 LOWTIDE_DRY_API double lowtide_dry_time_of(std::int64_t moment) {
   auto* kept = timekeeper().kept();
-  return kept == nullptr ? 0 : kept->time_of(moment);
+  // Moments are numbered from 1 on; 0 is of no timeline.
+  return kept == nullptr || moment == 0 ? 0 : kept->time_of(moment);
 }
 
 // The calling thread's operators: [Note: Time of operators].

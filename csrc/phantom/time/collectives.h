@@ -62,6 +62,10 @@ struct CollectiveCall {
 // NCCL runs the operations of one group on one communicator in one kernel, a
 // block for each channel.
 //
+// Protocol.  Operations of one kind share one, which NCCL chooses by their
+// bytes together (ncclPrepareTasks in src/enqueue.cc; there only those that are
+// less than four times as large as the smallest).
+//
 // Channels.  An operation alone gets as many as its bytes fill, a threshold
 // each that depends on the protocol (topoGetAlgoInfo in src/enqueue.cc), up to
 // those of the communicator, which its maxCTAs limits (ncclTopoPostset in
@@ -80,9 +84,9 @@ struct CollectiveCall {
 // Bytes.  All operations of the group share the links; one channel carries no
 // more than `channel_bandwidth`.
 //
-// Memory.  An operation reads what it sends and writes what it receives once:
-// NCCL's own buffers, 4 MiB a channel (src/include/device.h), of which the
-// parts in flight fit the L2, are not counted.
+// Memory.  An operation reads what it sends and writes what it receives once.
+// NCCL's own buffers, 4 MiB a channel (src/init.cc), are not counted: what is
+// in flight fits the L2 (assumption).
 
 // The operations of a group on a communicator.  `most_channels`: its maxCTAs; 0
 // and less: no limit.  No cost for one rank.

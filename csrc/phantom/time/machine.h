@@ -37,6 +37,7 @@ struct Protocol {
   double hop_in_node = 0;          // of one step to a neighbour
   double hop_beside_network = 0;   // the same where others leave the node
   double hop_between_nodes = 0;    // of a step that does
+  double hop_of_lone_ranks = 0;    // where each node has one rank, if longer
   double share_in_node = 1;        // of the bandwidth that is payload
   double share_between_nodes = 1;  // the same where the network takes part
   // Most bandwidth: in one node, of two nodes, of more.
@@ -76,7 +77,6 @@ struct Host {
 struct Machine {
   Accelerator accelerator;
   Network network;
-  double issue_cost = 0;  // the host's, for one operator
   Host host;
 };
 

@@ -26,9 +26,12 @@ struct Owner {
 //
 // Multiprocessors.  A grid of b blocks wants the share
 //   s = min(1, b / (multiprocessors x resident blocks))
-// of the device, an unknown grid all of it.  Collectives hold a multiprocessor
-// for each channel, because NCCL launches one block for each (ncclLaunchKernel
-// in src/enqueue.cc) whose shared memory leaves room for no other.  With the
+// of the device, an unknown grid all of it; the time that a kernel takes alone
+// is that of its work, however few its blocks.  Collectives hold a
+// multiprocessor for each channel: NCCL launches a block for each
+// (ncclLaunchKernel in src/enqueue.cc), whose threads, up to 640
+// (NCCL_MAX_NTHREADS), are compiled to have up to 96 registers
+// (makefiles/common.mk), which is most of a multiprocessor's 65536.  With the
 // fraction f of the device free of them, every kernel gets
 //   phi = min(1, f / sum of s)
 // of what it wants, and its FLOPs take 1 / phi as long.  Moving bytes needs few

@@ -51,6 +51,12 @@ double hop_in_node(const Placement& placement, const Protocol& protocol) {
                                  : protocol.hop_in_node;
 }
 
+double hop_between_nodes(const Placement& placement, const Protocol& protocol) {
+  return placement.num_nodes < placement.num_ranks
+             ? protocol.hop_between_nodes
+             : std::max(protocol.hop_between_nodes, protocol.hop_of_lone_ranks);
+}
+
 Way with_bytes(Way way, double carried, CollectiveKind kind,
                const Placement& placement, const Network& network) {
   const double link = link_bandwidth(kind, placement, network);
@@ -73,7 +79,7 @@ Way by_ring(CollectiveKind kind, double bytes, const Placement& placement,
   way.protocol = &protocol;
   way.base = protocol.base_latency;
   way.hops = (ring.steps - between) * hop_in_node(placement, protocol) +
-             between * protocol.hop_between_nodes;
+             between * hop_between_nodes(placement, protocol);
   return with_bytes(way, ring.passes * bytes, kind, placement, network);
 }
 
@@ -86,7 +92,8 @@ Way by_tree(double bytes, const Placement& placement, const Network& network,
   way.protocol = &protocol;
   way.base = protocol.base_latency;
   way.hops = 2 * ((ranks / nodes - 1) * hop_in_node(placement, protocol) +
-                  std::floor(std::log2(nodes)) * protocol.hop_between_nodes);
+                  std::floor(std::log2(nodes)) *
+                      hop_between_nodes(placement, protocol));
   return with_bytes(way, 2 * bytes, CollectiveKind::all_reduce, placement,
                     network);
 }

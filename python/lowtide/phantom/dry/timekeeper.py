@@ -55,8 +55,10 @@ def start(figures: Sequence[float]) -> bool:
     """``figures`` as :func:`lowtide.phantom.machines.flat` has them. False while
     another timeline runs."""
     numbers = (ctypes.c_double * len(figures))(*figures)
-    function = _function("start_time", ctypes.c_int, ctypes.POINTER(ctypes.c_double))
-    return bool(function(numbers))
+    function = _function(
+        *("start_time", ctypes.c_int, ctypes.POINTER(ctypes.c_double), ctypes.c_size_t)
+    )
+    return bool(function(numbers, len(figures)))
 
 
 def stop() -> None:

@@ -1,4 +1,4 @@
-// [Note: What a group costs], in hand-computed numbers.
+// What collectives cost, in hand-computed numbers.
 #include "phantom/time/collectives.h"
 
 #include <gtest/gtest.h>
@@ -17,17 +17,110 @@ Network network() {
   Network n;
   n.bandwidth_in_node = 100e9;
   n.bandwidth_between_nodes = 10e9;
+  n.ranks_per_node = 8;
   n.channels_in_node = 16;
   n.channels_between_nodes = 8;
   n.channels_of_pair_in_node = 16;
   n.channels_of_pair_between_nodes = 2;
-  Protocol wide{8e-6, 2e-6, 2e-6, 10e-6, 1.0, 1.0, {1e15, 1e15, 1e15}};
+  Protocol wide{8e-6, 2e-6, 2e-6, 10e-6, 0, 1.0, 1.0, {1e15, 1e15, 1e15}};
   wide.channel_bytes = 32768;
-  Protocol quick{5e-6, 1e-6, 1.5e-6, 3e-6, 0.5, 0.25, {40e9, 30e9, 5e9}};
+  Protocol quick{5e-6, 1e-6, 1.5e-6, 3e-6, 0, 0.5, 0.25, {40e9, 30e9, 5e9}};
   quick.channel_bytes_by_ranks = 4096;
   n.rings = {wide, quick};
+  n.trees = {{6e-6, 1e-6, 1e-6, 5e-6, 0, 0.5, 0.25, {40e9, 30e9, 20e9}}};
   return n;
 }
+
+TEST(PlacementTest, CountsTheNodesOfAGroup) {
+  EXPECT_EQ(place({0, 1, 2, 3}, 8).num_nodes, 1);
+  EXPECT_EQ(place({0, 8, 16, 24}, 8).num_nodes, 4);
+  EXPECT_EQ(place({6, 7, 8, 9}, 8).num_nodes, 2);
+  EXPECT_EQ(place({6, 7, 8, 9}, 8).num_ranks, 4);
+}
+
+TEST(CollectiveCostTest, InANodeIsALatencyOfTheRingAndItsBytes) {
+  // 8 + 7 * 2 = 22 us; 7/8 of 800 MB at 100 GB/s = 7 ms.
+  const Placement node{8, 1};
+  EXPECT_DOUBLE_EQ(
+      collective_seconds(CollectiveKind::all_gather, 800e6, node, network()),
+      7.022e-3);
+  EXPECT_DOUBLE_EQ(collective_seconds(CollectiveKind::reduce_scatter, 800e6,
+                                      node, network()),
+                   7.022e-3);
+  // Twice the steps and the bytes: 8 + 14 * 2 = 36 us.
+  EXPECT_DOUBLE_EQ(
+      collective_seconds(CollectiveKind::all_reduce, 800e6, node, network()),
+      14.036e-3);
+}
+
+TEST(CollectiveCostTest, SmallOnesTakeTheProtocolOfLessLatency) {
+  // 5 + 7 * 1 = 12 us; 700 B at min(50, 40) GB/s.
+  EXPECT_DOUBLE_EQ(
+      collective_seconds(CollectiveKind::all_gather, 800, {8, 1}, network()),
+      12e-6 + 700 / 40e9);
+}
+
+TEST(CollectiveCostTest, ASmallAllReduceTakesATree) {
+  // 32 ranks of 4 nodes: 6 + 2 * (7 * 1 + 2 * 5) = 40 us; the ring needs
+  // 5 + 2 * (28 * 1.5 + 3 * 3) = 107 us.
+  EXPECT_NEAR(
+      collective_seconds(CollectiveKind::all_reduce, 4, {32, 4}, network()),
+      40e-6, 1e-9);
+}
+
+TEST(CollectiveCostTest, StepsInANodeMayBeSlowerBesideTheNetwork) {
+  // 15 steps of 16 ranks in 2 nodes: 5 + 14 * 1.5 + 3 = 29 us, 4 B.
+  EXPECT_NEAR(
+      collective_seconds(CollectiveKind::all_gather, 4, {16, 2}, network()),
+      29e-6, 1e-9);
+}
+
+TEST(CollectiveCostTest, BetweenNodesTheRingHasAllNetworkCardsOfANode) {
+  // 15 steps, one of them between nodes: 8 + 14 * 2 + 10 = 46 us; 15/16 of
+  // 1.6 GB at 8 * 10 GB/s.
+  EXPECT_DOUBLE_EQ(collective_seconds(CollectiveKind::reduce_scatter, 1.6e9,
+                                      {16, 2}, network()),
+                   46e-6 + 1.5e9 / 80e9);
+  // One rank a node: one card. 3 steps, all between nodes.
+  EXPECT_DOUBLE_EQ(collective_seconds(CollectiveKind::reduce_scatter, 4e9,
+                                      {4, 4}, network()),
+                   38e-6 + 3e9 / 10e9);
+}
+
+TEST(CollectiveCostTest, LoneRanksOfNodesMayHaveSlowerHops) {
+  Network slow = network();
+  for (Protocol& ring : slow.rings) ring.hop_of_lone_ranks = 20e-6;
+  // Four nodes of one rank: 5 + 3 * 20 us. Four nodes of two: 5 + 4 * 1.5 +
+  // 3 * 3 us.
+  EXPECT_NEAR(collective_seconds(CollectiveKind::all_gather, 4, {4, 4}, slow),
+              65e-6, 1e-8);
+  EXPECT_NEAR(collective_seconds(CollectiveKind::all_gather, 4, {8, 4}, slow),
+              20e-6, 1e-8);
+}
+
+TEST(CollectiveCostTest, APairHasOneCard) {
+  EXPECT_DOUBLE_EQ(
+      collective_seconds(CollectiveKind::send, 1e9, {16, 2}, network()),
+      8e-6 + (14.0 / 15) * 2e-6 + (1.0 / 15) * 10e-6 + 0.1);
+}
+
+TEST(CollectiveCostTest, ManySmallOnesPayTheirLatencyOften) {
+  const Placement node{8, 1};
+  const auto once =
+      collective_seconds(CollectiveKind::all_gather, 800e6, node, network());
+  const auto each =
+      collective_seconds(CollectiveKind::all_gather, 200e6, node, network());
+  EXPECT_NEAR(4 * each - once, 3 * 22e-6, 1e-12);
+}
+
+TEST(CollectiveCostTest, AloneIsFree) {
+  EXPECT_EQ(
+      collective_seconds(CollectiveKind::all_reduce, 1e9, {1, 1}, network()),
+      0);
+}
+
+// -- groups
+// -----------------------------------------------------------------------
 
 CollectiveCost all_gathers(int number, double bytes, const Network& network,
                            std::int64_t most_channels = 0) {
