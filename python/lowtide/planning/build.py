@@ -47,7 +47,9 @@ def build_plan(
         peak_reserved_bound=_late(analysis).reserved,
         reserved_at_peak=analysis.reserved[peak],
         peak_moment=analysis.moment_at(peak),
-        peak_step=next(n for n, step in enumerate(steps, 1) if peak in step),
+        peak_step=next(
+            (n for n, step in enumerate(steps, 1) if peak in step), len(steps) + 1
+        ),
         by_category=_by_category(live),
         moments=_moments(analysis, steps[-1]),
         largest=_largest(live),

@@ -186,8 +186,6 @@ _KEPT = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    # What a phantom dispatches to in place of the three.
-    torch.ops.aten._scaled_dot_product_fused_attention_overrideable.default,
 }
 
 

@@ -28,9 +28,8 @@ _PASS_THROUGH = (
 )
 
 
-_DEVICES = ("cuda", "phantom")
-
-# How much more often than asked for an optimizer may step while others do not.
+# How much more often than asked for an optimizer may step while others do not, or on a
+# stream beside the default one, as is done before a graph is captured.
 _PATIENCE = 10
 
 
@@ -114,12 +113,15 @@ class Recorder:
     )  # of each optimizer that is there
     _hooks: list[Any] = field(default_factory=list)
     _construct: Any = None  # torch's own constructor of optimizers
+    _replay: Any = None  # torch's own replay of graphs
+    _captured: bool = False  # an optimizer's step, in a graph
 
     def __post_init__(self) -> None:
         self._leases = _LeaseWatch(self.instrument.device)
 
     def start(self) -> None:
         self._watch_optimizers()
+        self._watch_graphs()
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -130,6 +132,7 @@ class Recorder:
         self.instrument.tell()
         self.instrument.listen(None)
         Optimizer.__init__ = self._construct  # type: ignore[method-assign]
+        torch.cuda.CUDAGraph.replay = self._replay  # type: ignore[method-assign]
         for hook in self._hooks:
             hook.remove()
         self._watch_leases()
@@ -193,6 +196,18 @@ class Recorder:
 
         Optimizer.__init__ = construct_and_count  # type: ignore[method-assign,assignment]
 
+    def _watch_graphs(self) -> None:
+        """A step that is replayed calls no optimizer: its capture was the last one."""
+        graphs: Any = torch.cuda.CUDAGraph
+        replay = self._replay = graphs.replay
+
+        def replay_or_finish(graph: torch.cuda.CUDAGraph) -> None:
+            if self._captured:
+                raise Finished
+            replay(graph)
+
+        graphs.replay = replay_or_finish
+
     def waiting(self) -> list[str]:
         """Optimizers that stepped less often than was asked for."""
         return [type(o).__name__ for o, n in self._steps.items() if n < self.num_steps]
@@ -233,7 +248,9 @@ class Recorder:
         self.step_frees.append(self.instrument.num_frees())
         self.step_times.append(self.instrument.moment())
         self.step_ends.append(len(self.allocations))
-        if not self.waiting() or done >= _PATIENCE * self.num_steps:
+        self._captured |= torch.cuda.is_current_stream_capturing()
+        more_to_come = self.waiting() or _is_on_a_side_stream()
+        if not more_to_come or done >= _PATIENCE * self.num_steps:
             raise Finished
 
     def _label(self, category: str, name: str, tensor: torch.Tensor) -> None:
@@ -246,6 +263,11 @@ def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
+def _is_on_a_side_stream() -> bool:
+    cuda = torch.cuda
+    return cuda.is_initialized() and cuda.current_stream() != cuda.default_stream()
+
+
 def _has_gradients(optimizer: Optimizer) -> bool:
     return any(p.grad is not None for p in _parameters(optimizer))
 
@@ -255,7 +277,7 @@ def _addresses(tensor: torch.Tensor) -> Iterator[int]:
     local = getattr(tensor, "_local_tensor", None)
     if local is not None:
         yield from _addresses(local)
-    elif tensor.device.type in _DEVICES and tensor.untyped_storage().nbytes():
+    elif tensor.device.type == "cuda" and tensor.untyped_storage().nbytes():
         with contextlib.suppress(RuntimeError):  # a full parameter without bytes
             yield tensor.untyped_storage().data_ptr()
 

@@ -73,7 +73,7 @@ class Plan:
     peak_reserved_bound: int  # by one that is behind until the host waits
     reserved_at_peak: int  # when most is allocated
     peak_moment: str
-    peak_step: int  # from 1
+    peak_step: int  # from 1; after the last step one more
     by_category: dict[str, int]  # when most is allocated
     moments: dict[str, Moment]
     largest: list[Tensors]
