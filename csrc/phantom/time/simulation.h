@@ -22,7 +22,9 @@ namespace lowtide::phantom {
 // that.  So work may be told what it does after it was queued, as long as
 // nobody has waited in between.
 //
-// Seconds since the simulation began, bytes.  Not thread-safe.
+// Seconds since the simulation began, bytes.  Not thread-safe.  Whoever waits
+// or asks for a time gets std::domain_error where a figure of the machine is 0
+// by which work would have to be divided.
 class Simulation {
  public:
   explicit Simulation(Machine machine);

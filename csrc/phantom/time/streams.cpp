@@ -79,7 +79,9 @@ void Streams::run_to(Moment limit, History* history) {
 void Streams::run_to_event(EventNumber event, History* history) {
   while (!has_happened(event)) {
     if (!step(kNever, history)) {
-      throw std::logic_error("lowtide: Streams: an event never happens");
+      throw std::domain_error(
+          "lowtide: Simulation: expected figures by which all work ends, got "
+          "work that takes for ever. Give the machine's peaks and bandwidths.");
     }
   }
 }

@@ -190,6 +190,22 @@ TEST_F(SimulationTest, PhasesBeginWhenTheirStreamGetsThere) {
   EXPECT_EQ(marks[2].begin, 5);
 }
 
+TEST_F(SimulationTest, WorkThatNeverEndsIsRefused) {
+  Machine m = round_machine();
+  m.accelerator.memory_bandwidth = 0;
+  Simulation endless(m);
+  endless.tell(endless.kernel(kCompute, "copy", 0), {.bytes = 1});
+  try {
+    endless.finish();
+    FAIL() << "not refused";
+  } catch (const std::domain_error& error) {
+    EXPECT_EQ(std::string(error.what()),
+              "lowtide: Simulation: expected figures by which all work ends, "
+              "got work that takes for ever. Give the machine's peaks and "
+              "bandwidths.");
+  }
+}
+
 // -- copy engines
 // -----------------------------------------------------------------
 
