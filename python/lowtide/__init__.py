@@ -28,7 +28,6 @@ if TYPE_CHECKING:
         share_comm_ctx,
     )
     from lowtide.clipping import clip_grad_norm_
-    from lowtide.estimate import estimate_offload
     from lowtide.memory import MemoryReport, memory_report
     from lowtide.optimizing import local_parameters, sharded_optimizer
     from lowtide.planning import plan
@@ -62,7 +61,6 @@ _PUBLIC = {
     "fully_shard": "lowtide.api",
     "register_fsdp_forward_method": "lowtide.api",
     "share_comm_ctx": "lowtide.api",
-    "estimate_offload": "lowtide.estimate",
     "clip_grad_norm_": "lowtide.clipping",
     "local_parameters": "lowtide.optimizing",
     "sharded_optimizer": "lowtide.optimizing",
@@ -97,7 +95,6 @@ __all__ = [
     "abort_step",
     "checkpoint",
     "clip_grad_norm_",
-    "estimate_offload",
     "fully_shard",
     "gather_policy",
     "local_parameters",

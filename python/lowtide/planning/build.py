@@ -55,7 +55,7 @@ def build_plan(
         largest=_largest(live),
         fits=fits,
         retries=retries,
-        savings=savings_of(analysis, world),
+        savings=savings_of(analysis, world, step_time),
         lowtide=_lowtide_report(analysis),
         timeline=_timeline(analysis, steps[-1]),
         step_time=step_time,

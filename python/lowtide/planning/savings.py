@@ -5,9 +5,11 @@ taken out of the recorded run, and its peak is looked for again. What a change w
 elsewhere is left out unless it is said here.
 """
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterable
 
+from lowtide.phantom.clock import StepTime
 from lowtide.planning.analysis import Analysis, Life
 from lowtide.planning.report import Saving
 
@@ -18,7 +20,9 @@ _BLOCK = re.compile(r"^(.*?)\b(\d+)(?=\.|$)")
 Fractions = list[tuple[Life, float]]  # how much of each allocation would go
 
 
-def savings_of(analysis: Analysis, world: int) -> list[Saving]:
+def savings_of(
+    analysis: Analysis, world: int, step_time: StepTime | None
+) -> list[Saving]:
     """The largest first."""
     peak = analysis.peak()
     live = analysis.live_at(peak)
@@ -29,6 +33,8 @@ def savings_of(analysis: Analysis, world: int) -> list[Saving]:
     ]
     found = [s for s in found if s.allocated > _LEAST * analysis.allocated[peak]]
     found.sort(key=lambda saving: -saving.allocated)
+    if step_time is not None:
+        found = [_with_link(saving, analysis, step_time) for saving in found]
     return [*found, *_other_allocator(analysis)]
 
 
@@ -43,6 +49,26 @@ def _saving(analysis: Analysis, what: str, advice: str, gone: Fractions) -> Savi
         best = max(best, allocated - total)
     saved = int(analysis.allocated[analysis.peak()] - best)
     return Saving(what, advice, saved, None, "arithmetic")
+
+
+def _with_link(saving: Saving, analysis: Analysis, step_time: StepTime) -> Saving:
+    """Of an offload: whether its copies out hide behind forward. In backward, which is
+    longer, as many bytes come back."""
+    forward = step_time.phases.get("forward")
+    if saving.what != "offload" or forward is None or not forward.seconds:
+        return saving
+    step = analysis.steps()[-1]
+    proposal = _offload(analysis, [], 1)
+    assert proposal is not None
+    moved = sum(share * x.block for x, share in proposal[1] if x.begin in step)
+    needed = moved / forward.seconds / 1e9
+    carried = step_time.assumptions["accelerator"]["host_bandwidth"] / 1e9
+    verdict = "hidden" if needed <= carried else "compute would wait"
+    advice = (
+        f"{saving.advice}; copies at {needed:.1f} of the link's {carried:.1f} GB/s "
+        f"while forward runs: {verdict}"
+    )
+    return dataclasses.replace(saving, advice=advice)
 
 
 def _other_allocator(analysis: Analysis) -> Iterable[Saving]:

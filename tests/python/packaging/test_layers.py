@@ -40,7 +40,6 @@ PYTHON_LAYERS = {
     "checkpoint": 3,
     "clipping": 3,
     "losses": 3,
-    "estimate": 3,
     "memory": 3,
     "optimizing": 3,
     "phantom": 3,

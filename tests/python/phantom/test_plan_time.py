@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
+import torch
+from torch import nn
 
+import lowtide
 from lowtide.planning import Plan
 from support import planned
 
@@ -73,3 +77,49 @@ def test_a_trace_wants_the_time(tmp_path):
     assert (
         "lowtide: plan --trace: expected --time too, got none. Pass --time."
     ) in done.stderr
+
+
+# -- will an offload pay? -------------------------------------------------------------
+
+LAYERS, ROWS, WIDTH = 8, 1 << 16, 256
+INPUT = 4 * ROWS * WIDTH
+
+
+class Blocks(nn.Module):
+    """Each keeps its input for backward and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = Blocks().to("cuda")
+    return model, torch.optim.SGD(model.parameters())
+
+
+def step(state: tuple[nn.Module, torch.optim.Optimizer]) -> None:
+    model, optimizer = state
+    model(torch.randn(ROWS, WIDTH, device="cuda")).sum().backward()
+    optimizer.step()
+
+
+def test_an_offload_is_advised_with_what_its_copies_need():
+    found = lowtide.plan(build, step, time=True)
+    (offload,) = [saving for saving in found.savings if saving.what == "offload"]
+    match = re.search(r"at (.+) of the link's (.+) GB/s .*: (.*)", offload.advice)
+    assert match is not None
+    needed, carried, verdict = match.groups()
+    assert float(carried) == pytest.approx(0.85 * 63, abs=0.1)  # PCIe 5.0
+    # All inputs but the first, the batch, and two that are on their way.
+    assert found.step_time is not None
+    moved = float(needed) * 1e9 * found.step_time.phases["forward"].seconds
+    assert moved == pytest.approx((LAYERS - 1) * INPUT * (1 - 2 / LAYERS), rel=0.2)
+    # Products this thin take less time than their inputs on a link.
+    assert verdict == "compute would wait"
