@@ -31,14 +31,14 @@ class Simulation {
 
   const Machine& machine() const { return machine_; }
 
-  // -- the host
-  // -----------------------------------------------------------------
+  // -- the host ---------------------------------------------------------------
+
   void spend(double seconds) { host_ += seconds; }  // its time goes on
   double host() const { return host_; }
 
-  // -- work at the end of a stream
-  // ---------------------------------------------- `name` outlives the
-  // simulation.  The caller spends the host's time first.
+  // -- work at the end of a stream --------------------------------------------
+
+  // `name` outlives the simulation.  The caller spends the host's time first.
 
   // Of what the stream is given from now on, as CUDA has it: a lower number is
   // more urgent.  0 at first.
@@ -61,17 +61,17 @@ class Simulation {
   // A phase begins when the stream gets there.
   void mark(std::string phase, TimedStream stream);
 
-  // -- the host waits
-  // -----------------------------------------------------------
+  // -- the host waits ---------------------------------------------------------
+
   void synchronize_event(EventNumber event);
   void synchronize_stream(TimedStream stream);
   void synchronize_all();
 
-  // -- what happened
-  // ------------------------------------------------------------ Throws
-  // std::out_of_range for an event that nobody recorded.  When the event
-  // happens.  Where that is after host() it is what is known so far: work that
-  // is issued until then can still delay it.  The host does not wait.
+  // -- what happened ----------------------------------------------------------
+
+  // When the event happens.  Where that is after host() it is what is known so
+  // far: work that is issued until then can still delay it.  The host does not
+  // wait.  Throws std::out_of_range for an event that nobody recorded.
   Moment time_of(EventNumber event);
   // The host waits for everything.
   void finish() { synchronize_all(); }

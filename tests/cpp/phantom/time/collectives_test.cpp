@@ -119,8 +119,7 @@ TEST(CollectiveCostTest, AloneIsFree) {
       0);
 }
 
-// -- groups
-// -----------------------------------------------------------------------
+// -- groups -------------------------------------------------------------------
 
 CollectiveCost all_gathers(int number, double bytes, const Network& network,
                            std::int64_t most_channels = 0) {
@@ -231,8 +230,7 @@ TEST(GroupCostTest, TrafficIsWhatIsReadAndWritten) {
   EXPECT_EQ(traffic(CollectiveKind::receive), 800);
 }
 
-// -- between two ranks
-// ------------------------------------------------------------
+// -- between two ranks --------------------------------------------------------
 
 TEST(PairCostTest, ASendTakesOneHopAndTheLink) {
   const CollectiveCost cost =

@@ -72,8 +72,7 @@ TEST_F(SharingTest, TheFloorIsALatencyAndNotShared) {
   EXPECT_EQ(small.host(), 2);
 }
 
-// -- collectives
-// ------------------------------------------------------------------
+// -- collectives --------------------------------------------------------------
 
 TEST_F(SharingTest, ACollectiveTakesItsChannelsFromProducts) {
   gather(kSide, {.seconds = 100, .channels = 20});
@@ -144,8 +143,7 @@ TEST_F(SharingTest, ASlowedCollectiveMovesItsTrafficMoreSlowly) {
   EXPECT_DOUBLE_EQ(end_of(kCompute), 5);
 }
 
-// -- waiting for multiprocessors
-// --------------------------------------------------
+// -- waiting for multiprocessors ----------------------------------------------
 
 // A product of 5 waves of 2 s; a collective comes at 3.
 class WaveTest : public DeviceTest {

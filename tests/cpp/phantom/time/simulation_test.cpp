@@ -206,8 +206,7 @@ TEST_F(SimulationTest, WorkThatNeverEndsIsRefused) {
   }
 }
 
-// -- copy engines
-// -----------------------------------------------------------------
+// -- copy engines -------------------------------------------------------------
 
 TEST_F(SimulationTest, EachDirectionHasACopyEngine) {
   device.transfer(kSide, "in", 1, Direction::to_device);
@@ -237,8 +236,7 @@ TEST_F(SimulationTest, ACopyThatIsReadyDoesNotWaitForOneThatIsNot) {
   EXPECT_EQ(end_of(kSide), 12);
 }
 
-// -- communicators
-// ----------------------------------------------------------------
+// -- communicators ------------------------------------------------------------
 
 TEST_F(SimulationTest, CollectivesOfACommunicatorRunInTheOrderOfIssue) {
   compute(kCompute, 2);
