@@ -22,6 +22,7 @@ _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _PLANNING = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED = sysconfig.get_paths()["purelib"] + os.sep
+_COMPILED = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "<")
 
 
 def _owners() -> dict[CodeType, str]:
@@ -107,8 +108,8 @@ class Line:
 
     @property
     def is_in_program(self) -> bool:
-        """Neither torch nor lowtide nor Python's own library."""
-        if self.file.startswith((_TORCH, _OWN, "<")):
+        """Neither torch, or what it compiled, nor lowtide nor Python's own library."""
+        if self.file.startswith((_TORCH, _OWN, _COMPILED, "<")):
             return False
         return self.file.startswith(_INSTALLED) or not self.file.startswith(_STANDARD)
 
