@@ -120,8 +120,7 @@ CASE = Case(
     name=NAME,
     describe="Time of a Llama step, simulated, beside FSDP2.",
     how="""\
-`programs/llama_time.py`: the third step on the simulated device with a timeline
-(docs/time.md), rank 0, batch 1, sequence 8192, full checkpointing, bf16 compute, fp32
+`programs/llama_time.py`: the third step on the [phantom's clock](time.md), rank 0, batch 1, sequence 8192, full checkpointing, bf16 compute, fp32
 reduction, fused AdamW, gradients clipped; both systems with their default settings,
 blocks, embedding and head units of their own; a head that FSDP2 applies to chunks is
 held from the first to the last. Nothing was measured on a GPU.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -98,12 +99,14 @@ def activation_report(model: nn.Module) -> ActivationReport | None:
 def _exposed_wait(device: torch.device, figures: dict[str, Any]) -> float | None:
     if device.type == "cpu":
         return float(figures["host_ns_copying"]) / 1e9
-    # A simulated device may not keep time; its stamps are then the host's.
-    keeps_time = getattr(torch.get_device_module(device), "keeps_time", None)
     exposed = figures["exposed_ns"]
-    if exposed is None or (keeps_time is not None and not keeps_time()):
-        return None
-    return float(exposed) / 1e9
+    return None if exposed is None or not _keeps_time() else float(exposed) / 1e9
+
+
+def _keeps_time() -> bool:
+    """GPUs that compute nothing (lowtide.phantom) do only while a timeline runs."""
+    keeps = getattr(ctypes.CDLL(None), "lowtide_dry_keeps_time", None)
+    return keeps is None or bool(keeps())
 
 
 def planned_bytes(model: nn.Module) -> int:

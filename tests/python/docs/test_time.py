@@ -12,9 +12,8 @@ PAGE = (ROOT / "docs/time.md").read_text()
 SCRIPT = ROOT / "tests/python/phantom/scripts/train_fsdp2.py"
 
 
-def block(language: str) -> str:
-    (found,) = re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
-    return found
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
 def run(arguments: list[str], directory: Path) -> str:
@@ -30,8 +29,11 @@ def run(arguments: list[str], directory: Path) -> str:
 
 
 def test_python(tmp_path):
-    (tmp_path / "time_step.py").write_text(block("python"))
-    out = run(["time_step.py"], tmp_path)
+    (program,), (_, command) = blocks("python"), blocks("sh")
+    (tmp_path / "time_step.py").write_text(program)
+    python, *arguments = shlex.split(command)
+    assert python == "python"
+    out = run(arguments, tmp_path)
     assert re.search(r"^simulated, ms +seconds +compute +communication +exposed", out)
     assert re.search(r"^backward +\d", out, re.MULTILINE)
     assert json.loads((tmp_path / "step.json").read_text())["traceEvents"]
@@ -39,7 +41,7 @@ def test_python(tmp_path):
 
 
 def test_command(tmp_path):
-    python, *arguments = shlex.split(block("sh"))
+    python, *arguments = shlex.split(blocks("sh")[0])
     assert python == "python"
     (tmp_path / "train.py").write_text(SCRIPT.read_text())
     out = run([*arguments[: arguments.index("--")], "--", "train.py"], tmp_path)
