@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "phantom/driver/listener.h"
+#include "phantom/driver/pinned_memory.h"
 #include "phantom/driver/timekeeper.h"
 
 namespace lowtide::dry {
@@ -164,6 +165,7 @@ void copy_bytes(void* to, const void* from, std::size_t bytes) {
       kept().write(to_address, from, bytes);
     }
   } else if (device_of(from)) {
+    pinned_memory().clear(to, bytes);
     kept().read(to, from_address, bytes);
     if (thread_answer && bytes <= sizeof *thread_answer) {
       std::memcpy(to, &*thread_answer, bytes);

@@ -89,7 +89,6 @@ void KeptBytes::copy(Address to, Address from, std::size_t bytes) {
 
 void KeptBytes::read(void* to, Address from, std::size_t bytes) const {
   const Lock lock(mutex_);
-  std::memset(to, 0, bytes);
   const auto end = from + bytes;
   for (auto one = first_of(from); one != copies_.end() && one->first < end;
        ++one) {

