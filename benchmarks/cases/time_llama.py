@@ -126,21 +126,17 @@ blocks, embedding and head units of their own; a head that FSDP2 applies to chun
 held from the first to the last. Nothing was measured on a GPU.
 
 *exposed*: a collective runs while the compute stream waits for another stream.
-*loss* is the head and the loss. Assumed: 70 % of the peak in products, 35 % in
-attention, 90 % of the memory's bandwidth, 5 us of the host for each operator,
-collectives as NCCL's tuning model has them on DGX nodes (NVLink 4, one 400 Gb/s card a
-GPU), and streams that do not slow each other down. *bar*: what we set out to reach.
+*loss* is the head and the loss. What is assumed is in [time.md](time.md). *bar*: what we
+set out to reach.
 
-Where lowtide exposes more, its steps are shorter all the same. In forward the first
+Until the clock charged multiprocessors, a kernel's wait for them and latency once an
+operation, the shares of exposed communication were 0.83, 0.99 and 1.11; FSDP2 beside
+lowtide is computed by the same rules. lowtide's gradients leave in many more collectives
+than FSDP2's, so its communication is busy for longer: each pays the ring's latency and
+waits behind a product's blocks. Longer chunks cost reserved bytes. In forward the first
 block's gather is hidden by the copies that FSDP2 makes of what it gathered before and
-lowtide does not: 0.8 to 1.1 ms. At 256 ranks the embedding's gradient leaves in five
-collectives, whose latency is 0.5 ms each, instead of one: longer chunks would take the
-difference away (two of 1 GiB were tried, 13.5 ms), but their bytes would be the step's
-peak of reserved memory. With the loss by chunks of tokens the head's gradient is there
-as soon as backward begins, with no product left to hide it: compute waits 4.3 ms (64
-ranks) until its 1 GiB has been copied into the ring, and only then computes the last
-block again; else it would be in the peak. To gather that block during the loss was
-tried and changes nothing.""",
+lowtide does not. With the loss by chunks of tokens the head's gradient is there as soon as
+backward begins, with no product left to hide it.""",
     run=measure,
     headlines=tuple(
         f"{what}, {setting}"

@@ -149,6 +149,12 @@ def write_zeros(address: int, num_bytes: int) -> None:
     _function("write_zeros", None, *arguments)(address, num_bytes)
 
 
+def copy(to: int, source: int, num_bytes: int) -> None:
+    """Between host and device, as if the host had done it."""
+    arguments = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+    _function("copy", None, *arguments)(to, source, num_bytes)
+
+
 def device_of(address: int) -> int:
     """-1 for the host's."""
     return int(_function("device_of", ctypes.c_int, ctypes.c_void_p)(address))

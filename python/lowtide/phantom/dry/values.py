@@ -3,6 +3,8 @@
 Values that the host made are right: the driver keeps them and they travel. Of the rest,
 a number that is read back is 1, a truth value False, and a size that depends on data is
 the share of all elements that was asked for (``nonzero``, boolean masks, ``unique``).
+Counts are equal (``histc``, ``bincount``): the tokens of a mixture are spread evenly over
+its experts.
 Each place where that happened is a note with its line.
 """
 
@@ -29,6 +31,7 @@ from . import driver
 TRUTH = "a truth value read back is False"
 COUNT = "a whole number read back is 1"
 NUMBER = "a number read back is 1"
+BALANCED = "counts are equal: experts are balanced"
 
 # {(what was assumed, where): how often}
 notes: Counter[tuple[str, str]] = Counter()
@@ -64,6 +67,8 @@ def install(nonzero: float) -> None:
         replace("_local_scalar_dense", _read)
         for name in ("nonzero", "_unique2", "unique_dim", "unique_consecutive"):
             replace(name, lambda kernel: _sized(kernel, nonzero))
+        replace("histc", _histc)
+        replace("bincount", _bincount)
         replace("_amp_foreach_non_finite_check_and_unscale_", _all_finite)
 
 
@@ -135,6 +140,37 @@ def _sized(kernel: Callable[..., Any], share: float) -> Any:
             return kernel(keys, tensor, *arguments)
 
     return sized
+
+
+def _histc(kernel: Callable[..., Any]) -> Any:
+    def histc(keys: Any, tensor: Tensor, *arguments: Any) -> Tensor:
+        return _balanced(tensor, kernel(keys, tensor, *arguments))
+
+    return histc
+
+
+def _bincount(kernel: Callable[..., Any]) -> Any:
+    def bincount(
+        keys: Any, tensor: Tensor, weights: Tensor | None = None, minlength: int = 0
+    ) -> Tensor:
+        if _is_known(tensor):
+            return kernel(keys, tensor, weights, minlength)
+        with _answer(max(minlength - 1, 0)):  # the largest number
+            counts = kernel(keys, tensor, weights, minlength)
+        return counts if weights is not None else _balanced(tensor, counts)
+
+    return bincount
+
+
+def _balanced(tensor: Tensor, counts: Tensor) -> Tensor:
+    if _is_known(tensor) or not counts.numel():
+        return counts
+    notes[BALANCED, where()] += 1
+    each, more = divmod(tensor.numel(), counts.numel())
+    equal = [each + (place < more) for place in range(counts.numel())]
+    on_host = torch.tensor(equal, dtype=counts.dtype)
+    driver.copy(counts.data_ptr(), on_host.data_ptr(), on_host.nbytes)
+    return counts
 
 
 def _all_finite(kernel: Callable[..., Any]) -> Any:

@@ -1,0 +1,56 @@
+"""Counts of values that nobody computed are equal, as of experts that are balanced; what
+the host made is counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lowtide.phantom.dry import values
+from support.dry_process import call_dry
+
+pytestmark = pytest.mark.skipif(not torch.version.cuda, reason="a CPU build of torch")
+
+EXPERTS, TOKENS, TOP_K = 8, 63, 2
+
+
+def routed() -> dict[str, Any]:
+    scores = torch.randn(TOKENS, EXPERTS, device="cuda")
+    chosen = scores.topk(TOP_K).indices.flatten()
+    by_histc = torch.histc(chosen.float(), bins=EXPERTS, min=0, max=EXPERTS)
+    by_bincount = torch.bincount(chosen, minlength=EXPERTS)
+    of_host = torch.bincount(torch.tensor([0, 0, 3]).cuda(), minlength=4)
+    tokens = torch.randn(TOKENS * TOP_K, 4, device="cuda")
+    parts = tokens.split(by_bincount.tolist())
+    return {
+        "histc": by_histc.tolist(),
+        "bincount": by_bincount.tolist(),
+        "ends": by_bincount.cumsum(0).tolist(),
+        "rows": [len(part) for part in parts],
+        "of host": of_host.tolist(),
+    }
+
+
+def test_experts_are_balanced():
+    found = call_dry(routed)
+    equal = [16] * 6 + [15] * 2  # 63 x 2 over 8
+    assert found["histc"] == found["bincount"] == found["rows"] == equal
+    assert found["ends"][-1] == TOKENS * TOP_K
+    assert found["of host"] == [2, 0, 0, 1]
+
+
+def test_the_assumption_is_a_note_with_its_line():
+    notes = call_dry(noted)
+    assert notes[values.BALANCED] == "test_balanced_counts.py"
+
+
+def noted() -> dict[str, str]:
+    import sys
+
+    torch.bincount(torch.randn(8, device="cuda").long(), minlength=4)
+    inside: Any = sys.modules["_lowtide_dry.values"]
+    return {
+        what: where.rpartition("/")[2].partition(":")[0] for what, where in inside.notes
+    }
