@@ -1,5 +1,5 @@
-"""Counts of values that nobody computed are equal, as of experts that are balanced; what
-the host made is counted."""
+"""Counts of values that nobody computed are equal, as of experts that are balanced;
+what the host made is counted."""
 
 from __future__ import annotations
 
