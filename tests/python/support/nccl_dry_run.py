@@ -20,11 +20,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import itertools
 import json
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +37,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 
 from lowtide.phantom.dry import driver
 from lowtide.phantom.dry.driver import Call
-from lowtide.phantom.histories import trace_of_cuda
 from support.cuda_steps import sharded, start, units_of
 
 MOST_CTAS = 7  # of the default group's communicator
@@ -167,8 +167,16 @@ def recorded() -> int:
     block.record_stream(stream)
     del block
     torch.empty(1 << 21, device="cuda")
-    trace = trace_of_cuda(torch.cuda.memory._snapshot())
-    return sum(operation.op == "record" for operation in trace.operations)
+    return late_frees(torch.cuda.memory._snapshot()["device_traces"][0])
+
+
+def late_frees(entries: Sequence[dict[str, Any]]) -> int:
+    """A block that was used on its own stream only is free as it is given back."""
+    return sum(
+        entry["action"] == "free_requested"
+        and (after["action"], after["addr"]) != ("free_completed", entry["addr"])
+        for entry, after in itertools.pairwise(entries)
+    )
 
 
 def settings() -> dict[str, list[Call]]:
