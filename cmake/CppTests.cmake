@@ -43,3 +43,16 @@ foreach(room IN LISTS rooms)
   add_test(NAME cpp.${room} COMMAND ${room}_test --gtest_brief=0)
   set_tests_properties(cpp.${room} PROPERTIES TIMEOUT 900)
 endforeach()
+
+# CUDA's runtime runs over the dry driver, on a GPU or without one.  Only this
+# entry has the driver, whose answers CudaRuntimeTest asks for.
+set_tests_properties(cpp.device PROPERTIES
+  ENVIRONMENT "GTEST_FILTER=-CudaRuntimeTest.*")
+if(LOWTIDE_WITH_CUDA)
+  add_test(NAME cpp.device.cuda
+    COMMAND device_test "--gtest_filter=CudaRuntimeTest.*:*/cuda")
+  set(machine LOWTIDE_DRY_GPU=h100 LOWTIDE_DRY_DEVICES=2
+    LOWTIDE_DRY_EVENTS=at_sync)
+  set_tests_properties(cpp.device.cuda PROPERTIES TIMEOUT 120
+    ENVIRONMENT "LD_PRELOAD=$<TARGET_FILE:lowtide_cuda_dry>;${machine}")
+endif()

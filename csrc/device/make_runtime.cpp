@@ -2,7 +2,6 @@
 
 #include "base/check.h"
 #include "device/cpu_runtime.h"
-#include "device/guard_runtime.h"
 #ifdef LOWTIDE_WITH_CUDA
 #include "device/cuda/cuda_runtime.h"
 #endif
@@ -20,13 +19,8 @@ std::shared_ptr<Runtime> make_runtime(c10::Device device) {
         "Build lowtide with LOWTIDE_CUDA=ON, or move the model to the CPU."));
   }
 #endif
-  if (c10::impl::hasDeviceGuardImpl(device.type()) && !device.is_meta()) {
-    return std::make_shared<GuardRuntime>(device);
-  }
-  throw InvalidArgument(base::error_text(
-      "device", "cpu, cuda or a device whose backend is loaded", device.str(),
-      "Move the model to one of these, or import the package that adds the "
-      "device to torch."));
+  throw InvalidArgument(base::error_text("device", "cpu or cuda", device.str(),
+                                         "Move the model to one of these."));
 }
 
 }  // namespace lowtide::device

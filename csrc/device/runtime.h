@@ -14,9 +14,8 @@
 // to no stream: whoever reuses them orders the uses.
 //
 // Implementations: CpuRuntime (everything is immediate), CudaRuntime (c10
-// streams and events), GuardRuntime (the same for devices that come to torch
-// from outside), ScriptedRuntime (vector clocks, deterministic race detection
-// on a CPU).
+// streams and events), ScriptedRuntime (vector clocks, deterministic race
+// detection on a CPU).
 #pragma once
 
 #include <c10/core/Allocator.h>

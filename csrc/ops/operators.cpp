@@ -43,7 +43,6 @@ at::Tensor norm_on_meta(at::TensorList tensors) {
 }
 
 TORCH_LIBRARY_IMPL(lowtide, CPU, m) { implement(m); }
-TORCH_LIBRARY_IMPL(lowtide, PrivateUse1, m) { implement(m); }
 #ifdef LOWTIDE_WITH_CUDA
 TORCH_LIBRARY_IMPL(lowtide, CUDA, m) { implement(m); }
 #endif

@@ -1,29 +1,80 @@
 #include "device/cuda/cuda_runtime.h"
 
 #include <ATen/Context.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
+
+#include <cmath>
+#include <utility>
+#include <vector>
+
+#include "base/check.h"
 
 namespace lowtide::device {
 namespace {
 
-// What an Event points to.  `event` goes back to `pool` when it dies.
-struct PooledPoint {
-  std::shared_ptr<c10::cuda::CUDAEventPool> pool;
-  c10::cuda::CUDAEventPool::Event event;
+using c10::cuda::CUDAEvent;
+using c10::cuda::CUDAEventPool;
+using c10::cuda::CUDAStream;
+using c10::cuda::getCurrentCUDAStream;
+using c10::cuda::getStreamFromPool;
+
+constexpr int kHighPriority = -1;
+constexpr int kNormalPriority = 0;
+
+// The scopes this thread is in, outermost first; of all runtimes, because two
+// roots on one device share the user's stream.
+struct Scope {
+  Stream entered;
+  CUDAStream previous;
 };
+thread_local std::vector<Scope> scopes;
+
+// `event` goes back to `pool` when the last copy of an Event dies.
+struct Pooled {
+  std::shared_ptr<CUDAEventPool> pool;
+  CUDAEventPool::Event event;
+};
+
+Event recorded(std::shared_ptr<CUDAEvent> event, const CUDAStream& on) {
+  event->record(on);
+  return Event(std::move(event));
+}
+
+CUDAEvent& event_of(const Event& event) {
+  return *static_cast<CUDAEvent*>(event.get());
+}
 
 }  // namespace
 
 CudaRuntime::CudaRuntime(c10::Device device)
-    : GuardRuntime(device),
-      events_(std::make_shared<c10::cuda::CUDAEventPool>()) {
+    : gather_(getStreamFromPool(kHighPriority, device.index())),
+      reduce_(getStreamFromPool(kHighPriority, gather_.device_index())),
+      offload_(getStreamFromPool(kNormalPriority, gather_.device_index())),
+      reload_(getStreamFromPool(kNormalPriority, gather_.device_index())),
+      events_(std::make_shared<CUDAEventPool>()) {
   // A model that was on the meta device has not used CUDA yet.
   at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
 }
 
-c10::cuda::CUDAStream CudaRuntime::cuda_stream(Stream stream) const {
-  return c10::cuda::CUDAStream(stream_of(stream));
+CUDAStream CudaRuntime::cuda_stream(Stream stream) const {
+  if (stream == Stream::gather) return gather_;
+  if (stream == Stream::reduce) return reduce_;
+  if (stream == Stream::offload) return offload_;
+  if (stream == Stream::reload) return reload_;
+  LOWTIDE_INVARIANT(stream == Stream::compute,
+                    "only a process group runs on the wire stream");
+  // What was current before this thread's outermost scope on this device.
+  for (const Scope& scope : scopes) {
+    if (scope.previous.device() == device()) return scope.previous;
+  }
+  return getCurrentCUDAStream(device().index());
+}
+
+c10::DataPtr CudaRuntime::allocate(std::size_t bytes) {
+  const c10::cuda::CUDAStreamGuard guard(cuda_stream(Stream::compute));
+  return c10::cuda::CUDACachingAllocator::get()->allocate(bytes);
 }
 
 c10::DataPtr CudaRuntime::allocate_pinned(std::size_t bytes) {
@@ -54,29 +105,64 @@ void CudaRuntime::copy(Stream stream, void* to, const void* from,
 }
 
 Event CudaRuntime::record(Stream stream) {
-  const auto on = cuda_stream(stream);
-  auto point = std::make_shared<PooledPoint>(
-      PooledPoint{events_, events_->get(on.device_index())});
-  point->event->record(on);
-  return Event(std::move(point));
+  const CUDAStream on = cuda_stream(stream);
+  const auto pooled = std::make_shared<Pooled>(
+      Pooled{events_, events_->get(on.device_index())});
+  return recorded({pooled, pooled->event.get()}, on);
+}
+
+// A capture has no time, and the pool's events tell none.
+Event CudaRuntime::record_time(Stream stream) {
+  if (capturing()) return {};
+  return recorded(std::make_shared<CUDAEvent>(cudaEventDefault),
+                  cuda_stream(stream));
+}
+
+std::optional<std::int64_t> CudaRuntime::elapsed_ns(const Event& from,
+                                                    const Event& to) const {
+  constexpr double kNsOfMs = 1e6;
+  const CUDAEvent& first = event_of(from);
+  const CUDAEvent& second = event_of(to);
+  if (!first.query() || !second.query()) return std::nullopt;
+  return std::llround(first.elapsed_time(second) * kNsOfMs);
 }
 
 std::uint64_t CudaRuntime::capture() const {
-  const auto compute = c10::cuda::getCurrentCUDAStream(device().index());
+  const CUDAStream on = getCurrentCUDAStream(device().index());
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long id = 0;
-  C10_CUDA_CHECK(cudaStreamGetCaptureInfo(compute, &status, &id));
+  C10_CUDA_CHECK(cudaStreamGetCaptureInfo(on, &status, &id));
   return status == cudaStreamCaptureStatusNone ? 0 : std::uint64_t{id};
 }
 
-// A capture has no time.
-Event CudaRuntime::record_time(Stream stream) {
-  return capturing() ? Event() : GuardRuntime::record_time(stream);
+void CudaRuntime::wait(Stream stream, const Event& event) {
+  if (!event.empty()) event_of(event).block(cuda_stream(stream));
 }
 
-void CudaRuntime::wait(Stream stream, const Event& event) {
-  if (event.empty()) return;
-  static_cast<PooledPoint*>(event.get())->event->block(cuda_stream(stream));
+void CudaRuntime::synchronize(Stream stream) {
+  cuda_stream(stream).synchronize();
+}
+
+std::int64_t CudaRuntime::enter(Stream stream) {
+  const CUDAStream target = cuda_stream(stream);
+  const auto depth = static_cast<std::int64_t>(scopes.size());
+  scopes.push_back({stream, getCurrentCUDAStream(target.device_index())});
+  setCurrentCUDAStream(target);
+  return depth;
+}
+
+void CudaRuntime::leave(std::int64_t previous) {
+  while (static_cast<std::int64_t>(scopes.size()) > previous) {
+    setCurrentCUDAStream(scopes.back().previous);
+    scopes.pop_back();
+  }
+}
+
+Stream CudaRuntime::current() const {
+  for (auto scope = scopes.rbegin(); scope != scopes.rend(); ++scope) {
+    if (scope->previous.device() == device()) return scope->entered;
+  }
+  return Stream::compute;
 }
 
 }  // namespace lowtide::device

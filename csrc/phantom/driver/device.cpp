@@ -155,6 +155,11 @@ std::atomic<std::int64_t>& host_waits() {
   return waits;
 }
 
+std::atomic<std::int64_t>& events_made() {
+  static std::atomic<std::int64_t> made = 0;
+  return made;
+}
+
 void copy_bytes(void* to, const void* from, std::size_t bytes) {
   const auto to_address = reinterpret_cast<Address>(to);
   const auto from_address = reinterpret_cast<Address>(from);

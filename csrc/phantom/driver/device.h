@@ -93,6 +93,8 @@ Gauge& pinned();
 
 // How often the host waited for a device.
 std::atomic<std::int64_t>& host_waits();
+// How many events were made.
+std::atomic<std::int64_t>& events_made();
 
 // Copies as far as there are bytes, of any two of host and devices.
 void copy_bytes(void* to, const void* from, std::size_t bytes);

@@ -18,6 +18,8 @@ extern "C" {
 // Times that the host waited for a device.
 LOWTIDE_DRY_API std::int64_t lowtide_dry_host_waits() { return host_waits(); }
 LOWTIDE_DRY_API std::int64_t lowtide_dry_launches() { return launches(); }
+// Events so far: whoever uses theirs again makes no more.
+LOWTIDE_DRY_API std::int64_t lowtide_dry_events_made() { return events_made(); }
 // Work beside a capture that is missing from its graph.
 LOWTIDE_DRY_API std::int64_t lowtide_dry_stray() { return capture().stray(); }
 // Collectives so far that `stream` does not come after.
