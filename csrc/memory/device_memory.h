@@ -26,8 +26,8 @@ class DeviceMemory {
   // give a null DataPtr on the runtime's device and no ledger entry.  The
   // ledger entry and the bytes live until the returned DataPtr (or the storage
   // it was moved into) dies; runtime and ledger are kept alive until then.
-  // Out of memory: c10::OutOfMemoryError / std::bad_alloc pass through, the
-  // ledger is unchanged.
+  // Out of memory: the device's c10::Error passes through, with what was wanted
+  // and what to do; the ledger is unchanged.
   c10::DataPtr lease(Category category, std::string_view name,
                      std::int64_t bytes);
 
@@ -38,8 +38,8 @@ class DeviceMemory {
   const std::shared_ptr<Ledger>& ledger() const { return ledger_; }
 
   // Fault injection: the next lease of `category` under `name` throws
-  // std::bad_alloc once.  This is how recovery from out-of-memory is tested at
-  // every point of a step.
+  // c10::OutOfMemoryError once.  This is how recovery from out-of-memory is
+  // tested at every point of a step.
   void fail_next_lease(Category category, std::string name);
 
   // Debugging: fills every lease with NaN (0xFF bytes) when it is made and

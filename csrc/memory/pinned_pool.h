@@ -82,8 +82,9 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
   // Waits for the copies.
   ~PinnedPool();
 
-  // `num_bytes` > 0.  Throws std::bad_alloc when the host has none left, and
-  // lowtide::Error where a graph capture would need pageable ones.
+  // `num_bytes` > 0.  Throws c10::Error, with what was wanted and what to do,
+  // when the host has none left, and lowtide::Error where a graph capture would
+  // need pageable ones.
   HostSlot acquire(std::string_view name, std::int64_t num_bytes);
 
   struct Figures {

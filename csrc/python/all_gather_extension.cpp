@@ -21,17 +21,29 @@ std::vector<at::Tensor> tensors_in(const py::handle& list) {
 }  // namespace
 
 PyAllGatherExtension::PyAllGatherExtension(py::object inputs,
-                                           py::object arrived)
-    : inputs_(std::move(inputs)), arrived_(std::move(arrived)) {}
+                                           py::object arrived,
+                                           py::object passing)
+    : inputs_(std::move(inputs)),
+      arrived_(std::move(arrived)),
+      passing_(std::move(passing)) {}
 
 PyAllGatherExtension::~PyAllGatherExtension() {
   const py::gil_scoped_acquire gil;
-  inputs_ = arrived_ = py::object();
+  inputs_ = arrived_ = passing_ = py::object();
 }
 
 std::vector<at::Tensor> PyAllGatherExtension::inputs() {
   const py::gil_scoped_acquire gil;
   return tensors_in(inputs_());
+}
+
+std::vector<bool> PyAllGatherExtension::passing() {
+  const py::gil_scoped_acquire gil;
+  std::vector<bool> passing;
+  for (const auto flag : py::list(passing_())) {
+    passing.push_back(flag.cast<bool>());
+  }
+  return passing;
 }
 
 PyAllGatherExtension::Made PyAllGatherExtension::arrived(

@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <array>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -70,7 +71,7 @@ using SlotTuple = std::tuple<py::dict, py::str, std::int32_t>;
 void attach(shard::Unit& unit, const std::vector<SlotTuple>& slots,
             std::vector<py::object> shards, std::vector<py::object> full,
             py::object wrap, py::object unwrap, py::object refuse,
-            const std::optional<std::pair<py::object, py::object>>& extension) {
+            const std::optional<std::array<py::object, 3>>& extension) {
   std::vector<PyModuleView::Slot> places;
   places.reserve(slots.size());
   for (const auto& [parameters, name, index] : slots) {
@@ -90,7 +91,7 @@ void attach(shard::Unit& unit, const std::vector<SlotTuple>& slots,
                   std::move(places), std::move(shards), std::move(full),
                   std::move(wrap), std::move(unwrap), std::move(refuse)),
               extension ? std::make_unique<PyAllGatherExtension>(
-                              extension->first, extension->second)
+                              (*extension)[0], (*extension)[1], (*extension)[2])
                         : nullptr,
               local_tensors);
 }
@@ -108,7 +109,8 @@ py::dict unit_plan(shard::Unit& unit) {
   auto& gradients = unit.gradients();
   py::dict bytes;
   bytes["parameters"] = unit.buffers().shard_bytes();
-  bytes["gathered"] = unit.planned_gathered_bytes();
+  bytes["gathered"] =
+      unit.planned_gathered_bytes() + unit.buffers().passing_bytes();
   bytes["gather_input"] = unit.planned_input_bytes();
   bytes["gradient_chunks"] = gradients.num_chunks();
   bytes["gradient_slot"] = gradients.slot_bytes();
@@ -307,6 +309,7 @@ void bind_shard(py::module_& module) {
                     &Root::set_gradient_budget)
       .def("reduce_accumulated", &Root::reduce_accumulated, NoGil())
       .def("optimizer_stepped", &Root::optimizer_stepped)
+      .def_property_readonly("entered_units", &Root::entered_units)
       .def("abort", &Root::abort, NoGil(), py::arg("drop_gradients") = true);
 
   py::class_<ForwardHooks>(module, "ForwardHooks")

@@ -1,11 +1,14 @@
 #include "python/forward_hooks.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
+#include <string>
 #include <utility>
 #include <vector>
 
+#include "base/check.h"
 #include "python/tensor_tree.h"
 
 namespace py = pybind11;
@@ -17,6 +20,31 @@ at::Tensor cast_floating(const at::Tensor& tensor, at::ScalarType dtype) {
   return tensor.is_floating_point() && tensor.scalar_type() != dtype
              ? tensor.to(dtype)
              : tensor;
+}
+
+// torch.func's derivatives have graphs of their own, which a unit's nodes and
+// hooks see nothing of.
+void refuse_func_derivatives(const std::string& unit) {
+  using c10::DispatchKey;
+  if (!c10::impl::tls_is_dispatch_key_included(
+          DispatchKey::FuncTorchDynamicLayerFrontMode)) {
+    return;
+  }
+  const auto stack = py::module_::import("torch._C._functorch")
+                         .attr("get_interpreter_stack")();
+  if (stack.is_none()) return;
+  for (const auto& interpreter : stack) {
+    const auto kind =
+        interpreter.attr("key")().attr("name").cast<std::string>();
+    if (kind == "Grad" || kind == "Jvp") {
+      throw Error(base::error_text(
+          base::concat("unit '", unit, "'"),
+          "a forward outside of torch.func's derivatives",
+          "one inside torch.func.grad, vjp, jvp, jacrev or the like",
+          "Use torch.autograd.grad, with create_graph=True for derivatives of "
+          "derivatives, or torch.autograd.forward_ad."));
+    }
+  }
 }
 
 }  // namespace
@@ -58,6 +86,7 @@ py::object ForwardHooks::prepare_inputs(py::handle tree, bool cast) const {
 
 py::object ForwardHooks::pre(py::handle module, py::handle args,
                              py::handle kwargs) {
+  if (unit_) refuse_func_derivatives(unit_->name());
   if (!unit_ || !unit_->root() || std::exchange(look_again_, false)) {
     lazy_init_();
   }

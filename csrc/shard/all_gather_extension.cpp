@@ -16,7 +16,8 @@ ExtendedParameters::ExtendedParameters(
     std::shared_ptr<memory::DeviceMemory> memory)
     : unit_(std::move(unit)),
       world_size_(world_size),
-      memory_(std::move(memory)) {}
+      memory_(std::move(memory)),
+      passing_(memory_->runtime().device()) {}
 
 void ExtendedParameters::use(std::unique_ptr<AllGatherExtension> extension) {
   extension_ = std::move(extension);
@@ -45,10 +46,14 @@ void ExtendedParameters::prepare() {
 }
 
 void ExtendedParameters::lay_out(const std::vector<at::Tensor>& inputs) {
+  auto passing = extension_->passing();
+  passing.resize(inputs.size(), false);
   for (const auto& input : inputs) {
     const auto bytes = static_cast<std::int64_t>(input.nbytes()) * world_size_;
-    extents_.push_back({bytes_, bytes});
-    bytes_ += at::round_up(bytes, memory::kAlignment);
+    const bool passes = passing[extents_.size()];
+    auto& end = passes ? passing_bytes_ : bytes_;
+    extents_.push_back({end, bytes, passes});
+    end += at::round_up(bytes, memory::kAlignment);
     regions_.emplace_back(memory_->runtime().device());
     gathered_.push_back(regions_.back().view(
         input.scalar_type(), {input.numel() * world_size_}, {1}));
@@ -67,8 +72,31 @@ void ExtendedParameters::set_read_errors() const {
 
 void ExtendedParameters::bind(char* base) {
   for (std::size_t k = 0; k < regions_.size(); ++k) {
-    regions_[k].bind(base + extents_[k].offset, extents_[k].bytes);
+    if (!extents_[k].passes) {
+      regions_[k].bind(base + extents_[k].offset, extents_[k].bytes);
+    }
   }
+}
+
+void ExtendedParameters::own_passing(c10::DataPtr lease) {
+  auto* const base = static_cast<char*>(lease.get());
+  for (std::size_t k = 0; k < regions_.size(); ++k) {
+    if (extents_[k].passes) {
+      regions_[k].bind(base + extents_[k].offset, extents_[k].bytes);
+    }
+  }
+  passing_.own(std::move(lease), passing_bytes_);
+}
+
+at::Tensor ExtendedParameters::passing(std::size_t k) const {
+  return passing_.view(at::kByte, {extents_[k].bytes}, {1}, extents_[k].offset);
+}
+
+void ExtendedParameters::unbind_passing() {
+  for (std::size_t k = 0; k < regions_.size(); ++k) {
+    if (extents_[k].passes) regions_[k].unbind();
+  }
+  passing_.unbind();
 }
 
 std::vector<at::Tensor> ExtendedParameters::arrived(bool from_parts) {
@@ -80,6 +108,7 @@ std::vector<at::Tensor> ExtendedParameters::arrived(bool from_parts) {
   if (!made.parameters.empty()) {
     keep_inner(made.inner);
   }
+  unbind_passing();  // behind the kernels of the hook, which compute runs
   return std::move(made.parameters);
 }
 
@@ -123,6 +152,7 @@ void ExtendedParameters::unbind() {
   for (auto& region : regions_) {
     region.unbind();
   }
+  passing_.unbind();
   for (const auto& inner : inner_) {
     hide_bytes(inner.storage);
   }

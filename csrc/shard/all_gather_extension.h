@@ -9,6 +9,9 @@
 // extension makes the full parameters of them, once, and later brings what it
 // made up to date.  What it allocated for that beyond the regions (`inner`)
 // loses its bytes together with them.
+//
+// What is gathered may be over as soon as the parameters are made of it
+// (`passing`).  Its regions are a buffer of their own, which goes back then.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -37,6 +40,11 @@ class AllGatherExtension {
   // What this rank sends: contiguous tensors of no subclass.  The current
   // stream is the one that the gather runs on.
   virtual std::vector<at::Tensor> inputs() = 0;
+  // Which of them nothing reads behind `arrived`; asked once, behind the first
+  // inputs().
+  virtual std::vector<bool> passing() {
+    return {};  // none
+  }
   // `gathered[k]`, flat: every rank's inputs()[k] in rank order, or, if it
   // comes `from_parts` that the last gather left, as this call left it.  The
   // current stream is compute's.  Empty unless parameters were made.
@@ -46,10 +54,12 @@ class AllGatherExtension {
 
 class ExtendedParameters {
  public:
-  // Bytes of the gathered buffer, from where the regions begin.
+  // Bytes of the gathered buffer, from where the regions begin, or of the
+  // buffer that passes.
   struct Extent {
     std::int64_t offset = 0;
     std::int64_t bytes = 0;
+    bool passes = false;
   };
 
   ExtendedParameters(UnitName unit, std::int64_t world_size,
@@ -64,14 +74,20 @@ class ExtendedParameters {
   // By prepare(), until drop_inputs(): bytes, one tensor a region.
   const std::vector<at::Tensor>& inputs() const { return inputs_; }
   void drop_inputs() { inputs_.clear(); }
-  // Known from the first gather on; of each region, and of all.
+  // Known from the first gather on; of each region, of all that stay until the
+  // unit is resharded, and of all that pass.
   const std::vector<Extent>& extents() const { return extents_; }
   std::int64_t bytes() const { return bytes_; }
+  std::int64_t passing_bytes() const { return passing_bytes_; }
 
   // Anew, when the unit's name or what was made has changed.
   void set_read_errors() const;
 
   void bind(char* base);
+  // Those that pass own their bytes until arrived() or unbind().
+  void own_passing(c10::DataPtr lease);
+  // Bytes of region k if it passes; what the collective writes to.
+  at::Tensor passing(std::size_t k) const;
   // What was made of the regions, if that was now.
   std::vector<at::Tensor> arrived(bool from_parts);
   void unbind();
@@ -83,6 +99,7 @@ class ExtendedParameters {
   };
 
   void lay_out(const std::vector<at::Tensor>& inputs);
+  void unbind_passing();
   void keep_inner(const std::vector<at::Tensor>& inner);
   void bind_inner();
 
@@ -93,6 +110,8 @@ class ExtendedParameters {
   std::vector<at::Tensor> inputs_;
   std::vector<Extent> extents_;
   std::int64_t bytes_ = 0;
+  std::int64_t passing_bytes_ = 0;
+  RepointedStorage passing_;
   std::vector<RepointedStorage> regions_;
   std::vector<at::Tensor> gathered_;  // flat, on the regions
   std::vector<Inner> inner_;

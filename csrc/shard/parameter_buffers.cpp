@@ -284,8 +284,17 @@ std::unique_ptr<comm::Pending> ParameterBuffers::gather(
     input =
         memory_->lease(memory::Category::gather_input, *unit_, input_bytes());
   }
+  // Last: it goes first, and what stays lies below it.
+  c10::DataPtr passing;
+  if (extended_.passing_bytes() > 0) {
+    passing = memory_->lease(memory::Category::gathered, *unit_,
+                             extended_.passing_bytes());
+  }
   const auto allocated = runtime.record(device::Stream::compute);
   bind_gathered(std::move(gathered));
+  if (extended_.passing_bytes() > 0) {
+    extended_.own_passing(std::move(passing));
+  }
   if (input_bytes() > 0) {
     input_.own(std::move(input), input_bytes());
   }
@@ -325,8 +334,11 @@ std::unique_ptr<comm::Pending> ParameterBuffers::issue(
   for (std::size_t k = 0; k < extended_.extents().size(); ++k) {
     const auto& extent = extended_.extents()[k];
     if (extent.bytes > 0) {
-      outs.push_back(gathered_.view(at::kByte, {extent.bytes}, {1},
-                                    layout_.gathered_bytes() + extent.offset));
+      outs.push_back(
+          extent.passes
+              ? extended_.passing(k)
+              : gathered_.view(at::kByte, {extent.bytes}, {1},
+                               layout_.gathered_bytes() + extent.offset));
       ins.push_back(extended_.inputs()[k]);
     }
   }

@@ -127,10 +127,12 @@ class ParameterBuffers {
   // What errors call the parameters.
   void rename(const std::vector<std::string>& parameters);
 
-  // Those of `extended` parameters are known from the first gather on.
+  // Those of `extended` parameters are known from the first gather on; those
+  // that pass come on top until the gather has arrived.
   std::int64_t gathered_bytes() const {
     return layout_.gathered_bytes() + extended_.bytes();
   }
+  std::int64_t passing_bytes() const { return extended_.passing_bytes(); }
   std::int64_t shard_bytes() const { return layout_.shard_bytes(); }
   std::int64_t input_bytes() const {
     return cast_bytes() + layout_.world_size() * layout_.packed_row_bytes();

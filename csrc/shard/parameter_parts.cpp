@@ -3,6 +3,7 @@
 #include <ATen/ceil_div.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
+#include "base/check.h"
 #include "shard/parameter_buffers.h"
 
 namespace lowtide::shard {
@@ -22,6 +23,7 @@ std::int64_t ParameterBuffers::for_each_part(std::int64_t parts,
     add(layout_[i].gathered_offset, layout_[i].gathered_bytes);
   }
   for (const auto& extent : extended_.extents()) {
+    LOWTIDE_INVARIANT(!extent.passes, "what parts are kept of stays");
     add(layout_.gathered_bytes() + extent.offset, extent.bytes);
   }
   return kept;

@@ -50,6 +50,7 @@ void Root::adopt(const std::vector<std::shared_ptr<Unit>>& units) {
   last_order_.resize(units_.size());
   std::iota(last_order_.rbegin(), last_order_.rend(), 0);
   settings_.assign(units_.size(), 0);
+  frozen_.assign(units_.size(), 0);
   compare_ranks();
 }
 
@@ -138,6 +139,7 @@ void Root::begin_forward(Unit& unit) {
     for (auto* one : units_) {
       if (one != nullptr) one->follow_current_stream();
     }
+    note_frozen();
     plan_gradients();
   }
 }
@@ -228,7 +230,8 @@ void Root::plan_gradients() {
     if (units_[u] != nullptr) require_reducible(*units_[u], trainable[u]);
   }
   bool complete = true;
-  log_.note({StepNote::What::settings, -1, gradient_budget()});
+  log_.note({StepNote::What::settings, -1, gradient_budget()},
+            base::concat("a gradient budget of ", gradient_budget(), " bytes"));
   const auto ring = ring_bytes();
   for (std::size_t u = 0; u < units_.size(); ++u) {
     auto* unit = units_[u];
@@ -238,7 +241,8 @@ void Root::plan_gradients() {
     }
     log_.note({StepNote::What::trainable, unit->number(),
                static_cast<std::int64_t>(
-                   std::hash<std::vector<bool>>()(trainable[u]) >> 1)});
+                   std::hash<std::vector<bool>>()(trainable[u]) >> 1)},
+              unit->frozen_text());
     if (unit->gradients().accumulating()) {
       unit->extend_plan(ring);
       complete = false;  // anew after its slab has been reduced
@@ -353,6 +357,7 @@ void Root::open_backward() {
   require_agreement();
   extend_plans();
   note_settings();
+  note_frozen();
   backward_ = current_backward();
   graph_kept_ = current_backward_keeps_graph();
   LOWTIDE_INVARIANT(backward_ != -1, "autograd runs on this thread");
@@ -380,7 +385,8 @@ void Root::open_backward() {
 bool Root::all_run_in_order() const {
   return kept_at_step_ != optimizer_steps_ &&
          std::none_of(units_.begin(), units_.end(), [](const Unit* unit) {
-           return unit != nullptr && unit->in_kept_graph();
+           return unit != nullptr &&
+                  (unit->in_kept_graph() || !unit->runs_in_order());
          });
 }
 
@@ -398,9 +404,7 @@ Unit* Root::enter_backward(Unit& unit) {
   const bool in_order = call.place && !nested_backward() && all_run_in_order();
   if (in_order) {
     stream_.seal_leading([&](const UnitGradients& gradients) {
-      const auto number = gradients.number();
-      return schedule_.is_over(number, *call.place) &&
-             units_[static_cast<std::size_t>(number)]->runs_in_order();
+      return schedule_.is_over(gradients.number(), *call.place);
     });
   }
   // Behind what others sent: nothing of this unit has left yet.
@@ -432,14 +436,15 @@ void Root::compare_ranks() {
 void Root::ask_ranks() {
   if (log_.compares()) {
     log_.post([this](std::int32_t number) {
-      const auto* unit = units_[static_cast<std::size_t>(number)];
-      return unit != nullptr ? unit->own_numbers() : StepLog::Numbers{};
+      auto* unit = units_[static_cast<std::size_t>(number)];
+      return unit != nullptr ? unit->numbers_to_compare() : StepLog::Numbers{};
     });
   }
 }
 
 // Where ranks are not compared on the host: on a group of one or a fake one
-// they have nothing to agree on, on others rank 0's first numbers stay.
+// they have nothing to agree on, on others rank 0's first numbers stay, and
+// what the program has done counts, the same on all ranks.
 void Root::require_agreement() {
   if (log_.compares()) {
     try {
@@ -456,12 +461,22 @@ void Root::require_agreement() {
   }
   for (auto* unit : units_) {
     if (unit == nullptr) continue;
-    auto& ranks = *unit->groups().gather;
-    auto numbers = unit->own_numbers();
-    if (ranks.size() > 1 && ranks.backend() != "fake") {
-      if (numbers_agreed_) continue;
-      const auto first =
-          ranks.from_rank_zero({numbers.begin(), numbers.end()}, unit->name());
+    auto& shards = *unit->groups().gather;
+    const auto& replicas = unit->gradients().reduction().replicas;
+    const auto several = [](const comm::Collectives& ranks) {
+      return ranks.size() > 1 && ranks.backend() != "fake";
+    };
+    auto numbers = unit->numbers_to_compare();
+    if (several(shards) || (replicas && several(*replicas))) {
+      if (numbers_agreed_) {
+        unit->agree_alone();
+        continue;
+      }
+      auto first =
+          shards.from_rank_zero({numbers.begin(), numbers.end()}, unit->name());
+      if (replicas) {
+        first = replicas->from_rank_zero(std::move(first), unit->name());
+      }
       std::copy(first.begin(), first.end(), numbers.begin());
     }
     unit->agree_on(numbers);
@@ -476,6 +491,23 @@ void Root::forget_what_differs() {
   planned_ = false;
   planned_trainable_.clear();
   std::fill(settings_.begin(), settings_.end(), 0);
+  std::fill(frozen_.begin(), frozen_.end(), 0);
+}
+
+// What a module shows says what a forward records, and what is frozen behind it
+// ignores its gradient: noted ahead of both.
+void Root::note_frozen() {
+  if (!log_.compares()) return;
+  for (const auto* unit : units_) {
+    if (unit == nullptr) continue;
+    const auto frozen = unit->frozen_hash();
+    auto& known = frozen_[static_cast<std::size_t>(unit->number())];
+    if (std::exchange(known, frozen) != frozen) {
+      log_.note({StepNote::What::trainable, unit->number(),
+                 static_cast<std::int64_t>(frozen >> 1)},
+                unit->frozen_text());
+    }
+  }
 }
 
 void Root::note_settings() {
@@ -486,7 +518,8 @@ void Root::note_settings() {
     auto& noted = settings_[static_cast<std::size_t>(unit->number())];
     if (std::exchange(noted, settings) != settings) {
       log_.note({StepNote::What::settings, unit->number(),
-                 static_cast<std::int64_t>(settings >> 1)});
+                 static_cast<std::int64_t>(settings >> 1)},
+                unit->settings_text());
     }
   }
 }

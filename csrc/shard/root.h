@@ -77,6 +77,10 @@ class Root : public std::enable_shared_from_this<Root> {
   std::int64_t optimizer_steps() const { return optimizer_steps_; }
 
   const std::vector<Unit*>& units() const { return units_; }
+  // By number, those of the forward that runs or has run last.
+  const std::vector<std::int32_t>& entered_units() const {
+    return schedule_.entered();
+  }
 
  private:
   // Lives in the graph task; dies without `close` when the backward raised.
@@ -97,6 +101,7 @@ class Root : public std::enable_shared_from_this<Root> {
   void ask_ranks();
   void require_agreement();
   void note_settings();
+  void note_frozen();
   void forget_what_differs();
   // `orders`: of `gradients`, one after the other.
   void adopt_orders(const std::vector<UnitGradients*>& gradients,
@@ -112,7 +117,9 @@ class Root : public std::enable_shared_from_this<Root> {
   GradientStream stream_;
   std::optional<std::int64_t> gradient_budget_;  // as set
   bool planned_ = false;
-  std::vector<std::uint64_t> settings_;  // by unit, as noted last
+  // By unit, as noted last.
+  std::vector<std::uint64_t> settings_;
+  std::vector<std::uint64_t> frozen_;
   bool posted_backward_ = false;
   bool numbers_agreed_ = false;
   bool order_agreed_ = false;

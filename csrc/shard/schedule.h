@@ -34,6 +34,9 @@ class Schedule {
   // Adopts what was entered since begin_forward as the expected order.
   void end_forward();
 
+  // Units in the order they were entered since begin_forward.
+  const std::vector<std::int32_t>& entered() const { return entered_; }
+
   // The backward of a call of `unit` begins: its last one that is open.
   struct BackwardCall {
     std::optional<std::int32_t> next;  // the unit expected after it

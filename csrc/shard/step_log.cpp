@@ -41,8 +41,9 @@ void StepLog::compare_over(std::shared_ptr<comm::HostChannel> channel,
   channels_.push_back({std::move(channel), std::move(units)});
 }
 
-void StepLog::note(StepNote note) {
+void StepLog::note(StepNote note, std::string in_words) {
   if (!compares()) return;
+  if (!in_words.empty()) words_[notes_.size()] = std::move(in_words);
   hash_ = mix(hash_, static_cast<std::uint64_t>(note.what));
   hash_ = mix(hash_, static_cast<std::uint64_t>(note.unit));
   hash_ = mix(hash_, static_cast<std::uint64_t>(note.value));
@@ -88,20 +89,30 @@ void StepLog::require(
   }
   notes_.erase(notes_.begin(),
                notes_.begin() + static_cast<std::ptrdiff_t>(required));
+  std::map<std::size_t, std::string> later;
+  for (auto word = words_.lower_bound(required); word != words_.end(); ++word) {
+    later[word->first - required] = std::move(word->second);
+  }
+  words_ = std::move(later);
   num_posted_ -= required;
 }
 
 void StepLog::forget() {
   posted_.clear();
   notes_.clear();
+  words_.clear();
   num_posted_ = 0;
   hash_ = 0;
 }
 
-std::string StepLog::text_of(const StepNote& note) const {
+std::string StepLog::text_of(std::size_t place) const {
   using What = StepNote::What;
+  const auto& note = notes_[place];
   const auto name =
       base::concat("'", note.unit < 0 ? root_ : name_of_(note.unit), "'");
+  const auto words = words_.find(place);
+  const auto detail =
+      words == words_.end() ? "" : base::concat(words->second, "; ");
   switch (note.what) {
     case What::forward:
       return base::concat("the end of a forward of ", name);
@@ -118,10 +129,10 @@ std::string StepLog::text_of(const StepNote& note) const {
       return base::concat("the backward of unit ", name);
     case What::trainable:
       return base::concat("other trainable parameters in unit ", name, " (",
-                          std::hex, note.value, ")");
+                          detail, std::hex, note.value, ")");
     case What::settings:
-      return base::concat("other settings of unit ", name, " (", std::hex,
-                          note.value, ")");
+      return base::concat("other settings of unit ", name, " (", detail,
+                          std::hex, note.value, ")");
   }
   return name;
 }
@@ -129,7 +140,7 @@ std::string StepLog::text_of(const StepNote& note) const {
 void StepLog::throw_difference(const Channel& channel, std::size_t num_notes) {
   std::string mine;
   for (std::size_t i = 0; i < num_notes; ++i) {
-    mine += text_of(notes_[i]) + "\n";
+    mine += text_of(i) + "\n";
   }
   std::vector<std::vector<std::string>> by_rank;
   for (const auto& text : channel.ranks->texts(mine)) {

@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -53,10 +54,11 @@ class StepLog {
                     std::vector<std::int32_t> units);
   bool compares() const { return !channels_.empty(); }
 
-  void note(StepNote note);
+  // `in_words`: what its value stands for on this rank now, for error texts.
+  void note(StepNote note, std::string in_words = {});
   // Asks the other ranks if anything has been noted since the last time;
-  // `numbers_of` gives each unit's kNumbers numbers.  Does not block.
-  using Numbers = std::array<std::int64_t, 3>;
+  // `numbers_of` gives each unit's numbers.  Does not block.
+  using Numbers = std::array<std::int64_t, 5>;
   void post(const std::function<Numbers(std::int32_t unit)>& numbers_of);
   // Waits for what was posted.  `agreed` is told the greatest numbers over the
   // ranks of each unit.  Throws lowtide::Error where notes differ.
@@ -77,12 +79,13 @@ class StepLog {
   };
   [[noreturn]] void throw_difference(const Channel& channel,
                                      std::size_t num_notes);
-  std::string text_of(const StepNote& note) const;
+  std::string text_of(std::size_t place) const;
 
   std::string root_;
   NameOf name_of_;
   std::vector<Channel> channels_;
   std::vector<StepNote> notes_;  // since the last that was required
+  std::map<std::size_t, std::string> words_;  // by place in notes_
   std::size_t num_posted_ = 0;
   std::uint64_t hash_ = 0;
   std::deque<Posted> posted_;

@@ -5,7 +5,6 @@
 #include <c10/util/Logging.h>
 
 #include <algorithm>
-#include <bit>
 #include <numeric>
 #include <utility>
 
@@ -380,41 +379,22 @@ void Unit::count_references() {
   }
 }
 
-StepLog::Numbers Unit::own_numbers() const {
-  const bool kept = std::any_of(kept_.begin(), kept_.end(),
-                                [](auto& call) { return !call.expired(); });
-  return {-output_rows_, ever_saved_ ? 1 : 0, kept ? 1 : 0};
+StepLog::Numbers Unit::numbers_to_compare() {
+  const auto held = graphs_.own();
+  return {-output_rows_, ever_saved_ ? 1 : 0, held.kept, held.recorded,
+          has_gradient_hooks() ? 1 : 0};
 }
 
 void Unit::agree_on(const StepLog::Numbers& greatest) {
   rows_of_all_ = -greatest[0];
   saved_by_any_ = greatest[1] != 0;
-  in_kept_graph_ = greatest[2] != 0;
+  graphs_.agree_on({greatest[2], greatest[3]});
+  listened_by_any_ = greatest[4] != 0;
 }
 
-std::uint64_t Unit::settings_hash() const {
-  const auto& reduction = gradients_.reduction();
-  std::uint64_t hash = 0;
-  for (const bool flag :
-       {reshard_after_forward, reshard_after_backward, gradient_sync,
-        unshard_in_backward, reduction.sum_only, reduction.all_reduce,
-        reduction.divide_factor.has_value(), static_cast<bool>(reduction.hook),
-        streams_rows_}) {
-    hash = mix(hash, flag ? 1 : 0);
-  }
-  hash =
-      mix(hash,
-          std::bit_cast<std::uint64_t>(reduction.divide_factor.value_or(0.0)));
-  const auto kept_over = post_forward_group ? post_forward_group->size() : 0;
-  hash = mix(hash, static_cast<std::uint64_t>(kept_over));
-  for (const auto* prefetches : {&forward_prefetch, &backward_prefetch}) {
-    for (const auto& other : *prefetches) {
-      const auto unit = other.lock();
-      hash = mix(hash, static_cast<std::uint64_t>(unit ? unit->number() : -1));
-    }
-    hash = mix(hash, prefetches->size());
-  }
-  return hash;
+void Unit::agree_alone() {
+  graphs_.agree_alone();
+  listened_by_any_ = has_gradient_hooks();
 }
 
 bool Unit::autograd_saved_parameters() const {
@@ -460,8 +440,7 @@ void Unit::abort(bool drop_gradients) {
   open_calls_.clear();
   done_now_.clear();
   done_before_.clear();
-  kept_.clear();
-  recorded_results_.clear();
+  graphs_.clear();
   for (std::size_t i = 0; i < main_gradients_.size(); ++i) {
     close_main_gradient(static_cast<std::int32_t>(i));
   }

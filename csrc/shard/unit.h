@@ -23,6 +23,7 @@
 #include "memory/device_memory.h"
 #include "shard/autograd_nodes.h"
 #include "shard/group_forward.h"
+#include "shard/held_graphs.h"
 #include "shard/observed_gradient.h"
 #include "shard/parameter_buffers.h"
 #include "shard/seen_shards.h"
@@ -260,18 +261,25 @@ class Unit final : public BackwardReceiver,
   // same on every rank; takes effect with the next plan.
   void expect_gradients(std::vector<std::int32_t> order);
 
-  // What of this rank's last forward decides when the unit is gathered in
-  // backward, and what it is for all ranks: the negative number of rows of its
-  // output, whether autograd saved a parameter, and whether a graph that a
-  // backward kept may send it gradients again.
-  StepLog::Numbers own_numbers() const;
+  // What ranks may differ in and the order of calls depends on: of this rank,
+  // to be compared, and what it is for all of them.  The negative number of
+  // rows of the last forward's output, whether autograd saved a parameter,
+  // what graphs it holds, and whether a hook waits for a gradient.
+  StepLog::Numbers numbers_to_compare();
   void agree_on(const StepLog::Numbers& greatest);
+  // Where ranks can not be compared: by what the program has done so far.
+  void agree_alone();
   // Its backward runs in the reverse order of its forward: none of it goes
   // through what recorded backwards gave.
-  bool runs_in_order() const { return recorded_results_.empty(); }
-  bool in_kept_graph() const { return in_kept_graph_; }
-  // Of those settings that decide which collectives are issued.
+  bool runs_in_order() const { return !graphs_.recorded(); }
+  bool in_kept_graph() const { return graphs_.kept(); }
+  // Of those settings that decide which collectives are issued, and of which
+  // parameters want a gradient as the module shows them now.  The same in
+  // words: the settings that were changed, the parameters that want none.
   std::uint64_t settings_hash() const;
+  std::uint64_t frozen_hash() const;
+  std::string settings_text() const;
+  std::string frozen_text() const;
 
   // Parameters whose gradient may come, as `requires_grad` says now: see
   // [Note: Frozen and shown].
@@ -284,6 +292,7 @@ class Unit final : public BackwardReceiver,
   void list_fused();
   void follow_shards();
   bool may_want_gradient(std::size_t i) const;
+  bool is_frozen(std::size_t i) const;
   bool wants_gradient(std::int32_t i) const;
   at::Tensor rank_major(std::int32_t i, at::Tensor gradient) const;
   at::Tensor with_written(std::int32_t i, at::Tensor gradient);
@@ -363,7 +372,6 @@ class Unit final : public BackwardReceiver,
   // What all ranks know of it: the fewest rows of any, whether any saved.
   std::int64_t rows_of_all_ = 0;
   bool saved_by_any_ = false;
-  bool in_kept_graph_ = false;  // on any rank
 
   // Forward calls whose inputs' gradients have not been seen, and calls that
   // ran without grad inside a recorded forward (re-entrant checkpoints).
@@ -372,16 +380,16 @@ class Unit final : public BackwardReceiver,
   // graph that is retained they come again.
   std::vector<WeakNodePtr> done_now_;
   std::vector<WeakNodePtr> done_before_;
-  std::vector<WeakNodePtr> kept_;  // of these, in graphs that were kept
   std::int64_t calls_without_grad_ = 0;
   std::int64_t nested_calls_done_ = 0;
   // Recorded forwards none of whose inputs required grad: nothing tells when
   // their backward is over, so the unit is sealed at the end.
   std::int64_t calls_without_inputs_ = 0;
   bool recorded_ = false;  // a module of the forward that runs
-  // What recorded backwards of it gave.  A backward through that visits the
-  // unit's nodes in no order, so the unit is sealed at the end.
-  std::vector<WeakNodePtr> recorded_results_;
+  // A backward through what a recorded one gave visits the unit's nodes in no
+  // order, so the unit is sealed at the end.
+  HeldGraphs graphs_;
+  bool listened_by_any_ = false;  // has_gradient_hooks() on some rank
   // To be gathered in this unit's backward, ahead of what waits for more than
   // so many of its gradients; how many have come.
   Unit* next_in_backward_ = nullptr;

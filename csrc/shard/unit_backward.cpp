@@ -97,7 +97,7 @@ void Unit::begin_backward() {
   nested_calls_done_ = 0;
   gradients_.begin(gradient_sync);
   gradients_.on_landed = nullptr;
-  if (gradient_sync && has_gradient_hooks()) {
+  if (gradient_sync && listened_by_any_) {
     gradients_.on_landed = [this] { publish_gradients(); };
   }
 }
@@ -227,7 +227,7 @@ void Unit::require_split_backward_complete() {
 }
 
 void Unit::on_recorded_backward(WeakNodePtr result) {
-  recorded_results_.push_back(std::move(result));
+  graphs_.record(std::move(result));
 }
 
 // Of a contiguous gradient whose parameter is split along another dimension
@@ -251,7 +251,7 @@ void Unit::on_inputs_done(const torch::autograd::Node* node) {
   if (nested) {
     ++nested_calls_done_;
   }
-  bool more_to_come = !recorded_results_.empty() || calls_without_inputs_ > 0 ||
+  bool more_to_come = graphs_.recorded() || calls_without_inputs_ > 0 ||
                       calls_without_grad_ > nested_calls_done_;
   const auto is_over = [&](const WeakNodePtr& weak, bool open) {
     const auto call = weak.lock();
@@ -319,7 +319,8 @@ void Unit::publish_gradients() {
 
 // [Note: Hooks on gradients]
 // A post-accumulate hook, an optimizer in backward, wants its gradient as soon
-// as it is there: such a unit lands when its last chunk has left.  All others
+// as it is there: such a unit lands when its last chunk has left, also on ranks
+// that have no hook, because sums over replicas then leave as well.  All others
 // land when their slots are needed and become `.grad` at the end.
 bool Unit::has_gradient_hooks() const {
   return std::any_of(shards_.begin(), shards_.end(), [](const auto& shard) {
@@ -347,15 +348,14 @@ void Unit::end_backward(bool more_backwards, bool graph_kept) {
   }
   const auto expired = [](const WeakNodePtr& call) { return call.expired(); };
   std::erase_if(open_calls_, expired);
-  std::erase_if(kept_, expired);
+  graphs_.forget_expired();
   if (graph_kept) {
-    kept_.insert(kept_.end(), done_now_.begin(), done_now_.end());
+    graphs_.keep(done_now_);
   }
   std::move(done_now_.begin(), done_now_.end(),
             std::back_inserter(done_before_));
   done_now_.clear();
   std::erase_if(done_before_, expired);
-  std::erase_if(recorded_results_, expired);
   if (state() == UnitState::reducing) {
     state_.on(UnitEvent::drain);
   }

@@ -98,10 +98,14 @@ std::vector<bool> Unit::trainable() const {
   return trainable;
 }
 
+bool Unit::is_frozen(std::size_t i) const {
+  return !(shown_ ? full_ : shards_)[i].requires_grad();
+}
+
 // Not if it has been frozen since its forward: AccumulateGrad ignores it, too.
 bool Unit::wants_gradient(std::int32_t i) const {
-  const auto& decides = (shown_ ? full_ : shards_)[static_cast<std::size_t>(i)];
-  return gradients_.parameter(i).lane >= 0 && decides.requires_grad();
+  return gradients_.parameter(i).lane >= 0 &&
+         !is_frozen(static_cast<std::size_t>(i));
 }
 
 }  // namespace lowtide::shard

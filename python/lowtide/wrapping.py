@@ -96,6 +96,7 @@ def wrap(
         state = unit_state(unit.module)
         assert state is not None
         state.instead = f"pass {others} to lowtide.wrap, which chose this one"
+        state.chosen_by_wrap = True
     fully_shard(model, **settings)
     if dist.get_rank() == int(mesh.mesh.flatten()[0]):
         print(text)

@@ -1,6 +1,8 @@
 """Parameters of tensor subclasses that say what is gathered for them, and what that
-becomes: FSDP2's all-gather extensions, ``fsdp_pre_all_gather`` and
-``fsdp_post_all_gather``. The engine's side is csrc/shard/all_gather_extension.h.
+becomes: FSDP2's all-gather extensions, ``fsdp_pre_all_gather``,
+``fsdp_post_all_gather`` and, from torch 2.15,
+``fsdp_should_release_all_gather_outputs_after_post_all_gather``. The engine's side is
+csrc/shard/all_gather_extension.h.
 """
 
 import inspect
@@ -16,7 +18,13 @@ from torch.distributed.tensor import DTensor
 
 from lowtide._state.agreement import require_same_lines
 from lowtide._state.parameter import UnitParameter, over_parallel
-from lowtide._state.subclass import POST, PRE, plain_gradient, require_hooks
+from lowtide._state.subclass import (
+    POST,
+    PRE,
+    plain_gradient,
+    releases,
+    require_hooks,
+)
 from lowtide.policies import MixedPrecisionPolicy
 
 
@@ -157,7 +165,10 @@ class Extensions:
         dtypes: list[torch.dtype],
         mesh: DeviceMesh,
         policy: MixedPrecisionPolicy,
+        keeps_parts: bool,
     ) -> None:
+        # Between forward and backward, parts of what was gathered.
+        self._keeps_parts = keeps_parts
         self._extended = [_Extended(parameter) for parameter in parameters]
         self._dtypes = dtypes
         self._mesh = _last_dimension(mesh)
@@ -165,10 +176,16 @@ class Extensions:
         self._agreed = False
 
     @property
-    def calls(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def calls(
+        self,
+    ) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
         """For the C++ unit, which a compiled forward calls: Dynamo would go on with
         the frames below it and trace the hooks."""
-        return torch.compiler.disable(self.inputs), torch.compiler.disable(self.arrived)
+        return (
+            torch.compiler.disable(self.inputs),
+            torch.compiler.disable(self.arrived),
+            torch.compiler.disable(self.passing),
+        )
 
     @_undisturbed
     def inputs(self) -> list[Tensor]:
@@ -184,6 +201,16 @@ class Extensions:
         self._agree([extended.describe() for extended in self._extended])
         self._agreed = True
         return sent
+
+    @_undisturbed
+    def passing(self) -> list[bool]:
+        """Of what `inputs` sends, in its order: whether its bytes go when the
+        parameters have been made."""
+        return [
+            not self._keeps_parts and releases(extended.local, extended.parameter.name)
+            for extended in self._extended
+            for _ in extended.sizes
+        ]
 
     def _agree(self, lines: list[str]) -> None:
         """In the first gather: what does not fit together would be exchanged between

@@ -7,6 +7,9 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 # FSDP2's names for the hooks of an all-gather extension.
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+# Since torch 2.15, and optional: whether what was gathered is over when the second hook
+# returns.
+RELEASES = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 # Subclasses that stand for the plain tensor they will be.
 _TRANSPARENT = (FakeTensor, AsyncCollectiveTensor)
 
@@ -15,7 +18,7 @@ def is_extended(tensor: Tensor) -> bool:
     """Whether copying the bytes of ``tensor``, of one rank or not yet sharded, would
     lose what it is: a subclass, or one with hooks of its own. A subclass whose results
     are plain, as that of a ``Parameter``, ends with the first operator."""
-    if hasattr(tensor, PRE) or hasattr(tensor, POST):
+    if any(hasattr(tensor, hook) for hook in (PRE, POST, RELEASES)):
         return True
     detached = tensor.detach()
     return type(detached) is not Tensor and not isinstance(detached, _TRANSPARENT)
@@ -30,6 +33,24 @@ def require_both_hooks(tensor: Tensor, who: str) -> None:
             f"lowtide: {who}: expected {PRE} and {POST}, got a "
             f"{type(tensor).__name__} with {there} alone. Define {lacking}, too."
         )
+    if hasattr(tensor, RELEASES) and not hasattr(tensor, POST):
+        raise ValueError(
+            f"lowtide: {who}: expected {PRE} and {POST} where {RELEASES} is, got a "
+            f"{type(tensor).__name__} with that alone. Define both, too."
+        )
+
+
+def releases(tensor: Tensor, who: str) -> bool:
+    """Whether nothing reads what was gathered for it behind the second hook."""
+    if not hasattr(tensor, RELEASES):
+        return False
+    answer = getattr(tensor, RELEASES)()
+    if not isinstance(answer, bool):
+        raise ValueError(
+            f"lowtide: {who}: expected {type(tensor).__name__}.{RELEASES} to return a "
+            f"bool, got {type(answer).__name__}. Return True or False."
+        )
+    return answer
 
 
 def require_hooks(tensor: Tensor, who: str) -> None:

@@ -82,6 +82,7 @@ class UnitState:
         self.ignored: set[int] = set()  # ids of parameters that stay the user's
         # What to do where its parameters are read and its modules not called.
         self.instead = "shard the module that reads it and not this one"
+        self.chosen_by_wrap = False
         self.explains_errors = False  # as the root
         self.parameters: list[UnitParameter] = []
         self.groups = groups_of(mesh, device)
@@ -270,6 +271,7 @@ class UnitState:
                 [self.dtypes(parameter).compute for parameter in extended],
                 self.mesh,
                 self.policy,
+                keeps_parts=self.post_forward_group is not None,
             )
             if extended
             else None

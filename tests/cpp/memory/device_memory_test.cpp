@@ -1,6 +1,7 @@
 #include "memory/device_memory.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/Exception.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -13,6 +14,8 @@
 
 namespace lowtide::memory {
 namespace {
+
+using testing::HasSubstr;
 
 class DeviceMemoryTest : public testing::Test {
  protected:
@@ -63,6 +66,28 @@ TEST_F(DeviceMemoryTest, ALeaseOutlivesTheMemoryItCameFrom) {
   std::thread([&] { lease.clear(); }).join();
   EXPECT_TRUE(watch.expired());
   EXPECT_EQ(ledger_->total_live(), 0);
+}
+
+class Exhausted final : public device::CpuRuntime {
+ public:
+  c10::DataPtr allocate(std::size_t bytes) override {
+    TORCH_CHECK_WITH(OutOfMemoryError, false, "no ", bytes, " bytes left");
+  }
+};
+
+TEST(ExhaustedMemoryTest, TheAllocatorsErrorSaysForWhomAndWhatToDo) {
+  auto ledger = std::make_shared<Ledger>();
+  DeviceMemory memory(std::make_shared<Exhausted>(), ledger);
+  try {
+    memory.lease(Category::gathered, "layers.3", 4096);
+    FAIL() << "nothing was thrown";
+  } catch (const c10::OutOfMemoryError& error) {
+    EXPECT_THAT(error.what_without_backtrace(),
+                HasSubstr("no 4096 bytes left (lowtide: gathered of "
+                          "'layers.3': expected 4096 bytes, got no memory for "
+                          "them. Save fewer activations, "));
+  }
+  EXPECT_EQ(ledger->total_live(), 0);
 }
 
 TEST_F(DeviceMemoryTest, AnInjectedFaultHitsOneLeaseOfThatNameAndCategory) {

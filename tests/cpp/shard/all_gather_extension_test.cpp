@@ -41,6 +41,11 @@ class Quantized final : public AllGatherExtension {
     return {{own}, {gathered[0], own, own.view({-1, 2})}};
   }
 
+  std::vector<bool> passing() override {
+    return passes ? std::vector<bool>{true, true} : std::vector<bool>{};
+  }
+
+  bool passes = false;
   std::vector<bool> seen_from_parts;
   std::vector<const c10::StorageImpl*> storages;
   at::Tensor values;
@@ -111,6 +116,27 @@ TEST_F(ExtendedParametersTest, WhatTheyAreMadeOfKeepsItsPlaceWithoutBytes) {
     EXPECT_EQ(live(), 0);
   }
   EXPECT_EQ(extension_->storages[0], extension_->storages[2]);
+  EXPECT_THAT(runtime_->violations(), IsEmpty());
+}
+
+TEST_F(ExtendedParametersTest, WhatPassesGoesWhenTheParametersAreMade) {
+  extension_->passes = true;
+  for (int again = 0; again < 2; ++again) {
+    const auto pending = buffers_.gather(collectives_);
+    EXPECT_THAT(collectives_.calls().back().full_bytes, ElementsAre(32, 12, 8));
+    // The plain parameter, and the two regions.
+    EXPECT_EQ(live(), 256 + 2 * 256);
+    pending->wait();
+    buffers_.make_extended(false);
+    buffers_.arrived();
+    EXPECT_TRUE(at::equal(extension_->values, at::full({12}, 7.0)));
+    EXPECT_EQ(live(), 256 + (again == 0 ? 0 : 48));
+    buffers_.release();
+    EXPECT_EQ(live(), 0);
+  }
+  EXPECT_EQ(buffers_.gathered_bytes(), 256);
+  EXPECT_EQ(buffers_.passing_bytes(), 2 * 256);
+  EXPECT_EQ(extension_->storages[0], extension_->storages[1]);
   EXPECT_THAT(runtime_->violations(), IsEmpty());
 }
 

@@ -165,6 +165,25 @@ TEST_F(StepLogTest, ADifferenceIsNotForgottenByEqualCallsBehindIt) {
   EXPECT_THAT(error_of(logs[0]), HasSubstr("every rank to run the same"));
 }
 
+TEST_F(StepLogTest, ADifferenceInAValueIsToldInWords) {
+  auto& log = logs[1];
+  note({What::gather, 0});
+  post();
+  log.note({What::trainable, 0, 10}, "frozen: 'layers.0.weight'");
+  for (auto& one : logs) EXPECT_EQ(error_of(one), "none");
+  log.note({What::settings, 1, 11}, "gradient_divide_factor=7");
+  logs[0].note({What::gather, 0});
+  post();
+  meeting.say({"the all-gather of unit 'layers.0'\n", ""});
+  const std::string words =
+      "other trainable parameters in unit 'layers.0' (frozen: "
+      "'layers.0.weight'; a)";
+  EXPECT_THAT(error_of(log), HasSubstr(words + " on rank 1, call 1 "));
+  EXPECT_EQ(meeting.said(1), words +
+                                 "\nother settings of unit 'layers.1' "
+                                 "(gradient_divide_factor=7; b)\n");
+}
+
 TEST_F(StepLogTest, OrderAndValuesCount) {
   logs[0].note({What::gather, 0});
   logs[0].note({What::gather, 1});

@@ -131,10 +131,12 @@ def load_again(model: Any) -> None:
 
 
 FLOAT8, OF_MESH, OWN_BYTES = "float8", "float8, hook of the mesh", "bytes of its own"
+RELEASING = "what was gathered is released"
 KINDS = {
     FLOAT8: extended.Float8Weight,
     OF_MESH: extended.Float8WeightOfMesh,
     OWN_BYTES: extended.Bf16Weight,
+    RELEASING: extended.Releasing,
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "defaults": {},
@@ -165,6 +167,10 @@ def same_bits(system_name: str, kind: str, setting: str, shape: Any = None) -> R
         (OWN_BYTES, "bf16"),
         (OWN_BYTES, "recomputed"),
         (OWN_BYTES, "without sync"),
+        (RELEASING, "bf16"),
+        (RELEASING, "recomputed"),
+        (RELEASING, "kept after forward"),
+        (RELEASING, "loaded between"),
     ],
 )
 def test_steps_have_fsdp2s_bits(pool_of, kind, setting):
@@ -194,18 +200,19 @@ def test_along_another_dimension(pool_of):
     compare(pool_of(2), along_another_dimension)
 
 
-def smaller_groups() -> tuple[Record, Record]:
+def smaller_groups(kind: str) -> tuple[Record, Record]:
     """What FSDP2 refuses: beside gathering everything again."""
     ours = []
     for reshard in (2, True):
-        model = net(extended.Float8Weight)
+        model = net(KINDS[kind])
         wrap(get_system("lowtide"), model, mp=BF16, reshard_after_forward=reshard)
         ours.append(train(model, steps=2))
     return ours[0], ours[1]
 
 
-def test_what_forward_keeps_in_part_is_gathered_from_neighbours(pool_of):
-    for kept, whole in pool_of(4).run(smaller_groups):
+@pytest.mark.parametrize("kind", [FLOAT8, RELEASING])
+def test_what_forward_keeps_in_part_is_gathered_from_neighbours(pool_of, kind):
+    for kept, whole in pool_of(4).run(smaller_groups, kind):
         assert_same_tensors(kept, whole, "in parts")
 
 
@@ -350,11 +357,18 @@ def bytes_of(kind_name: str) -> dict[str, int]:
     assert state is not None
     x = torch.randn(2, 256)
     model(x).sum().backward()
+    inside: list[int] = []
+    layer.register_forward_pre_hook(
+        lambda *_: inside.append(
+            lowtide.memory_report(model).categories["gathered"].live
+        )
+    )
     lowtide.memory_report(model, reset_peaks=True)
     state.groups.gather.reset_counters()
     model(x)
     report = lowtide.memory_report(model)
     return {
+        "inside": inside[0],
         "wire": state.groups.gather.counters["all-gather"][1],
         "peak": report.categories["gathered"].peak,
         "planned": report.categories["gathered"].planned,
@@ -366,6 +380,7 @@ def test_float8_is_one_byte_a_parameter_on_the_wire_and_gathered(pool_of):
     numel, scales = 256 * 256, 256 * 4
     for facts in pool_of(2).run(bytes_of, "Float8Weight"):
         assert facts == {
+            "inside": numel + scales,
             "wire": (numel + scales) // 2,
             "peak": numel + scales,
             "planned": numel + scales,
@@ -378,6 +393,18 @@ def test_bytes_of_its_own_go_with_the_gathered_ones(pool_of):
     for facts in pool_of(2).run(bytes_of, "Bf16Weight"):
         assert facts["peak"] == 2 * numel + 4 * numel
         assert facts["live"] == 0
+
+
+def test_what_was_gathered_goes_first_where_it_may(pool_of):
+    numel = 256 * 256
+    for facts in pool_of(2).run(bytes_of, "Releasing"):
+        assert facts == {
+            "wire": 2 * numel // 2,
+            "peak": 2 * numel + 4 * numel,
+            "inside": 4 * numel,
+            "planned": 2 * numel,
+            "live": 0,
+        }
 
 
 class Watched(extended.Bf16Weight):
@@ -479,6 +506,15 @@ class OneHook(extended.NoHooks):
     fsdp_pre_all_gather = extended.Float8Weight.fsdp_pre_all_gather
 
 
+class ReleaseAlone(extended.NoHooks):
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
+        return True
+
+
+class Undecided(extended.Releasing):
+    answer = 1
+
+
 class OtherForm(extended.Float8Weight):
     def fsdp_pre_all_gather(self, mesh: Any, module: Any) -> Any:  # type: ignore[override]
         raise AssertionError
@@ -519,6 +555,19 @@ def refused(kind_name: str, rows: int, **kwargs: Any) -> str:
             4,
             {},
             "Linear.weight: expected fsdp_pre_all_gather and fsdp_",
+        ),
+        (
+            "ReleaseAlone",
+            4,
+            {},
+            "weight: expected fsdp_pre_all_gather and fsdp_post_all_gather where fsdp_s",
+        ),
+        (
+            "Undecided",
+            4,
+            {},
+            "0.weight: expected Undecided.fsdp_should_release_all_gather_outputs_"
+            "after_post_all_gather to return a bool, got int. ",
         ),
         (
             "OtherForm",

@@ -119,6 +119,41 @@ def sharded(
     return losses, [p.full_tensor() for p in model.parameters()]
 
 
+def error_in_func(derivative: str) -> str:
+    model = critic()
+    for layer in model:
+        lowtide.fully_shard(layer)
+    lowtide.fully_shard(model)
+    x = torch.randn(2, 6)
+    calls: dict[str, Callable[[], Any]] = {
+        "grad": lambda: torch.func.grad(lambda z: model(z).sum())(x),
+        "jvp": lambda: torch.func.jvp(model, (x,), (x,)),
+        "inside vmap": lambda: torch.func.vmap(torch.func.jacrev(model))(x),
+        "vmap": lambda: torch.func.vmap(model)(x),
+    }
+    try:
+        calls[derivative]()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("derivative", ["grad", "jvp", "inside vmap"])
+def test_derivatives_of_torch_func_are_refused_by_name(pool_of, derivative):
+    # FSDP2 ends in "Cannot access storage of TensorWrapper".
+    for text in pool_of(2).run(error_in_func, derivative):
+        assert text == (
+            "lowtide: unit 'Sequential': expected a forward outside of torch.func's "
+            "derivatives, got one inside torch.func.grad, vjp, jvp, jacrev or the "
+            "like. Use torch.autograd.grad, with create_graph=True for derivatives of "
+            "derivatives, or torch.autograd.forward_ad."
+        )
+
+
+def test_vmap_runs(pool_of):
+    assert pool_of(2).run(error_in_func, "vmap") == ["", ""]
+
+
 def differences(name: str, sync_late: bool) -> list[float]:
     rule = by_rule(LOSSES[name])
     ours = sharded(LOSSES[name], sync_late)

@@ -133,6 +133,17 @@ def assert_trains_as_fsdp2(pool: Any, name: str, dtype: torch.dtype) -> None:
         assert gradients and all(gradient is not None for gradient in gradients)
 
 
+def test_no_schedule_of_torch_is_missing():
+    public = {
+        name
+        for name, one in vars(schedules).items()
+        if isinstance(one, type) and issubclass(one, schedules._PipelineSchedule)
+    }
+    assert {name for name in public if name.startswith("Schedule")} == {
+        class_name for class_name, _ in SCHEDULES.values()
+    }
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedule_trains_bit_equal_to_fsdp2(pool_of, name):
     assert_trains_as_fsdp2(pool_of(2), name, torch.float32)

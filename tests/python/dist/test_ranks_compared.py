@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from lowtide import fully_shard
 from lowtide._state import groups
 from support.layers import Blocks, data
+from support.random_steps import call_log
 from support.ranks import RankPool
 
 
@@ -29,10 +31,12 @@ def differing(what: str) -> str:
     model = sharded()
     model(data(0)).sum().backward()
     model.zero_grad()
+    if what == "frozen while shown":
+        model.layers[1].unshard()
     if dist.get_rank() == 1:
         if what == "order":
             model.calls = (0, 2, 1)
-        elif what == "frozen":
+        elif what.startswith("frozen"):
             model.layers[1].weight.requires_grad_(False)
         elif what == "factor":
             model.layers[1].set_gradient_divide_factor(7.0)
@@ -40,6 +44,7 @@ def differing(what: str) -> str:
         model(data(1)).sum().backward()
     assert all(p.grad is None for p in model.parameters())
     model.calls = (0, 1, 2)
+    model.layers[1].reshard()
     model.layers[1].weight.requires_grad_(True)
     model.layers[1].set_gradient_divide_factor(2.0)
     model(data(2)).sum().backward()  # the ranks go on together
@@ -47,15 +52,162 @@ def differing(what: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("what", ["order", "frozen", "factor"])
+DIFFERENCES = {
+    "order": "the all-gather of unit 'layers.2' on rank 0 and the all-gather of unit "
+    "'layers.1' on rank 1",
+    "frozen": "unit 'layers.1' (frozen: 'layers.1.weight'; ",
+    "frozen while shown": "unit 'layers.1' (frozen: 'layers.1.weight'; ",
+    "factor": "other settings of unit 'layers.1' (gradient_divide_factor=7; ",
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
 def test_ranks_that_differ_later_are_named(pool_of, what):
     for rank, text in enumerate(pool_of(2).run(differing, what)):
         assert f"(rank {rank} of 2)" in text
         assert "on rank 1" in text
-        assert "unit 'layers." in text
-        assert {"order": "of", "frozen": "trainable", "factor": "settings"}[
-            what
-        ] in text
+        assert DIFFERENCES[what] in text
+
+
+def one_replica_freezes() -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    model: Any = Blocks()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model(data(0)).sum().backward()
+    if mesh.get_local_rank("replicas") == 1:
+        model.layers[2].bias.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="every rank to run the same") as error:
+        model(data(1)).sum().backward()
+    return str(error.value)
+
+
+def test_replicas_are_compared_too(pool_of):
+    for text in pool_of(4).run(one_replica_freezes):
+        assert "(frozen: 'layers.2.bias'; " in text
+        assert "on rank 2, call " in text
+
+
+# -- what may differ ------------------------------------------------------------------
+
+KEPT: list[Any] = []
+
+
+def penalty_kept(model: Any, step: int, differs: bool) -> None:
+    """As where one rank adds up a loss for its log, graph and all."""
+    x = data(step, grad=True)
+    out = model(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    loss = out.square().mean() + slope.square().mean()
+    loss.backward()
+    if differs:
+        KEPT.append((loss, slope))
+
+
+def graph_kept(model: Any, step: int, differs: bool) -> None:
+    loss = model(data(step)).square().mean()
+    loss.backward(retain_graph=differs)
+    if differs:
+        KEPT.append(loss)
+
+
+def output_kept(model: Any, step: int, differs: bool) -> None:
+    out = model(data(step))
+    if differs:
+        KEPT.append(out)
+
+
+def hook_on_a_gradient(model: Any, step: int, differs: bool) -> None:
+    if differs and not KEPT:
+        KEPT.append(step)
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: None)
+    model(data(step)).square().mean().backward()
+
+
+def input_that_wants_a_gradient(model: Any, step: int, differs: bool) -> None:
+    model(data(step, grad=differs)).square().mean().backward()
+
+
+MAY_DIFFER = {
+    one.__name__: one
+    for one in (
+        penalty_kept,
+        graph_kept,
+        output_kept,
+        hook_on_a_gradient,
+        input_that_wants_a_gradient,
+    )
+}
+
+
+def train_with(
+    name: str, somebody_differs: bool, shape: tuple[int, int]
+) -> tuple[list[Any], list[torch.Tensor]]:
+    """All calls of this rank in order, and the gradients of the steps between."""
+    KEPT.clear()
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
+    mesh = mesh if shape[0] > 1 else mesh["shards"]
+    model: Any = Blocks()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    take = call_log()
+    gradients = []
+    for step in range(4):
+        MAY_DIFFER[name](model, 10 * step, somebody_differs and dist.get_rank() == 0)
+        model.zero_grad()
+        for further in range(1, 4):
+            model(data(10 * step + further)).square().sum().backward()
+            gradients += [p.grad.full_tensor() for p in model.parameters()]
+            model.zero_grad()
+        if step == 0:
+            model.layers[0]._get_fsdp_state().root.gradient_budget = 1
+    KEPT.clear()
+    return take(), gradients
+
+
+@pytest.fixture(scope="module")
+def recording_pools():
+    pools = {
+        compare: RankPool(
+            2,
+            group_timeout=20.0,
+            env={"TORCH_FR_BUFFER_SIZE": "4000", "LOWTIDE_COMPARE_RANKS": compare},
+        )
+        for compare in ("on", "off")
+    }
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+SHAPES = {"shards": (1, 2), "replicas": (2, 1)}
+# Without a comparison nobody knows of another rank's hook, which moves only sums over
+# replicas.
+ORDERS = [
+    (name, shape, compare)
+    for name in MAY_DIFFER
+    for shape in SHAPES
+    for compare in ("on", "off")
+    if (name, shape, compare) != ("hook_on_a_gradient", "replicas", "off")
+]
+
+
+@pytest.mark.parametrize(("name", "shape", "compare"), ORDERS)
+def test_what_one_rank_keeps_or_hears_changes_no_order(
+    recording_pools, name, shape, compare
+):
+    recording_pool, shape = recording_pools[compare], SHAPES[shape]
+    apart = recording_pool.run(train_with, name, True, shape, timeout=60)
+    alike = recording_pool.run(train_with, name, False, shape, timeout=60)
+    logs = [log for log, _ in apart]
+    assert len(logs[0]) > 100
+    assert logs[0] == logs[1]
+    for (_, gradients), (_, expected) in zip(apart, alike, strict=True):
+        assert all(map(torch.equal, gradients, expected))
 
 
 class Block(nn.Module):

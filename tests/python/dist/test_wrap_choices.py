@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import lowtide
 from lowtide._state import blocks
@@ -200,11 +201,25 @@ class ReadsWeights(nn.Module):
             nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(3)
         )
         self.head = nn.Linear(16, 100, bias=False)
+        self.books = nn.ModuleList(nn.Embedding(100, 16) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.emb(x)
         for layer in self.layers:
             y = layer(y)
+        if self.how == "nobody's":
+            return y
+        if self.how == "a codebook's row":
+            return y + self.books[1].weight[3]
+        if self.how == "all codebooks'":
+            rows = torch.stack([book.weight for book in self.books])
+            y = y * 2
+            return torch.where(y > 0, y, rows[0, 0])
+        if self.how == "a codebook's by another function":
+            return distances(y, self.books[0])
+        if self.how == "a number of a codebook's":
+            scale = self.books[0].weight.sum().item()
+            return y * scale
         if self.how == "the embedding's":
             return F.linear(y, self.emb.weight)
         if self.how == "the head's":
@@ -213,23 +228,42 @@ class ReadsWeights(nn.Module):
         return self.head.forward(y)
 
 
+def distances(x: torch.Tensor, book: nn.Embedding) -> torch.Tensor:
+    centers = book.weight.t()
+    flat = x.flatten(0, 1)
+    return flat @ centers
+
+
 READS = {
     "the embedding's": ("emb", "return F.linear(y, self.emb.weight)"),
     "the head's": ("head", "return y @ weight.t()"),
-    "a forward called directly": (
-        "head",
-        "return F.linear(input, self.weight, self.bias)",
+    "a forward called directly": ("head", "return self.head.forward(y)"),
+    "a codebook's row": ("books.1", "return y + self.books[1].weight[3]"),
+    "all codebooks'": (
+        "books.1",
+        "rows = torch.stack([book.weight for book in self.books])",
     ),
+    "a codebook's by another function": ("books.0", "centers = book.weight.t()"),
 }
 
 
-def first_forward_of_a_reader(how: str) -> str:
+def error_of_a_reader(how: str, warm_up: bool = False) -> str:
     torch.manual_seed(0)
-    model = ReadsWeights(how)
+    model = ReadsWeights("nobody's" if warm_up else how)
     lowtide.wrap(model)
+    tokens = torch.ones(2, 4, dtype=torch.long)
+    if warm_up:
+        model(tokens).sum().backward()
+        model.how = how
     with pytest.raises(RuntimeError) as caught:
-        model(torch.ones(2, 4, dtype=torch.long))
+        model(tokens)
     return str(caught.value)
+
+
+def require_units_to_pass(text: str, unit: str) -> None:
+    told = text.partition("pass units=[")[2].partition("] to lowtide.wrap")[0]
+    assert repr("head" if unit == "emb" else "emb") in told and repr(unit) not in told
+    assert "*(f'layers.{i}' for i in range(3))" in told
 
 
 @pytest.mark.parametrize("how", READS)
@@ -237,13 +271,60 @@ def test_a_weight_read_outside_of_its_unit_is_named_with_the_units_to_pass(
     pool_of, how
 ):
     unit, code = READS[how]
-    rest = ["head" if unit == "emb" else "emb"]
-    for text in pool_of(2).run(first_forward_of_a_reader, how):
+    function = "distances" if "function" in how else "forward"
+    for text in pool_of(2).run(error_of_a_reader, how):
         assert text.startswith(
             f"lowtide: parameter '{unit}.weight': expected to be read in a forward of "
-            f"its unit '{unit}', which gathers it, got {code!r} in forward (line "
+            f"its unit '{unit}', which gathers it, got {code!r} in {function} (line "
         )
-        told = text.partition("pass units=[")[2].partition("]")[0]
-        assert repr(rest[0]) in told and repr(unit) not in told
-        assert "*(f'layers.{i}' for i in range(3))" in told
-        assert text.endswith("DTensor before calling distributed operators!)")
+        require_units_to_pass(text, unit)
+        assert "DTensor before calling distributed operators!" in text
+
+
+@pytest.mark.parametrize("how", ["the embedding's", "the head's", "a codebook's row"])
+def test_so_is_one_that_a_later_forward_reads(pool_of, how):
+    unit, _ = READS[how]
+    for text in pool_of(2).run(error_of_a_reader, how, True):
+        assert text.startswith(f"lowtide: parameter '{unit}.weight': expected to be")
+        require_units_to_pass(text, unit)
+
+
+def test_a_number_of_one_ranks_rows_is_not_passed_over(pool_of):
+    """torch gives it without an error."""
+    for text in pool_of(2).run(error_of_a_reader, "a number of a codebook's"):
+        assert text.startswith(
+            "lowtide: parameter 'books.0.weight': expected the forward of its unit "
+            "'books.0' to run where it is read, got 'scale = "
+            "self.books[0].weight.sum().item()' in forward (line "
+        )
+        require_units_to_pass(text, "books.0")
+
+
+def shards_in_a_forward() -> list[str]:
+    """What a program may ask of a shard, and what is left of the watch."""
+    seen: list[str] = []
+    model = ReadsWeights("nobody's")
+
+    def look(module: Any, *_: Any) -> None:
+        weight = module.books[0].weight
+        seen.extend(
+            [
+                f"{tuple(weight.shape)} {weight.dtype} {weight.size(0)}",
+                f"{tuple(weight.to_local().shape)} {tuple(weight.full_tensor().shape)}",
+                f"{isinstance(weight, DTensor)} {isinstance(weight, nn.Parameter)}",
+            ]
+        )
+
+    model.layers[0].register_forward_hook(lambda *_: look(model))
+    lowtide.wrap(model)
+    tokens = torch.ones(2, 4, dtype=torch.long)
+    for _ in range(2):
+        model(tokens).sum().backward()
+    seen += {type(p).__name__ for p in model.parameters()}
+    return seen
+
+
+def test_questions_about_a_shard_are_answered(pool_of):
+    once = ["(100, 16) torch.float32 100", "(50, 16) (100, 16)", "True True"]
+    for seen in pool_of(2).run(shards_in_a_forward):
+        assert seen == [*once, *once, "DTensor"]

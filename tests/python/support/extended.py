@@ -158,6 +158,7 @@ class Bf16Weight(_Wrapper):
     parameter in bytes of its own."""
 
     pads = True
+    copies = False  # where the dtype is the one gathered
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
@@ -179,12 +180,22 @@ class Bf16Weight(_Wrapper):
                 out.copy_(data.flatten()[: out.numel()].view(out.shape))
             return None
         # As large as what was gathered: FSDP2 takes the first rows.
-        full = data.to(param_dtype)
+        full = data.to(param_dtype, copy=self.copies)
         return full, (data, full)
 
 
 class Unpadded(Bf16Weight):
     pads = False
+
+
+class Releasing(Bf16Weight):
+    """Since torch 2.15: what was gathered is over when the parameter is made."""
+
+    copies = True
+    answer: Any = True
+
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> Any:
+        return self.answer
 
 
 def extend(model: nn.Module, kind: type[_Wrapper]) -> nn.Module:

@@ -4,11 +4,14 @@ operation.
 The rule keeps full fp32 masters, runs every rank's data through one copy in the compute
 dtype, and averages what the ranks have accumulated in fp32 ([Note: The rule] in
 reference.py). Both sides of an operation run in the same process; after each one every
-shard, gradient and output has the rule's values.
+shard, gradient and output has the rule's values, and what the ranks have asked of their
+communicators is told, call by call, for the other ranks to compare.
 """
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,15 +19,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import _dump_fr_trace
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
+from lowtide._state import embedding
 from support.bombs import Boom
 from support.left_fold import left_fold
 from support.training import local
 
+LARGE_TABLE, LOOKUP_BYTES = embedding.LARGE_TABLE, embedding.LOOKUP_BYTES
 RANKS, BLOCKS, WIDTH, TOKENS = 2, 3, 6, 11
+# In later forwards, and in the first one.
+DISAGREE = "every rank to run the same units|the same units and parameters in the same"
 REST = BLOCKS  # the number of what is in no block
 
 
@@ -34,12 +43,14 @@ class Setup:
     compute: torch.dtype = torch.float32
     reshard: bool = True
     budget: int | None = None  # of gradient chunks, bytes
-    embedding: bool = True
+    stem: str = "embedding"  # "linear", "rows" (an embedding that is never gathered)
+    replicas: bool = False  # the ranks are replicas and not shards
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward; by rank: how many rows, which blocks use their scale."""
+    """A forward. By rank: how many rows, which blocks use their scale, whether the
+    input wants a gradient, whether the rank keeps what it has computed."""
 
     seed: int
     rows: tuple[int, ...] = (2, 2)
@@ -47,6 +58,10 @@ class Pass:
     order: tuple[int, ...] = tuple(range(BLOCKS))
     head: bool = True
     checkpointed: bool = False
+    chunks: int = 0  # of a head that runs behind the model's forward
+    penalty: bool = False  # of the slope at the input: a gradient of a gradient
+    wanted: tuple[bool, ...] = (False,) * RANKS
+    kept: tuple[bool, ...] = (False,) * RANKS
 
 
 class Block(nn.Module):
@@ -61,11 +76,13 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, embedding: bool) -> None:
+    def __init__(self, stem: str) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.stem = (
-            nn.Embedding(TOKENS, WIDTH) if embedding else nn.Linear(TOKENS, WIDTH)
+            nn.Linear(TOKENS, WIDTH)
+            if stem == "linear"
+            else nn.Embedding(TOKENS, WIDTH)
         )
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
         self.norm = nn.LayerNorm(WIDTH)
@@ -81,7 +98,25 @@ class Net(nn.Module):
             else:
                 x = block(*arguments)
         x = self.norm(x)
-        return self.head(x) if run.head else x
+        return self.head(x) if run.head and not run.chunks else x
+
+
+def outputs_and_loss(
+    model: Any, data: Tensor, run: Pass, rank: int
+) -> tuple[Tensor, Tensor, Any]:
+    """The output, the loss, and what a program may keep of them."""
+    recorded = torch.is_grad_enabled() and data.is_floating_point()
+    if recorded and (run.penalty or run.wanted[rank]):
+        data.requires_grad_()
+    out = model(data, run, rank)
+    if run.chunks:
+        out = torch.cat([model.head(part) for part in out.tensor_split(run.chunks)])
+    loss = out.float().square().sum()
+    slope = None
+    if recorded and run.penalty:
+        (slope,) = torch.autograd.grad(out.float().sum(), data, create_graph=True)
+        loss = loss + slope.float().square().sum()
+    return out, loss, (loss, slope)
 
 
 def block_of(name: str) -> int:
@@ -95,7 +130,7 @@ Grads = dict[str, Tensor | None]
 
 class Rule:
     def __init__(self, setup: Setup) -> None:
-        self.masters, self.compute = Net(setup.embedding), Net(setup.embedding)
+        self.masters, self.compute = Net(setup.stem), Net(setup.stem)
         self.compute.to(setup.compute)
         self.optimizer = torch.optim.SGD(self.masters.parameters(), lr=0.1)
         self.drop()
@@ -153,17 +188,27 @@ class Session:
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
+        self.rank = dist.get_rank()
         self.rule = Rule(setup)
-        self.model: Any = Net(setup.embedding)
+        self.model: Any = Net(setup.stem)
         options: dict[str, Any] = {
             "reshard_after_forward": setup.reshard,
             "mp_policy": lowtide.MixedPrecisionPolicy(
                 setup.compute, torch.float32, output_dtype=setup.compute
             ),
         }
+        if setup.replicas:
+            options["mesh"] = init_device_mesh(
+                "cpu", (RANKS, 1), mesh_dim_names=("replicas", "shards")
+            )
         if setup.wrap != "root":
             for block in self.model.blocks:
                 lowtide.fully_shard(block, **options)
+        # By one row of every rank at a time, where no table is too small.
+        embedding.LARGE_TABLE = 0 if setup.stem == "rows" else LARGE_TABLE
+        embedding.LOOKUP_BYTES = 1 if setup.stem == "rows" else LOOKUP_BYTES
+        if setup.stem == "rows":
+            lowtide.fully_shard(self.model.stem, **options)
         if setup.wrap == "group":
             lowtide.fully_shard([self.model.norm, self.model.head], **options)
         lowtide.fully_shard(self.model, **options)
@@ -171,6 +216,8 @@ class Session:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         # Losses of forwards whose backward has not run: ours, and the rule's by rank.
         self.open: list[tuple[Tensor, list[Tensor]]] = []
+        self.kept: list[Any] = []
+        self.listening: dict[str, Any] = {}
 
     # -- operations ------------------------------------------------------------------
 
@@ -178,16 +225,20 @@ class Session:
         if not self.budget_is_set and self.model._get_fsdp_state().root is not None:
             self.model._get_fsdp_state().root.gradient_budget = self.setup.budget
             self.budget_is_set = True
-        rank = dist.get_rank()
-        ours = self.model(self.data(run, rank), run, rank)
+        ours, loss, held = self.run_model(run)
         theirs = [
-            self.rule.compute(self.data(run, other), run, other)
-            for other in range(RANKS)
+            outputs_and_loss(self.rule.compute, self.data(run, rank), run, rank)
+            for rank in range(RANKS)
         ]
-        same("output", ours, theirs[rank])
-        losses = [theirs_.float().square().sum() for theirs_ in theirs]
+        same("output", ours, theirs[self.rank][0])
         if torch.is_grad_enabled():
-            self.open.append((ours.float().square().sum(), losses))
+            self.open.append((loss, [one[1] for one in theirs]))
+            if run.kept[self.rank]:
+                self.kept = [*self.kept[-1:], held]
+
+    def run_model(self, run: Pass) -> tuple[Tensor, Tensor, Any]:
+        data = self.data(run, self.rank)
+        return outputs_and_loss(self.model, data, run, self.rank)
 
     def evaluate(self, run: Pass) -> None:
         with torch.no_grad():
@@ -231,27 +282,61 @@ class Session:
         if self.setup.wrap != "root":
             self.model.blocks[number].unshard()
 
+    def peek(self, run: Pass, number: int) -> None:
+        """Keeps a view of a weight beyond its unit's forward, and reads it."""
+        seen: list[Tensor] = []
+        up = self.model.blocks[number].up
+        hook = up.register_forward_hook(lambda *_: seen.append(up.weight.detach()[:1]))
+        self.evaluate(run)
+        hook.remove()
+        weight = self.rule.compute.get_parameter(f"blocks.{number}.up.weight")
+        if isinstance(up.weight, DTensor):
+            with pytest.raises(RuntimeError, match="expected a read while its unit"):
+                seen[-1].clone()
+        else:
+            same("kept", seen[-1], weight[:1])
+
+    def listen(self, name: str, rank: int) -> None:
+        """A hook on one rank's gradient, as for a log; a second time it goes."""
+        parameter = self.model.get_parameter(name)
+        if name in self.listening:
+            self.listening.pop(name).remove()
+        elif isinstance(parameter, DTensor) and parameter.requires_grad:
+            self.listening[name] = (
+                parameter.register_post_accumulate_grad_hook(lambda _: None)
+                if rank == self.rank
+                else Silent()
+            )
+
     def fail(self, run: Pass, number: int, when: str) -> None:
         """All ranks alike; the step counts as skipped."""
         hook = self.model.blocks[number].register_forward_hook(
             explode if when == "forward" else explode_in_backward
         )
-        rank = dist.get_rank()
         with pytest.raises(Boom):
-            self.model(self.data(run, rank), run, rank).float().sum().backward()
+            self.run_model(run)[1].backward()
         hook.remove()
         self.skip()
 
-    def disagree(self, run: Pass) -> None:
-        """Ranks that run units of one size in another order hear of it, all of them.
-        Units of other sizes would end gloo's processes."""
-        rank = dist.get_rank()
+    def disagree(self, run: Pass, what: str) -> None:
+        """Ranks that run units of one size in another order, freeze other parameters or
+        divide by another factor hear of it, all of them. Units of other sizes would end
+        gloo's processes."""
+        block = self.model.blocks[1]
+        differs = self.rank == 1
         order = tuple(range(BLOCKS))
-        mine = replace(run, order=order if rank == 0 else order[::-1])
+        if what == "order" and differs:
+            order = order[::-1]
+        frozen = block.down.bias.requires_grad
         self.model.set_requires_gradient_sync(True)
-        with pytest.raises(RuntimeError, match="to run the same units in the same"):
-            self.model(self.data(run, rank), mine, rank).float().sum().backward()
+        block.set_gradient_divide_factor(7.0 if what == "factor" and differs else 2.0)
+        if what == "frozen" and differs:
+            block.down.bias.requires_grad_(not frozen)
+        with pytest.raises(RuntimeError, match=DISAGREE):
+            self.run_model(replace(run, order=order))[1].backward()
         self.skip()
+        block.set_gradient_divide_factor(2.0)
+        block.down.bias.requires_grad_(frozen)
 
     def skip(self) -> None:
         lowtide.abort_step(self.model)
@@ -268,24 +353,30 @@ class Session:
     def data(self, run: Pass, rank: int) -> Tensor:
         generator = torch.Generator().manual_seed(RANKS * run.seed + rank)
         rows = run.rows[rank]
-        if self.setup.embedding:
+        if self.setup.stem != "linear":
             return torch.randint(TOKENS, (rows,), generator=generator)
         made = torch.randn(rows, TOKENS, generator=generator)
         return made.to(self.setup.compute)
 
     def compare(self) -> None:
-        rank = dist.get_rank()
         for name, shard in self.model.named_parameters():
             master = self.rule.masters.get_parameter(name)
             if not isinstance(shard, DTensor):
                 continue  # its unit is gathered
             rows = -(-master.shape[0] // RANKS)
-            mine = slice(rows * rank, rows * (rank + 1))
+            mine = slice(rows * self.rank, rows * (self.rank + 1))
+            if self.setup.replicas:
+                mine = slice(None)
             same(name, local(shard), master[mine])
             if shard.grad is None or master.grad is None:
                 assert shard.grad is master.grad, (name, shard.grad, master.grad)
             else:
                 same(f"{name}.grad", local(shard.grad), master.grad[mine])
+
+
+class Silent:
+    def remove(self) -> None:
+        pass
 
 
 def same(name: str, ours: Tensor, theirs: Tensor) -> None:
@@ -300,17 +391,44 @@ def explode_in_backward(module: Any, inputs: Any, output: Tensor) -> None:
     output.register_hook(explode)
 
 
-_sessions: list[Session] = []
+Operation = tuple[str, tuple[Any, ...]]
+# Of one operation: communicator, kind and sizes of each collective.
+CallLog = list[tuple[str, str, Any]]
 
 
-def start(setup: Setup) -> None:
-    _sessions[:] = [Session(setup)]
+def perform(setup: Setup, operations: list[Operation]) -> list[CallLog]:
+    session = Session(setup)
+    take = call_log()
+    logs = []
+    for number, (operation, arguments) in enumerate(operations):
+        try:
+            getattr(session, operation)(*arguments)
+            session.compare()
+        except Exception as error:
+            # For whoever reads the ranks' tracebacks.
+            raise AssertionError(
+                f"operation {number} of {setup}: {operation}{arguments}"
+            ) from error
+        logs.append(take())
+    return logs
 
 
-def perform(operation: str, *arguments: Any) -> tuple[int, dict[str, str]]:
-    """Of the session that was started last; returns how many losses wait for their
-    backward."""
-    (session,) = _sessions
-    getattr(session, operation)(*arguments)
-    session.compare()
-    return len(session.open)
+def call_log() -> Callable[[], CallLog]:
+    """What this rank has asked of all its communicators since the last call, by torch's
+    flight recorder (TORCH_FR_BUFFER_SIZE)."""
+    seen = -1
+
+    def take() -> CallLog:
+        nonlocal seen
+        trace = pickle.loads(_dump_fr_trace(includeStackTraces=False))
+        entries = [e for e in trace.get("entries", ()) if e["record_id"] > seen]
+        entries.sort(key=lambda entry: entry["record_id"])
+        if entries:
+            seen = entries[-1]["record_id"]
+        return [
+            (e["process_group"][1], e["profiling_name"], e["input_sizes"])
+            for e in entries
+        ]
+
+    take()
+    return take
