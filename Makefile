@@ -1,8 +1,9 @@
-# make dev    .venv, pinned dependencies, build of what changed, importable lowtide
-# make test   dev, then all C++ and Python tests
-# make demo   dev, then examples/demo.py
-# make lint   formatters and type checks
-# make bench  benchmarks, JSON and a table
+# make dev       .venv, pinned dependencies, build of what changed, importable lowtide
+# make test      dev, then all C++ and Python tests
+# make test-all  test, then some of the stored simulated figures again
+# make demo      dev, then examples/demo.py
+# make lint      formatters and type checks
+# make bench     benchmarks, JSON and a table
 #
 # Reads: JOBS, LOWTIDE_CUDA (AUTO|ON|OFF), LOWTIDE_CUDA_ARCHS, LOWTIDE_UNITY,
 #   LOWTIDE_WERROR.
@@ -25,7 +26,7 @@ CPP_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*
 # One build at a time, also when two shells say `make`.
 LOCK = flock $(BUILD)/.lock
 
-.PHONY: dev test demo lint bench clean
+.PHONY: dev test test-all demo lint bench clean
 .NOTPARALLEL:
 
 dev: $(CONFIGURED)
@@ -36,6 +37,9 @@ test: dev $(BUILD)/.tests
 	$(LOCK) $(CMAKE) --build $(BUILD) -j $(JOBS)
 	$(BIN)/ctest --test-dir $(BUILD) --verbose --no-tests=error
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
+test-all: test
+	$(BIN)/python -m pytest -n 0 tests/slow
 
 demo: dev
 	$(BIN)/python examples/demo.py

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 # measured   run here, by the method the case describes
@@ -44,8 +44,16 @@ class Case:
     describe: str  # one line
     how: str  # how the figures are obtained; Markdown
     run: Callable[[], Sequence[Row]]
+    # Those of the rows that are the same whenever they are computed, in parts that can
+    # be computed alone; by name.
+    parts: Mapping[str, Callable[[], Iterable[Row]]] = field(default_factory=dict)
     headlines: tuple[str, ...] = ()  # quantities for the README
     only_by_name: str = ""  # why a run of all cases leaves it out
+
+    def part_in_turn(self, turn: int) -> str:
+        """Counting turns up comes by every part."""
+        names = list(self.parts)
+        return names[turn % len(names)]
 
     def rows(self) -> list[Row]:
         rows = list(self.run())

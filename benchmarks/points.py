@@ -3,6 +3,7 @@
 With LOWTIDE_BENCHMARK_POINTS=FILE every run's figures are appended to FILE, and a run
 that is there is not repeated: a case that was cut off goes on, and after a change only
 the lines that it concerns need to be deleted. Without it every run is new.
+LOWTIDE_BENCHMARK_JOBS says how many run at a time, by default 4.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from typing import Any, TypeVar
 
 from launch import run
 
+from lowtide.phantom.dry.launch import Machine
+
 Figures = dict[str, Any]
 Each = Callable[[Sequence[Sequence[str]]], list[Figures]]
 Rows = TypeVar("Rows")
 VARIABLE = "LOWTIDE_BENCHMARK_POINTS"
+JOBS = "LOWTIDE_BENCHMARK_JOBS"
 
 
 class Unknown(dict[str, Any]):
@@ -31,11 +35,20 @@ class Unknown(dict[str, Any]):
 
 
 class Points:
-    """Runs of ``program``, which prints JSON."""
+    """Runs of ``program`` over the dry driver, which prints JSON. ``world``: of how
+    many ranks it is the first; without one, its option ``--world`` says so."""
 
-    def __init__(self, program: str, *, timeout: float) -> None:
+    def __init__(
+        self,
+        program: str,
+        *,
+        gpu: str = "h100",
+        world: int | None = None,
+        timeout: float,
+    ) -> None:
         self._program, self._timeout = program, timeout
-        self._threads = ThreadPoolExecutor(max_workers=4)
+        self._gpu, self._world = gpu, world
+        self._threads = ThreadPoolExecutor(int(os.environ.get(JOBS, 4)))
         self._lock = threading.Lock()
         path = os.environ.get(VARIABLE)
         self._file = Path(path) if path else None
@@ -69,8 +82,9 @@ class Points:
         known = self._known.get(arguments)
         if known is not None:
             return known
+        machine = self._machine(arguments)
         figures: Figures = json.loads(
-            run(self._program, *arguments, timeout=self._timeout)
+            run(self._program, *arguments, machine=machine, timeout=self._timeout)
         )
         with self._lock:
             self._known[arguments] = figures
@@ -79,3 +93,7 @@ class Points:
                 with self._file.open("a") as file:
                     file.write(json.dumps(point | {"figures": figures}) + "\n")
         return figures
+
+    def _machine(self, arguments: Sequence[str]) -> Machine:
+        world = self._world or int(arguments[arguments.index("--world") + 1])
+        return Machine(gpu=self._gpu, world=world)

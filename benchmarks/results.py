@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -52,3 +52,20 @@ def read_all(directory: Path, order: Sequence[str]) -> list[Result]:
     """Those present, in this order."""
     paths = [directory / f"{name}.json" for name in order]
     return [read(path) for path in paths if path.exists()]
+
+
+def differences(stored: Result, rows: Iterable[Row]) -> list[str]:
+    """Where ``rows``, some of those of its case computed again, are not what is
+    stored."""
+    known = {(row.system, row.quantity): row for row in stored.rows}
+    return [
+        f"{row.system}, {row.quantity}: expected {known_as(found)}, got {known_as(row)}"
+        for row in rows
+        if (found := known.get((row.system, row.quantity))) != row
+    ]
+
+
+def known_as(row: Row | None) -> str:
+    if row is None:
+        return "no such row"
+    return f"{row.value} {row.unit} ({row.kind}; {row.note})"

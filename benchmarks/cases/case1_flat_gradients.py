@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from case import Case, Row, rows_of
@@ -10,6 +12,7 @@ from launch import run
 from points import Points
 
 NAME = "case1_flat_gradients"
+WORLD = 8
 SYSTEMS = ("per_parameter", "cat", "flat", "lowtide")
 # fairscale pull request 1186, llama3_kv8, one layer, tensor parallel 4, 8 GPUs.
 PUBLISHED_GB = {"per_parameter": 15.1, "cat": 17.4, "flat": 15.1}
@@ -24,29 +27,29 @@ SAME = (
 FIRST_TOUCH = "each gradient is copied into the slab once, by its first microbatch"
 
 
+SEGMENTS: dict[str, tuple[str, ...]] = {"default": (), "expandable": ("--expandable",)}
+
+
 def measure() -> list[Row]:
     measured = rows(json.loads(run("flat_gradients.py", *SYSTEMS, timeout=900)))
-    return measured + simulated_rows()
+    return [*measured, *(row for of in SEGMENTS for row in simulated_rows(of))]
 
 
-def simulated_rows() -> list[Row]:
+def simulated_rows(segments: str) -> Iterator[Row]:
     row = rows_of(NAME)
-    points = Points("flat_gradients_reserved.py", timeout=900)
-    result = []
-    for segments, flags in (("default", ()), ("expandable", ("--expandable",))):
-        found = points.each([(name, *flags) for name in SYSTEMS])
-        seen = dict(zip(SYSTEMS, found, strict=True))
-        quantity = f"reserved at the published widths, {segments} segments"
-        for name, peaks in seen.items():
-            note = f"allocated {peaks['allocated'] / GIB:.2f}"
-            value = round(peaks["reserved"] / GIB, 2)
-            result.append(row(name, quantity, value, "GiB", "simulated", note))
-        quantity = f"of what cat reserves, {segments} segments"
-        for name, peaks in seen.items():
-            share = round(peaks["reserved"] / seen["cat"]["reserved"], 3)
-            result.append(row(name, quantity, share, "", "simulated"))
-        result.append(row("bar", quantity, CAT_BAR, "", "arithmetic"))
-    return result
+    points = Points("flat_gradients_reserved.py", world=WORLD, timeout=900)
+    found = points.each([(name, *SEGMENTS[segments]) for name in SYSTEMS])
+    seen = dict(zip(SYSTEMS, found, strict=True))
+    quantity = f"reserved at the published widths, {segments} segments"
+    for name, peaks in seen.items():
+        note = f"allocated {peaks['allocated'] / GIB:.2f}"
+        value = round(peaks["reserved"] / GIB, 2)
+        yield row(name, quantity, value, "GiB", "simulated", note)
+    quantity = f"of what cat reserves, {segments} segments"
+    for name, peaks in seen.items():
+        share = round(peaks["reserved"] / seen["cat"]["reserved"], 3)
+        yield row(name, quantity, share, "", "simulated")
+    yield row("bar", quantity, CAT_BAR, "", "arithmetic")
 
 
 def rows(seen: dict[str, dict[str, Any]]) -> list[Row]:
@@ -96,6 +99,11 @@ the input of the reduce-scatter is there; what is compared for equality is that 
 for lowtide the `.grad` of a run whose last microbatch reduces, on one rank. The
 published figures are bytes reserved on a GPU, everything included: compare the
 ratios. *Simulated*: `programs/flat_gradients_reserved.py`, the published widths, four
-microbatches of 4 x 1024 tokens, rank 0 of 8, reserved on the simulated device.""",
+microbatches of 4 x 1024 tokens, rank 0 of 8, over the
+[dry driver](design/phantom.md).""",
     run=measure,
+    parts={
+        f"{segments} segments": partial(simulated_rows, segments)
+        for segments in SEGMENTS
+    },
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import sequence_parallel as program
@@ -11,6 +12,7 @@ import torch
 from case import Case, Row, rows_of
 from launch import run
 
+from lowtide.phantom.dry.launch import Machine
 from support.ranks import RankPool
 
 NAME = "case3_gather"
@@ -25,23 +27,27 @@ Held = dict[str, int]
 
 
 def measure() -> list[Row]:
-    return [*simulated(), *measured()]
+    return [*(row for rows in PARTS.values() for row in rows()), *measured()]
 
 
 # -- full shapes, simulated ---------------------------------------------------------
 
 
-def simulated() -> Iterator[Row]:
-    for config in MODELS:
-        for size in SIZES:
-            numbers = map(str, (size, SEQUENCE))
-            arguments = ("sequence_parallel.py", config, *numbers)
-            found = json.loads(run(*arguments, timeout=900))
-            layers = {
-                system: (three["held"] - two["held"], three)
-                for system, (two, three) in found.items()
-            }
-            yield from simulated_rows(config, size, layers)
+def simulated(config: str, size: int) -> Iterator[Row]:
+    arguments = ("sequence_parallel.py", config, str(size), str(SEQUENCE))
+    found = json.loads(run(*arguments, machine=Machine(world=size), timeout=900))
+    layers = {
+        system: (three["held"] - two["held"], three)
+        for system, (two, three) in found.items()
+    }
+    yield from simulated_rows(config, size, layers)
+
+
+PARTS = {
+    f"{config}, {size} ranks": partial(simulated, config, size)
+    for config in MODELS
+    for size in SIZES
+}
 
 
 def simulated_rows(
@@ -116,13 +122,15 @@ CASE = Case(
     name=NAME,
     describe="Rematerialised sequence-parallel gathers (jax 25010, xla 19163).",
     how=f"""\
-*simulated*: `programs/sequence_parallel.py` on the simulated device (meta mode), one
-rank's part of Llama blocks in bf16, batch 1, sequence {SEQUENCE}, over t ranks; bytes
-allocated between forward and backward, without parameters and the input, three layers
-less two. Unique storages by construction: it is the allocator that counts. Two sites a
-layer: `attn_in` in front of Q, K and V, `ffn_in` in front of gate and up. *a site
-holds*: from the difference to gather saved. *highest in backward*: beyond parameters,
-with their gradients.
+*simulated*: `programs/sequence_parallel.py` over the
+[dry driver](design/phantom.md), one rank's part of Llama blocks in bf16, batch
+1, sequence {SEQUENCE}, over t ranks; bytes allocated between forward and backward,
+without parameters and the input, three layers less two. Unique storages by
+construction: it is the allocator that counts. Two sites a layer: `attn_in` in front of
+Q, K and V, `ffn_in` in front of gate and up. *a site holds*: from the difference to
+gather saved. *highest in backward*: beyond parameters and cuBLAS's workspaces, with
+their gradients; with SAC the inputs of a block's two gathers are in it, which NCCL's
+group keeps until somebody waits for what was gathered.
 
 *measured*: two small blocks on gloo, the second of two steps; collectives counted by
 lowtide's counter and a dispatch mode that sees torch's. All systems but lowtide use
@@ -132,4 +140,5 @@ reduce-scatters twice (of the gathers); what is above that is done again. torch'
 checkpoint runs the block again, up to the last tensor needed; SAC keeps products and
 attention, and gathers again with all the rest.""",
     run=measure,
+    parts=PARTS,
 )

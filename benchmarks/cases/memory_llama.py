@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from typing import Any
 
 from case import Case, Row, rows_of
@@ -128,56 +130,58 @@ OTHERS: tuple[tuple[str, Setting, tuple[str, ...]], ...] = (
     ("fsdp1", WORLD_8, ("--loss", "chunked:32")),
     ("fsdp1", WORLD_64, ("--loss", "chunked:32")),
 )
-# lowtide's levers one at a time, from FSDP2's units and loss on.
-CHUNKED = ("--loss", "chunked:32")
-LEVERS = (
-    ("embedding and head in the root's unit", *CHUNKED, "--units", "root"),
-    (
-        "embedding and head units of their own",
-        *(*CHUNKED, "--whole-embedding", "--gather-embedding-in-backward"),
+# lowtide's levers one at a time: at many ranks from FSDP2's units and loss on.
+CHUNKED, TOKENS = ("--loss", "chunked:32"), ("--loss", "tokens")
+LEVERS = {
+    WORLD_64: (
+        ("embedding and head in the root's unit", *CHUNKED, "--units", "root"),
+        (
+            "embedding and head units of their own",
+            *(*CHUNKED, "--whole-embedding", "--gather-embedding-in-backward"),
+        ),
+        ("no gather of the embedding in backward", *CHUNKED, "--whole-embedding"),
+        ("embedding and its gradient in blocks of rows", *CHUNKED),
+        ("token-chunked loss without a graph", *TOKENS),
+        ("loss over rows of the head", "--loss", "vocabulary"),
+        (
+            "the same, ring of 1 GiB instead of 64 MiB",
+            *("--loss", "vocabulary", "--gradient-budget", str(GIB)),
+        ),
     ),
-    ("no gather of the embedding in backward", *CHUNKED, "--whole-embedding"),
-    ("embedding and its gradient in blocks of rows", *CHUNKED),
-    ("token-chunked loss without a graph", "--loss", "tokens"),
-    ("loss over rows of the head", "--loss", "vocabulary"),
-    (
-        "the same, ring of 1 GiB instead of 64 MiB",
-        *("--loss", "vocabulary", "--gradient-budget", str(GIB)),
+    WORLD_8: (
+        (
+            "a block gathered when the backward before begins",
+            *(*TOKENS, "--gather-at-once"),
+        ),
+        ("gathered as late as that backward covers it", *TOKENS),
     ),
-)
-TOKENS = ("--loss", "tokens")
-LEVERS_OF_FEW_RANKS = (
-    ("a block gathered when the backward before begins", *TOKENS, "--gather-at-once"),
-    ("gathered as late as that backward covers it", *TOKENS),
-)
+}
+
+# What a row is computed by, given what runs.
+Rows = Callable[[Each], Iterable[Row]]
 
 
 def measure() -> list[Row]:
-    return Points("llama_memory.py", timeout=3600).all_of(rows)
+    return computed(lambda each: chain.from_iterable(p(each) for p in PARTS.values()))
 
 
-def rows(each: Each) -> list[Row]:
-    return [
-        *(row for setting in SETTINGS for row in rows_for(setting, each)),
-        *other_rows(each),
-        *lever_rows(each),
-        *neighbour_rows(each),
-    ]
+def computed(rows: Rows) -> list[Row]:
+    points = Points("llama_memory.py", timeout=3600)
+    return points.all_of(lambda each: list(rows(each)))
 
 
-def rows_for(setting: Setting, each: Each) -> Iterator[Row]:
-    for allocator in setting.allocators:
-        flags = ALLOCATORS[allocator]
+def rows_for(setting: Setting, allocator: str, each: Each) -> Iterator[Row]:
+    flags = ALLOCATORS[allocator]
 
-        def found(variants: Variants, flags: tuple[str, ...] = flags) -> list[Any]:
-            runs = [(*v, *setting.options, *flags) for v in variants.values()]
-            return list(zip(variants, each(runs), strict=True))
+    def found(variants: Variants) -> list[tuple[str, Figures]]:
+        runs = [(*v, *setting.options, *flags) for v in variants.values()]
+        return list(zip(variants, each(runs), strict=True))
 
-        theirs, same = found(setting.fsdp2), found(setting.same_loss)
-        ours = same + found(setting.best_loss)
-        name = f"{setting}, {allocator} segments"
-        yield from compare(setting, allocator, f"{name}, {SAME_LOSS}", same, theirs)
-        yield from compare(setting, allocator, f"{name}, {BEST_LOSS}", ours, theirs)
+    theirs, same = found(setting.fsdp2), found(setting.same_loss)
+    ours = same + found(setting.best_loss)
+    name = f"{setting}, {allocator} segments"
+    yield from compare(setting, allocator, f"{name}, {SAME_LOSS}", same, theirs)
+    yield from compare(setting, allocator, f"{name}, {BEST_LOSS}", ours, theirs)
 
 
 def compare(
@@ -222,41 +226,54 @@ def other_rows(each: Each) -> Iterator[Row]:
         yield row(system, quantity, value, "GiB", "simulated", describe("", figures))
 
 
-def lever_rows(each: Each) -> Iterator[Row]:
+def lever_rows(setting: Setting, each: Each) -> Iterator[Row]:
     row = rows_of(NAME)
-    for setting, levers in ((WORLD_64, LEVERS), (WORLD_8, LEVERS_OF_FEW_RANKS)):
+    levers = LEVERS[setting]
+    runs = [("--system", "lowtide", *lever[1:], *setting.options) for lever in levers]
+    for lever, figures in zip(levers, each(runs), strict=True):
+        quantity = f"lever, {setting}, default segments: {lever[0]}"
+        value = gib(reserved(figures))
+        note = describe("", figures)
+        yield row("lowtide", quantity, value, "GiB", "simulated", note)
+
+
+def neighbour_rows(setting: Setting, allocator: str, each: Each) -> Iterator[Row]:
+    row = rows_of(NAME)
+    for system, loss in {"lowtide": "vocabulary", "fsdp2": "chunked:32"}.items():
         runs = [
-            ("--system", "lowtide", *lever[1:], *setting.options) for lever in levers
-        ]
-        for lever, figures in zip(levers, each(runs), strict=True):
-            quantity = f"lever, {setting}, default segments: {lever[0]}"
-            value = gib(reserved(figures))
-            yield row(
-                "lowtide", quantity, value, "GiB", "simulated", describe("", figures)
+            (
+                *("--system", system, "--loss", loss, *setting.options),
+                *(("--vocab-size", str(VOCABULARY + more)) if more else ()),
+                *ALLOCATORS[allocator],
             )
+            for more in NEIGHBOURS
+        ]
+        seen = [gib(reserved(figures)) for figures in each(runs)]
+        for which, value in (("least", min(seen)), ("most", max(seen))):
+            quantity = (
+                f"{which} reserved, vocabularies near {VOCABULARY}, "
+                f"{setting}, {allocator} segments"
+            )
+            yield row(system, quantity, value, "GiB", "simulated", loss)
 
 
-def neighbour_rows(each: Each) -> Iterator[Row]:
-    row = rows_of(NAME)
-    systems = {"lowtide": "vocabulary", "fsdp2": "chunked:32"}
-    for setting in (s for s in SETTINGS if s.neighbours):
-        for allocator, flags in ALLOCATORS.items():
-            for system, loss in systems.items():
-                runs = [
-                    (
-                        *("--system", system, "--loss", loss, *setting.options),
-                        *(("--vocab-size", str(VOCABULARY + more)) if more else ()),
-                        *flags,
-                    )
-                    for more in NEIGHBOURS
-                ]
-                seen = [gib(reserved(figures)) for figures in each(runs)]
-                for which, value in (("least", min(seen)), ("most", max(seen))):
-                    quantity = (
-                        f"{which} reserved, vocabularies near {VOCABULARY}, "
-                        f"{setting}, {allocator} segments"
-                    )
-                    yield row(system, quantity, value, "GiB", "simulated", loss)
+PARTS: dict[str, Rows] = {
+    **{
+        f"{setting}, {allocator} segments": partial(rows_for, setting, allocator)
+        for setting in SETTINGS
+        for allocator in setting.allocators
+    },
+    "other systems and losses": other_rows,
+    **{f"levers, {setting}": partial(lever_rows, setting) for setting in LEVERS},
+    **{
+        f"vocabularies, {setting}, {allocator} segments": partial(
+            neighbour_rows, setting, allocator
+        )
+        for setting in SETTINGS
+        if setting.neighbours
+        for allocator in ALLOCATORS
+    },
+}
 
 
 def best(variants: Iterable[tuple[str, Figures]]) -> tuple[str, Figures]:
@@ -288,10 +305,11 @@ CASE = Case(
     name=NAME,
     describe="Peak reserved memory of a Llama step, simulated, beside FSDP2.",
     how="""\
-`programs/llama_memory.py` on the simulated device (`lowtide.phantom`, meta mode): the
-unmodified systems run, operators have no bytes, and a model of CUDA's caching allocator
-answers; rank 0, batch 1, bf16 compute, fp32 reduction, fused AdamW, gradients clipped.
-The figure is the highest of the third step, when the optimizer has its state.
+`programs/llama_memory.py` over the [dry driver](design/phantom.md): torch's own CUDA
+build, its allocator and NCCL's process group, on an H100 whose kernels compute
+nothing; rank 0, batch 1, bf16 compute, fp32 reduction, fused AdamW, gradients clipped.
+The figure is the highest of the third step, when the optimizer has its state. Attention
+is cuDNN's, which torch takes there.
 
 FSDP2 is its best of what is tried: loss in 16 and 32 chunks of tokens (each
 checkpointed) at the first two points, where embedding and head in the root's unit are
@@ -304,10 +322,10 @@ DDP is not among the systems: fp32 parameters, gradients and Adam's state of 8B 
 GiB by arithmetic, which no device of 80 GB holds.
 
 Missed bars. They were set beside a sketch of the allocator in which FSDP2 reserves 24.3
-and 10.4 GiB (8 and 64 ranks, expandable); the model, checked against torch's allocator
-call by call, finds 23.1 and 9.8, and that is what shares are of. *Same loss*: autograd
-sums the first two chunks' bf16 gradients of the head out of place (the first is a
-view), three tables of 1 GiB at once in both systems. *Reserved / allocated* at 64
+and 10.4 GiB (8 and 64 ranks, expandable); torch's allocator reserves 23.1 and 9.8, and
+that is what shares are of. *Same loss*: autograd sums the first two chunks' bf16
+gradients of the head out of place (the first is a view), three tables of 1 GiB at once
+in both systems. *Reserved / allocated* at 64
 ranks: kept 64 MiB inputs of checkpoints lie in segments that 224 MiB temporaries left,
 three in each, and 32 MiB of each stay unused; at 8 ranks allocated bytes fell by 0.4
 GiB, reserved ones by 0.2. *Best loss* at 64 ranks, expandable: 0.4 % above the bar, for
@@ -322,6 +340,7 @@ checkpointing, and 29.3 instead of 28.3 at 32768 tokens.
 
 ![Peak reserved, lowtide beside FSDP2](memory.svg)""",
     run=measure,
+    parts={name: partial(computed, rows) for name, rows in PARTS.items()},
     headlines=tuple(
         f"reserved, {setting}, {allocator} segments, {BEST_LOSS}"
         for setting in SETTINGS

@@ -137,7 +137,7 @@ CASE = Case(
     describe="Memory that others measured on GPUs, and what their programs take dry.",
     how="""\
 Programs written after the sources' descriptions (`benchmarks/programs/published.py`),
-run over the [dry driver](design/phantom_driver.md) with torch of today; the sources
+run over the [dry driver](design/phantom.md) with torch of today; the sources
 used torch 2.1 to 2.6. Nothing was set so that figures match.
 """,
     run=measure,

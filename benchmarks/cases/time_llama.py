@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from case import Case, Row, rows_of
-from launch import run
-
-from lowtide.phantom.dry.launch import Machine
+from points import Each, Points
 
 NAME = "time_llama"
+GPU = "h100"
 SYSTEMS = ("lowtide", "fsdp2")
 PHASES = ("forward", "loss", "backward", "optimizer")
 
@@ -27,7 +24,6 @@ class Setting:
     world: int = 8
     microbatches: int = 1
     loss: str = "plain"
-    accelerator: str = "h100"
 
     def __str__(self) -> str:
         parts = [f"{self.config.upper()}, {self.world} ranks"]
@@ -35,7 +31,7 @@ class Setting:
             parts.append(f"{self.microbatches} microbatches without sync")
         if self.loss != "plain":
             parts.append("loss by chunks of tokens")
-        return ", ".join([*parts, self.accelerator.upper()])
+        return ", ".join([*parts, GPU.upper()])
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -61,27 +57,24 @@ SETTINGS = (
 
 
 def measure() -> list[Row]:
-    with ThreadPoolExecutor(max_workers=2) as threads:
-        return [row for setting in SETTINGS for row in rows_for(setting, threads)]
+    return [row for rows in PARTS.values() for row in rows()]
 
 
-def times_of(setting: Setting, arguments: Sequence[str]) -> Times:
-    machine = Machine(gpu=setting.accelerator, world=setting.world)
-    times: Times = json.loads(
-        run("llama_time.py", *arguments, machine=machine, timeout=1800)
-    )
-    return times
+def rows_alone(setting: Setting) -> Iterator[Row]:
+    points = Points("llama_time.py", gpu=GPU, timeout=1800)
+    yield from rows_for(setting, points.each)
 
 
-def rows_for(setting: Setting, threads: ThreadPoolExecutor) -> Iterator[Row]:
+PARTS = {str(setting): partial(rows_alone, setting) for setting in SETTINGS}
+
+
+def rows_for(setting: Setting, each: Each) -> Iterator[Row]:
     losses = setting.losses()
     arguments = [
         ("--system", system, "--loss", loss, *setting.arguments)
         for system, loss in losses.items()
     ]
-    found = dict(
-        zip(losses, threads.map(partial(times_of, setting), arguments), strict=True)
-    )
+    found: dict[str, Times] = dict(zip(losses, each(arguments), strict=True))
     row = rows_of(NAME)
     for system, times in found.items():
         step, phases = times["step"], times["phases"]
@@ -120,24 +113,26 @@ CASE = Case(
     name=NAME,
     describe="Time of a Llama step, simulated, beside FSDP2.",
     how="""\
-`programs/llama_time.py`: the third step on the [phantom's clock](time.md), rank 0, batch 1, sequence 8192, full checkpointing, bf16 compute, fp32
-reduction, fused AdamW, gradients clipped; both systems with their default settings,
-blocks, embedding and head units of their own; a head that FSDP2 applies to chunks is
-held from the first to the last. Nothing was measured on a GPU.
+`programs/llama_time.py`: the third step on the [phantom's clock](time.md), rank 0,
+batch 1, sequence 8192, full checkpointing, bf16 compute, fp32 reduction, fused AdamW,
+gradients clipped; both systems with their default settings, blocks, embedding and head
+units of their own; a head that FSDP2 applies to chunks is held from the first to the
+last. Nothing was measured on a GPU.
 
-*exposed*: a collective runs while the compute stream waits for another stream.
-*loss* is the head and the loss. What is assumed is in [time.md](time.md). *bar*: what we
-set out to reach.
+*exposed*: a collective runs while the compute stream waits for another stream. *loss*
+is the head and the loss. What is assumed is in [time.md](time.md). *bar*: what we set
+out to reach.
 
 Until the clock charged multiprocessors, a kernel's wait for them and latency once an
 operation, the shares of exposed communication were 0.83, 0.99 and 1.11; FSDP2 beside
-lowtide is computed by the same rules. lowtide's gradients leave in many more collectives
-than FSDP2's, so its communication is busy for longer: each pays the ring's latency and
-waits behind a product's blocks. Longer chunks cost reserved bytes. In forward the first
-block's gather is hidden by the copies that FSDP2 makes of what it gathered before and
-lowtide does not. With the loss by chunks of tokens the head's gradient is there as soon as
-backward begins, with no product left to hide it.""",
+lowtide is computed by the same rules. lowtide's gradients leave in many more
+collectives than FSDP2's, so its communication is busy for longer: each pays the ring's
+latency and waits behind a product's blocks. Longer chunks cost reserved bytes. In
+forward the first block's gather is hidden by the copies that FSDP2 makes of what it
+gathered before and lowtide does not. With the loss by chunks of tokens the head's
+gradient is there as soon as backward begins, with no product left to hide it.""",
     run=measure,
+    parts=PARTS,
     headlines=tuple(
         f"{what}, {setting}"
         for what in ("exposed communication", "step")

@@ -19,7 +19,7 @@ from step import Figures
 
 BUILD = REPOSITORY / "build" / "gpu"
 PACKAGE = REPOSITORY / "python" / "lowtide"
-LIBRARIES = ("_C*.so", "liblowtide_core.so", "liblowtide_phantom.so")
+LIBRARIES = ("_C*.so", "liblowtide_core.so", "liblowtide_cuda_dry.so")
 # Rooms of tests/cpp with tests on CUDA.
 ROOMS = ("device", "ops")
 GOOGLETEST = "FETCHCONTENT_SOURCE_DIR_GOOGLETEST"
@@ -63,7 +63,7 @@ class Build:
         has_tests = processes.run(configure(True, arch)).returncode == 0
         if not has_tests:
             processes.checked(configure(False, arch))
-        make(processes, "_C", "_phantom")
+        make(processes, "dev")
         install = (tool("cmake"), "--install", str(BUILD), "--prefix", "python")
         processes.checked(install)
         return {"arch": arch, "tests": has_tests}

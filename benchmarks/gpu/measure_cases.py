@@ -23,7 +23,7 @@ def flat_peaks(scale: Scale, programs: Programs) -> Figures:
     seen = programs.together(
         [
             (
-                *("flat_gradients_reserved.py", name, "--device", "cuda", *widths),
+                *("flat_gradients_reserved.py", name, *widths),
                 *FLAGS[segments],
             )
             for segments, name in keys

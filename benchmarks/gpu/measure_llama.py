@@ -25,7 +25,7 @@ def llama_memory(checkpoint: str, scale: Scale, programs: Programs) -> Figures:
             keys.append((segments, system))
             calls.append(
                 (
-                    *("llama_memory.py", "--device", "cuda", *scale.llama),
+                    *("llama_memory.py", *scale.llama),
                     *("--system", system.split(",")[0], "--loss", loss),
                     *("--checkpoint", checkpoint, *FLAGS[segments]),
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,6 +33,16 @@ class Programs:
         line = command(here if here.exists() else name, *arguments)
         printed = self.processes.checked(line, ENVIRONMENT)
         return json.loads(printed.splitlines()[-1])
+
+    def dry(self, name: str, *arguments: object) -> Any:
+        """Over the dry driver instead of the GPU."""
+        # Only a step that comes behind the one that builds lowtide can import it.
+        from lowtide.phantom.dry import launch
+
+        machine = launch.Machine()
+        line = launch.command(command(name, *arguments)[1:], machine, launch.Settings())
+        environment = launch.environment(machine, os.environ | ENVIRONMENT)
+        return json.loads(self.processes.checked(line, environment).splitlines()[-1])
 
     def together(
         self, calls: Sequence[Sequence[object]], *, at_once: int = 3

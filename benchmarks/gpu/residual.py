@@ -32,11 +32,11 @@ TIMED = (*SYSTEMS, "save hidden")
 
 
 def peaks(num_layers: int, rows: int, width: int) -> dict[str, Any]:
-    start("cuda", WORLD)
+    start(WORLD)
     found = {}
     for system in SYSTEMS:
         shape = (system, num_layers, rows, PREFETCH)
-        found[system] = measure("cuda", WORLD, width, *shape)
+        found[system] = measure(WORLD, width, *shape)
         gc.collect()
         torch.cuda.empty_cache()
     dist.destroy_process_group()
@@ -56,7 +56,7 @@ def speed(num_layers: int, rows: int, width: int, rounds: int) -> dict[str, Any]
     tokens = torch.randint(NUM_TOKENS, (rows,), device="cuda")
     models = {}
     for system in TIMED:
-        model = build("cuda", system, num_layers, width, PREFETCH, sharded=True)
+        model = build(system, num_layers, width, PREFETCH, sharded=True)
         with torch.no_grad():
             for p in model.parameters():
                 p.to_local().normal_(std=width**-0.5)

@@ -11,7 +11,7 @@ class Scale:
     llama: tuple[str, ...]  # options of llama_memory.py: the slice
     llama_loss: str
     compared: tuple[str, ...]  # the same, for bits beside FSDP2's
-    replayed: tuple[str, ...]  # the same, for the allocator's replay
+    accounted: tuple[str, ...]  # the same, beside the ledger and a dry step
     flat_widths: str
     residual: tuple[int, int, int]  # layers, rows, width
     link_bytes: int
@@ -27,7 +27,7 @@ FULL = Scale(
     llama=("--config", "8b", "--num-layers", "8", "--sequence", "8192"),
     llama_loss="chunked:16",
     compared=("--config", "8b", "--num-layers", "2", "--sequence", "1024"),
-    replayed=("--config", "8b", "--num-layers", "2", "--sequence", "4096"),
+    accounted=("--config", "8b", "--num-layers", "2", "--sequence", "4096"),
     flat_widths="published",
     residual=(32, 16 * 4096, 2048),
     link_bytes=1 << 30,
@@ -42,7 +42,7 @@ TINY = Scale(
     llama=("--config", "tiny", "--sequence", "64"),
     llama_loss="chunked:2",
     compared=("--config", "tiny", "--sequence", "64"),
-    replayed=("--config", "tiny", "--sequence", "64"),
+    accounted=("--config", "tiny", "--sequence", "64"),
     flat_widths="tiny",
     residual=(4, 256, 128),
     link_bytes=1 << 12,

@@ -8,7 +8,7 @@ import measure_cases as cases
 import measure_llama as llama
 import measure_parts as parts
 from building import Build, CppTests
-from measure_replay import replay, replay_rows
+from measure_ledger import ledger, ledger_rows
 from measuring import Measurement
 from sanitizer import sanitizers
 from scale import Scale
@@ -77,7 +77,7 @@ def measurements(scale: Scale) -> list[Measurement]:
             *("host", "host time per unit", 15),
             *(parts.host_units, parts.host_units_rows),
         ),
-        ("replay", "allocator model and ledger", 20, replay, replay_rows),
+        ("ledger", "ledger, and the same step dry", 20, ledger, ledger_rows),
     )
     return found + [
         Measurement(name, what, seconds, scale, measure, rows)

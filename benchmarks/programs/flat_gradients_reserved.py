@@ -1,5 +1,5 @@
-"""Peak reserved memory of flat_gradients.py's variants at the published widths, on the
-simulated device or a GPU: rank 0 of eight data-parallel ranks.  As JSON.
+"""Peak reserved memory of flat_gradients.py's variants at the published widths on
+CUDA: rank 0 of eight data-parallel ranks.  As JSON.
 
     flat_gradients_reserved.py lowtide [--expandable]
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from flat_gradients import CONFIG, MICROBATCHES, VARIANTS, PerParameter
-from stage import DEVICES, peaks, start
+from stage import peaks, start
 
 import lowtide
 from support.model import Llama, ModelConfig, loss_fn
@@ -47,8 +47,8 @@ def accumulate(model: Any, config: ModelConfig) -> None:
         (loss_fn(model(ids), ids) / MICROBATCHES).backward()
 
 
-def variant_step(name: str, config: ModelConfig, device: str) -> Callable[[], None]:
-    model = model_of(config).bfloat16().to_empty(device=device)
+def variant_step(name: str, config: ModelConfig) -> Callable[[], None]:
+    model = model_of(config).bfloat16().to_empty(device="cuda")
     fill(model)
     # What a sharded run keeps of the parameters beside the full ones.
     numel = sum(p.numel() for p in model.parameters())
@@ -65,7 +65,7 @@ def variant_step(name: str, config: ModelConfig, device: str) -> Callable[[], No
     return step
 
 
-def lowtide_model(config: ModelConfig, device: str, **settings: Any) -> Any:
+def lowtide_model(config: ModelConfig, **settings: Any) -> Any:
     """Gradients accumulate without a reduction; ``lowtide.abort_step`` drops them."""
     model: Any = model_of(config).bfloat16()
     policy = lowtide.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -74,7 +74,7 @@ def lowtide_model(config: ModelConfig, device: str, **settings: Any) -> Any:
         lowtide.fully_shard(
             module, mp_policy=policy, reshard_after_forward=False, **settings
         )
-    model.to_empty(device=device)
+    model.to_empty(device="cuda")
     fill(model)
     # The full parameters stay, as they do in the other variants.
     model.set_reshard_after_backward(False)
@@ -82,13 +82,13 @@ def lowtide_model(config: ModelConfig, device: str, **settings: Any) -> Any:
     return model
 
 
-def run_steps(variant: str, config: ModelConfig, device: str) -> None:
+def run_steps(variant: str, config: ModelConfig) -> None:
     if variant not in LOWTIDE:
-        step = variant_step(variant, config, device)
+        step = variant_step(variant, config)
         for _ in range(NUM_STEPS):
             step()
         return
-    model = lowtide_model(config, device, **LOWTIDE[variant])
+    model = lowtide_model(config, **LOWTIDE[variant])
     for _ in range(NUM_STEPS):
         accumulate(model, config)
         # Up to here the slab is what the reduce-scatter would take.
@@ -102,12 +102,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("variant", choices=(*VARIANTS, *LOWTIDE))
     parser.add_argument("--expandable", action="store_true")
-    parser.add_argument("--device", choices=DEVICES, default="phantom")
     parser.add_argument("--widths", choices=WIDTHS, default="published")
     args = parser.parse_args()
-    start(args.device, WORLD, expandable=args.expandable)
-    torch.set_default_device(args.device)
-    run_steps(args.variant, WIDTHS[args.widths], args.device)
+    start(WORLD, expandable=args.expandable)
+    torch.set_default_device("cuda")
+    run_steps(args.variant, WIDTHS[args.widths])
     print(json.dumps(peaks()))
 
 

@@ -7,6 +7,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lowtide.phantom.dry.launch import Machine
 
 PROGRAMS = Path(__file__).resolve().parent
 REPOSITORY = PROGRAMS.parents[1]
@@ -30,17 +34,26 @@ def run(
     *arguments: str,
     under: Sequence[str] = (),
     directory: Path | None = None,
+    machine: Machine | None = None,
     timeout: float,
 ) -> str:
     """What it printed; RuntimeError with the end of its errors when it fails. It sees
-    no GPU."""
+    no GPU, or those of ``machine``, over the driver that computes nothing."""
+    base = os.environ | ENVIRONMENT
+    line, environment = command(program, *arguments), base | NO_GPU
+    if machine is not None:
+        # The programs of gpu/ build lowtide, so they cannot import it here.
+        from lowtide.phantom.dry import launch
+
+        line = launch.command(line[1:], machine, launch.Settings())
+        environment = launch.environment(machine, base)
     done = subprocess.run(
-        [*under, *command(program, *arguments)],
+        [*under, *line],
         capture_output=True,
         text=True,
         timeout=timeout,
         cwd=directory,
-        env=os.environ | ENVIRONMENT | NO_GPU,
+        env=environment,
     )
     if done.returncode != 0:
         raise RuntimeError(f"{program}: exit {done.returncode}\n{done.stderr[-3000:]}")

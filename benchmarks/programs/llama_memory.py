@@ -1,10 +1,8 @@
-"""Peak bytes of training steps of a Llama on the simulated device or a GPU, as JSON.
+"""Peak bytes of training steps of a Llama on CUDA, as JSON. One process is one rank,
+rank 0; the others are not there (stage.start).
 
-    llama_memory.py --system lowtide --config 8b --world 8 [...]
-
-On the simulated device (meta mode) operators run without bytes, and the allocator
-model answers as CUDA's would; on a GPU they run. Collectives are torch's fake group's.
-One process is one rank, rank 0.
+    python -m lowtide phantom --world 8 -- \\
+        llama_memory.py --system lowtide --config 8b --world 8 [...]
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from stage import DEVICES, peaks, start
+from stage import peaks, start
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -36,14 +34,13 @@ aten = torch.ops.aten
 KEPT = (
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_fused_attention_overrideable.default,
+    aten._scaled_dot_product_cudnn_attention.default,
 )
 
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     parser.add_argument("--system", choices=SYSTEMS, default="lowtide")
-    parser.add_argument("--device", choices=DEVICES, default="phantom")
     parser.add_argument("--config", choices=CONFIGS, default="8b")
     parser.add_argument("--num-layers", type=int, help="instead of the config's")
     parser.add_argument("--vocab-size", type=int, help="instead of the config's")
@@ -198,7 +195,7 @@ def shard_by_unit(model: Any, args: argparse.Namespace) -> nn.Module:
         else:
             shard(model.output, reshard_after_forward=False)
     shard(model)
-    model.to_empty(device=args.device)
+    model.to_empty(device="cuda")
     if args.system == "lowtide" and args.loss == "vocabulary":
         from lowtide.losses import stream_rows
 
@@ -214,8 +211,8 @@ def shard_flat(model: Any, args: argparse.Namespace) -> nn.Module:
         model,
         auto_wrap_policy=ModuleWrapPolicy({type(model.layers[0])}),
         mixed_precision=MixedPrecision(BF16, FP32),
-        device_id=torch.device(args.device, 0),
-        param_init_fn=lambda m: m.to_empty(device=args.device, recurse=False),
+        device_id=torch.device("cuda", 0),
+        param_init_fn=lambda m: m.to_empty(device="cuda", recurse=False),
         use_orig_params=True,
         limit_all_gathers=True,
     )
@@ -292,7 +289,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             last = microbatch == args.microbatches - 1
             with set_sync(model, last or args.reduce_every):
                 tokens = torch.zeros(
-                    1, args.sequence + 1, dtype=torch.long, device=args.device
+                    1, args.sequence + 1, dtype=torch.long, device="cuda"
                 )
                 loss = model(tokens[:, :-1], tokens[:, 1:])
                 peaks.mark("forward")
@@ -321,7 +318,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     args = parser().parse_args()
-    start(args.device, args.world, expandable=args.expandable)
+    start(args.world, expandable=args.expandable)
     if args.whole_embedding:
         from lowtide._state import embedding
 

@@ -1,11 +1,9 @@
-"""Training steps of the report's stack at its own size on the simulated device or a
-GPU: peak bytes and where they are.  As a JSON list, one for each
-SYSTEM:NUM_LAYERS:ROWS:PREFETCH.
+"""Training steps of the report's stack at its own size on CUDA: peak bytes and where
+they are.  As JSON, by SYSTEM:NUM_LAYERS:ROWS:PREFETCH.
 
-    residual_full_scale.py DEVICE WORLD WIDTH "offload residual:32:65536:1" [...]
+    residual_full_scale.py WORLD WIDTH "offload residual:32:65536:1" [...]
 
-On the simulated device (meta mode) operators run without bytes, and the allocator
-model answers as CUDA's would. One rank runs; nothing travels.
+One rank runs; the others are not there (stage.start).
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from residual_offload import Model
 from stage import peaks, start
 from torch import Tensor, nn
 
-from lowtide import fully_shard, memory_report
+from lowtide import fully_shard
 
 STEPS = 3
 NUM_TOKENS = 256
@@ -43,7 +41,7 @@ class Trained(nn.Module):
 
 
 def build(
-    device: str, system: str, num_layers: int, width: int, prefetch: int, sharded: bool
+    system: str, num_layers: int, width: int, prefetch: int, sharded: bool
 ) -> Trained:
     with torch.device("meta"):
         model = Trained(system, num_layers, width, prefetch)
@@ -51,11 +49,10 @@ def build(
         for block in model.stack.blocks:
             fully_shard(block)
         fully_shard(model)
-    return model.to_empty(device=device)
+    return model.to_empty(device="cuda")
 
 
 def measure(
-    device: str,
     world: int,
     width: int,
     system: str,
@@ -64,8 +61,8 @@ def measure(
     prefetch: int,
 ) -> dict[str, Any]:
     accelerator = torch.accelerator
-    model = build(device, system, num_layers, width, prefetch, world > 1)
-    tokens = torch.zeros(rows, dtype=torch.long, device=device)
+    model = build(system, num_layers, width, prefetch, world > 1)
+    tokens = torch.zeros(rows, dtype=torch.long, device="cuda")
     figures: dict[str, Any] = {}
     for _ in range(STEPS):
         model.zero_grad()
@@ -83,25 +80,17 @@ def measure(
             # Parameters and gradients, when all are there.
             "state": accelerator.memory_allocated(),
         }
-    report = memory_report(model).activations if "torch" not in system else None
-    return {
-        **figures,
-        "residual": rows * width * 4,
-        "exposed_wait": report.exposed_wait if report else None,
-    }
+    return {**figures, "residual": rows * width * 4}
 
 
 def main() -> None:
-    device = sys.argv[1]
-    world, width = map(int, sys.argv[2:4])
-    start(device, world)
-    figures = []
-    for spec in sys.argv[4:]:
+    world, width = map(int, sys.argv[1:3])
+    start(world)
+    figures = {}
+    for spec in sys.argv[3:]:
         system, *numbers = spec.split(":")
         num_layers, rows, prefetch = map(int, numbers)
-        figures.append(
-            measure(device, world, width, system, num_layers, rows, prefetch)
-        )
+        figures[spec] = measure(world, width, system, num_layers, rows, prefetch)
         gc.collect()
         torch.accelerator.empty_cache()
     json.dump(figures, sys.stdout)

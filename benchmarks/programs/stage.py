@@ -1,29 +1,26 @@
-"""Where a program of this folder runs: the simulated device, a GPU beside ranks that
-are not there, or one rank alone."""
+"""Where a program of this folder runs: over the dry driver as one rank of a world, on a
+GPU beside ranks that are not there, or as one rank alone."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-DEVICES = ("phantom", "cuda")
 
-
-def start(device: str, world: int, *, expandable: bool = False) -> None:
-    """Rank 0 of ``world`` ranks, of which it is the only one that runs. Call it before
-    the first allocation."""
-    if device == "phantom":
-        import lowtide.phantom
-
-        lowtide.phantom.install(mode="meta", expandable=expandable)
-        lowtide.phantom.init_world(world)
-        return
+def start(world: int, *, expandable: bool = False) -> None:
+    """Rank 0 of ``world`` ranks, of which it is the only one that runs: on NCCL in
+    torchrun's environment, as over the dry driver, else on torch's fake group. Call it
+    before the first allocation."""
     if expandable:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-    without_cudnn_attention()
-    init_fake_group(world)
+    if "WORLD_SIZE" in os.environ:
+        here = torch.device("cuda", 0)
+        dist.init_process_group("nccl", rank=0, world_size=world, device_id=here)
+    else:
+        init_fake_group(world)
 
 
 def start_one_rank(device: str = "cuda") -> None:
@@ -36,7 +33,7 @@ def start_one_rank(device: str = "cuda") -> None:
 
 
 def without_cudnn_attention() -> None:
-    """It has a workspace that the simulated device does not know."""
+    """Of its gradients the bits may differ from run to run."""
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 

@@ -126,13 +126,13 @@ def test_lowtides_engine_with_activations_on_the_host(of_eight):
 
 
 def test_llama_8b_of_the_benchmarks_as_it_stands(tmp_path):
-    """FSDP2 at world 8: the figure of the allocator model, to the digit."""
+    """FSDP2 at world 8: the stored figure, in torch's own memory history too."""
     report, snapshot = tmp_path / "report.json", tmp_path / "snapshot.pickle"
     program = ROOT / "benchmarks/programs/llama_memory.py"
-    options = "--device cuda --system fsdp2 --config 8b --world 8 --loss chunked:32"
+    options = "--system fsdp2 --config 8b --world 8 --loss chunked:32"
     command = [sys.executable, "-W", "ignore", "-m", "lowtide", "phantom"]
-    command += ["--json", str(report), "--snapshot", str(snapshot), "--"]
-    command += [str(program), *options.split()]
+    command += ["--world", "8", "--json", str(report), "--snapshot", str(snapshot)]
+    command += ["--", str(program), *options.split()]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (device,) = json.loads(report.read_text())["devices"]

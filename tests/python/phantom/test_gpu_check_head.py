@@ -4,26 +4,42 @@ however many the chunks."""
 from __future__ import annotations
 
 import json
-from typing import Any
+import os
+import subprocess
+from pathlib import Path
 
 import pytest
-from launch import run
+from launch import ENVIRONMENT, PROGRAMS
+from llama_memory import NUM_STEPS
+
+from lowtide.phantom.dry import launch
 
 BLOCKS, WORLD = 2, 8
+SHAPE = ("--num-layers", str(BLOCKS), "--vocab-size", "4096", "--sequence", "1024")
 
 
-def step(system: str, loss: str, microbatches: int = 1) -> dict[str, Any]:
-    shape = ("--num-layers", str(BLOCKS), "--vocab-size", "4096", "--sequence", "1024")
-    options = ("--system", system, "--loss", loss, "--microbatches", str(microbatches))
-    printed = run("llama_time.py", *shape, *options, timeout=300)
-    figures: dict[str, Any] = json.loads(printed)
-    return figures
+def gathers(loss: str, microbatches: int, report: Path) -> int:
+    """Of all steps, as NCCL was asked for them."""
+    machine = launch.Machine(world=WORLD)
+    options = ("--system", "fsdp2", "--loss", loss, "--microbatches", str(microbatches))
+    program = (str(PROGRAMS / "llama_memory.py"), "--world", str(WORLD))
+    settings = launch.Settings(report=str(report))
+    subprocess.run(
+        launch.command((*program, *SHAPE, *options), machine, settings),
+        env=launch.environment(machine, os.environ | ENVIRONMENT),
+        capture_output=True,
+        check=True,
+    )
+    calls = json.loads(report.read_text())["calls"]
+    return sum(call["kind"] == "all_gather" for call in calls)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_the_head_is_gathered_once_a_backward(microbatches: int) -> None:
+def test_the_head_is_gathered_once_a_backward(
+    microbatches: int, tmp_path: Path
+) -> None:
     # A block twice, the embedding twice, the norm and the head once.
-    gathers = microbatches * (2 * BLOCKS + 2 + 2)
+    a_step = microbatches * (2 * BLOCKS + 2 + 2)
     for chunks in (2, 16):
-        figures = step("fsdp2", f"chunked:{chunks}", microbatches)
-        assert figures["collectives"]["all-gather"] == gathers
+        seen = gathers(f"chunked:{chunks}", microbatches, tmp_path / "report.json")
+        assert seen == NUM_STEPS * a_step

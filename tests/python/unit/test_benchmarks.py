@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import callgrind
@@ -61,6 +62,31 @@ def test_json_round_trip(result: results.Result, tmp_path: Path) -> None:
     assert results.read(path) == result
     assert json.loads(path.read_text())["command"] == "python benchmarks/run.py fake"
     assert results.read_all(tmp_path, ("other", "fake")) == [result]
+
+
+def test_a_row_that_was_computed_again_differs_by_any_part(
+    result: results.Result,
+) -> None:
+    assert results.differences(result, ROWS[:2]) == []
+    other = replace(ROWS[0], value=1501)
+    missing = replace(ROWS[0], quantity="more bytes")
+    assert results.differences(result, (*ROWS, other, missing)) == [
+        "lowtide, bytes: expected 1500 B (measured; why it is so), got 1501 B "
+        "(measured; why it is so)",
+        "lowtide, more bytes: expected no such row, got 1500 B (measured; why it is "
+        "so)",
+    ]
+
+
+def test_every_part_of_a_case_has_its_turn() -> None:
+    case = replace(FAKE, parts=dict.fromkeys("abc", lambda: ROWS))
+    assert [case.part_in_turn(738_000 + turn) for turn in range(4)] == list("abca")
+
+
+def test_what_is_simulated_can_be_computed_again_in_parts() -> None:
+    for result in results.read_all(runner.RESULTS, runner.CASES):
+        simulated = {row.quantity for row in result.rows if row.kind == "simulated"}
+        assert bool(simulated) == bool(runner.load(result.case).parts), result.case
 
 
 def test_a_row_states_its_kind() -> None:

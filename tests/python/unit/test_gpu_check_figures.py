@@ -10,9 +10,9 @@ from typing import Any
 import bars
 import check
 import measure_cases
+import measure_ledger
 import measure_llama
 import measure_parts
-import measure_replay
 import pytest
 from measuring import spread
 from progress import Outcome, Progress
@@ -132,25 +132,17 @@ def test_rates_stand_beside_that_of_cat() -> None:
     assert values["fused", "rate beside cat's, case 1"] == 2.0
 
 
-def test_a_difference_of_the_allocator_model_is_missed() -> None:
+def test_a_difference_from_the_dry_step_is_missed() -> None:
     seen = {
-        "calls observed": 10,
-        "differences in the history": 0,
-        "differences in allocated": 0,
-        "differences in reserved": 1,
-        "cuda": peaks(1, 1),
-        "model": peaks(1, 1),
+        "cuda": peaks(1, 2),
+        "dry": peaks(1, 3),
         "ledger": {"ledger's peak": GIB},
     }
-    figures = {"default": {"cuda": seen, "simulated": peaks(1, 1)}}
-    rows = list(measure_replay.replay_rows(figures))
-    assert bars.missed(rows) == ["replay, default segments: differences in reserved"]
-    kinds = {r.system: r.kind for r in rows if "peak reserved" in r.quantity}
-    assert kinds == {
-        "CUDA": "measured",
-        "model, asked the same": "simulated",
-        "simulated step": "simulated",
-    }
+    rows = list(measure_ledger.ledger_rows({"default": seen}))
+    (missed,) = bars.missed(rows)
+    assert missed.startswith("two blocks, default segments: peak ")
+    kinds = {r.system: r.kind for r in rows if r.quantity.endswith("peak reserved")}
+    assert kinds == {"CUDA": "measured", "dry": "simulated"}
 
 
 def test_host_time_is_what_sharding_adds() -> None:

@@ -108,7 +108,7 @@ def test_a_build_stands_by_its_libraries(
         for name in (
             "_C.cpython-312-x86_64-linux-gnu.so",
             "liblowtide_core.so",
-            "liblowtide_phantom.so",
+            "liblowtide_cuda_dry.so",
         )
     ]
     for path in made:

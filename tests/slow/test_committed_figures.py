@@ -1,0 +1,28 @@
+"""Stored figures that were simulated are those of today's code. Each run computes one
+part of every case again, each day the next one; LOWTIDE_TURN=N takes the N-th, such as
+a number that CI counts up."""
+
+from __future__ import annotations
+
+import os
+from datetime import date
+
+import pytest
+import results
+import run as runner
+from case import Case
+
+TURN = int(os.environ.get("LOWTIDE_TURN", date.today().toordinal()))
+CASES = [case for case in map(runner.load, runner.CASES) if case.parts]
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_a_part_gives_the_stored_figures(
+    case: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = case.part_in_turn(TURN)
+    with capsys.disabled():
+        print(f"\n{case.name}, turn {TURN} of {len(case.parts)} parts: {name}")
+    stored = results.read(runner.RESULTS / f"{case.name}.json")
+    assert results.differences(stored, case.parts[name]()) == []
