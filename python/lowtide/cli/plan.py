@@ -48,6 +48,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add = parser.add_argument
     add("--world", type=int, metavar="N", help="ranks, as under torchrun; default 1")
     add("--rank", type=int, default=0, metavar="R", help="whose memory; default 0")
+    add("--ranks", metavar="R,R", help="several, or all; compares their calls of NCCL")
     add("--steps", type=int, default=3, metavar="N", help="optimizer steps; default 3")
     add("--gpu", default="h100", help="such as h100 (default), a100-80, rtx4090")
     add("--device-memory", metavar="SIZE", help="of the GPU, if not its own, as 80GiB")
@@ -97,11 +98,11 @@ def run(options: argparse.Namespace) -> int:
     try:
         request = request_of(options)
         show, draw = _presentation(options)
+        if options.ranks is not None:
+            return _run_ranks(options, request)
         plan = _plan(request, verified=options.verify)
     except (ValueError, RuntimeError, ImportError) as error:
-        if where := getattr(error, "traceback", ""):
-            print(where.rstrip(), file=sys.stderr)
-        print(error, file=sys.stderr)
+        _print_error(error)
         return 1
     if options.json:
         plan.write(options.json)
@@ -109,6 +110,40 @@ def run(options: argparse.Namespace) -> int:
     if draw is not None:
         draw(plan, options.timeline)
     return 0
+
+
+_OF_ONE_RANK = ("rank", "timeline", "snapshot", "trace", "verify")
+
+
+def _run_ranks(options: argparse.Namespace, request: Request) -> int:
+    from lowtide.phantom.dry import ranks
+    from lowtide.planning import plan_ranks
+    from lowtide.planning.table import progress_of_ranks, show_ranks
+
+    for name in _OF_ONE_RANK:
+        if getattr(options, name):
+            raise ValueError(
+                f"lowtide: plan --{name}: expected one rank, got --ranks. Leave one of "
+                "the two out."
+            )
+    asked = ranks.parse(options.ranks, request.world)
+    with progress_of_ranks(len(asked)) as advance:
+        planned = plan_ranks(request, asked, advance)
+    if options.json:
+        planned.write(options.json)
+    show_ranks(planned)
+    for divergence in planned.verdict.divergences:
+        print(divergence, file=sys.stderr)
+    for rank, error in planned.errors.items():
+        print(f"rank {rank}:", file=sys.stderr)
+        _print_error(error)
+    return 1 if planned.errors or planned.verdict.divergences else 0
+
+
+def _print_error(error: Exception) -> None:
+    if where := getattr(error, "traceback", ""):
+        print(where.rstrip(), file=sys.stderr)
+    print(error, file=sys.stderr)
 
 
 def request_of(options: argparse.Namespace) -> Request:

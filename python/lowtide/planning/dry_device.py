@@ -58,7 +58,7 @@ class DryDevice:
         self._replays = Replays(observer)
         self.device = torch.device("cuda", request.rank % machine(request).num_devices)
         values.install(request.nonzero)
-        lone_rank.install(request.world, request.rank)
+        lone_rank.install(request.world, request.rank, request.port)
         self._journal = _Journal(observer, self.device.index)
         # A program that does not choose its device is taken to mean this rank's.
         torch.cuda._lazy_call(lambda: torch.cuda.set_device(self.device))
@@ -99,9 +99,7 @@ class DryDevice:
     # -- afterwards -------------------------------------------------------------------
 
     def history(self, recorder: Recorder) -> History:
-        def replay(
-            settings: Settings, capacity: int | None
-        ) -> Replayed:
+        def replay(settings: Settings, capacity: int | None) -> Replayed:
             if settings.expandable and max(found.blocks, default=0) > self.memory():
                 # torch sizes segments that grow by the device, and crashes there.
                 return Replayed(False, 0, 0)

@@ -62,3 +62,5 @@ class Request:
     output: str | None = None  # file for what the program prints; None: stderr
     time: bool = False  # is kept, too
     trace: str | None = None  # file for a Chrome trace of the last step
+    calls: bool = False  # of NCCL are sent, too
+    port: int | None = None  # of the store of all ranks, which run beside each other

@@ -85,10 +85,13 @@ def allocator_conf(asked: str | None) -> str:
 
 
 def plan_request(
-    request: Request, progress: Callable[[int], None] = lambda step: None
+    request: Request,
+    progress: Callable[[int], None] = lambda step: None,
+    hear_calls: Callable[[dict[str, Any]], None] = lambda calls: None,
 ) -> Plan:
     """``progress`` hears of each step that is done, and of ``steps + 1`` when the
-    recording is evaluated. Raises :class:`PlanError`."""
+    recording is evaluated; ``hear_calls`` what NCCL was asked for, if the request says
+    so, also of a program that fails. Raises :class:`PlanError`."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=worker.main, args=(theirs, request))
@@ -96,7 +99,7 @@ def plan_request(
         process.start()
     theirs.close()
     try:
-        return _receive(ours, progress)
+        return _receive(ours, progress, hear_calls)
     except EOFError:
         process.join()
         raise PlanError(
@@ -159,11 +162,17 @@ def verify(
     return dataclasses.replace(plan, savings=savings)
 
 
-def _receive(connection: Any, progress: Callable[[int], None]) -> Plan:
+def _receive(
+    connection: Any,
+    progress: Callable[[int], None],
+    hear_calls: Callable[[dict[str, Any]], None],
+) -> Plan:
     while True:
         kind, *content = connection.recv()
         if kind == "step":
             progress(content[0])
+        elif kind == "calls":
+            hear_calls(content[0])
         elif kind == "plan":
             return Plan.from_dict(content[0])
         else:

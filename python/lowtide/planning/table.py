@@ -1,6 +1,7 @@
 """A plan on a terminal, and the progress of making it."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,10 +14,11 @@ from rich.text import Text
 from lowtide.phantom.clock import StepTime
 from lowtide.planning.categories import CATEGORIES
 from lowtide.planning.moments import MOMENTS
+from lowtide.planning.ranks import RanksPlan
 from lowtide.planning.report import Plan, Saving, gib
 
 _NUMBERS = {
-    *("bytes", "each", "share", "allocated", "reserved", "less"),
+    *("rank", "bytes", "each", "share", "allocated", "reserved", "less"),
     *("total", "compute", "communication", "exposed", "other waits", "idle"),
 }
 
@@ -31,6 +33,21 @@ def progress(num_steps: int) -> Iterator[Callable[[int], None]]:
         def advance(step: int) -> None:
             done = step > num_steps
             text = "evaluating" if done else f"step {step} of {num_steps} done"
+            bar.update(task, description=text)
+
+        yield advance
+
+
+@contextlib.contextmanager
+def progress_of_ranks(num_ranks: int) -> Iterator[Callable[[], None]]:
+    """On stderr; advanced as each rank is done, and gone when all are."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(f"{num_ranks} ranks")
+        done = itertools.count(1)
+
+        def advance() -> None:
+            text = f"{next(done)} of {num_ranks} ranks done"
             bar.update(task, description=text)
 
         yield advance
@@ -55,6 +72,29 @@ def render(plan: Plan) -> Group:
         parts.append(_step_time(plan.step_time))
     parts.append(Text("\n".join(_notes(plan)), style="dim"))
     return Group(*parts)
+
+
+def show_ranks(planned: RanksPlan, console: Console | None = None) -> None:
+    """Without divergences, which are errors."""
+    title, plans = Text(), planned.plans
+    if plans:
+        first = next(iter(plans.values()))
+        title.append(first.program, style="bold")
+        title.append(f"  {len(plans)} of {first.world} ranks, {first.steps} steps")
+    table = _table("", "rank", "reserved", "allocated", "fits")
+    for rank, plan in plans.items():
+        bound = plan.peak_reserved_bound
+        more = f" (to {gib(bound)})" if bound > plan.peak_reserved else ""
+        table.add_row(
+            str(rank),
+            gib(plan.peak_reserved) + more,
+            gib(plan.peak_allocated),
+            {None: "", True: "yes", False: "no"}[plan.fits],
+        )
+    style = "bold red" if planned.verdict.divergences else "bold green"
+    notes = Text("\n".join(f"note: {n}" for n in planned.notes()), style="dim")
+    parts = (title, table, Text(f"{planned.verdict}\n", style=style), notes)
+    (console or Console()).print(Group(*parts))
 
 
 def _verdict(plan: Plan) -> Text:

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from lowtide.phantom.dry import launch
+from lowtide.phantom.dry import calls, launch
 from lowtide.planning.analysis import Analysis
 from lowtide.planning.build import build_plan
 from lowtide.planning.dry_device import DryDevice
@@ -26,16 +26,19 @@ from lowtide.planning.stacks import Line
 
 
 def main(connection: Connection, request: Request) -> None:
-    """Sends ``("step", number)`` for each step, then ``("plan", dict)`` or
-    ``("error", message, traceback)``."""
+    """Sends ``("step", number)`` for each step, ``("calls", dict)`` of NCCL if they are
+    asked for, then ``("plan", dict)`` or ``("error", message, traceback)``."""
     _redirect_output(request.output)
     multiprocessing.set_start_method(None, force=True)  # the platform's, not our own
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         plan = run(request, lambda number: connection.send(("step", number)))
-        connection.send(("plan", plan.to_dict()))
+        answer: tuple[object, ...] = ("plan", plan.to_dict())
     except BaseException as error:
-        connection.send(("error", message_of(error), _stack_of(error)))
+        answer = ("error", message_of(error), _stack_of(error))
+    if request.calls:
+        connection.send(("calls", calls.collect()))
+    connection.send(answer)
     connection.close()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.phantom.dry.call_logs import Call, Communicator, Log, shown
-from lowtide.phantom.dry.comparison import Divergence, compare
+from lowtide.phantom.dry.comparison import compare
+from lowtide.phantom.dry.divergences import Difference, Divergence
 
 WORLD = Communicator("0", (0, 1, 2, 3), purpose="default_pg")
 SHARD, OTHER_SHARD = Communicator("1", (0, 1)), Communicator("2", (2, 3))
@@ -69,13 +70,13 @@ def test_a_call_that_differs_in(change):
     one = [reduce(), reduce(), reduce()]
     other = [reduce(), replace(reduce(), **change), reduce()]
     (found,) = compared(one, other)
-    assert not found.reordered
+    assert found.difference is Difference.CALLS
     assert ends(found) == {0: (2, one[1]), 1: (2, other[1])}
 
 
 def test_a_call_that_a_rank_leaves_out_at_the_end():
     (found,) = compared([gather(), reduce()], [gather()])
-    assert not found.reordered
+    assert found.difference is Difference.CALLS
     assert ends(found) == {0: (2, reduce()), 1: None}
 
 
@@ -96,6 +97,25 @@ def test_ranks_that_did_not_run_are_not_waited_for():
     assert compare([Log(0, (gather(WORLD), reduce())), Log(3, (gather(WORLD),))]) == []
 
 
+def test_a_rank_that_failed_might_have_gone_on():
+    first = gather()
+    calls = [Log(0, (first, reduce())), Log(1, (first,), complete=False)]
+    assert compare(calls) == []
+    calls[1] = Log(1, (gather(num_bytes=8),), complete=False)
+    assert compare(calls) != []
+
+
+def test_units_of_the_same_size_in_another_order():
+    """No rank would wait; NCCL does not know what it sends."""
+    calls = [gather(range=f"FSDP::all_gather (layers.{i})") for i in range(2)]
+    (found,) = compared(calls, calls[::-1])
+    assert found.difference is Difference.UNITS
+    assert ends(found) == {0: (1, calls[0]), 1: (1, calls[1])}
+    assert "each would take the other's bytes for its own" in str(found)
+    calls = [replace(call, range=f"rank's own {i}") for i, call in enumerate(calls)]
+    assert compared(calls, calls[::-1]) == []
+
+
 def test_units_in_another_order_on_one_communicator():
     calls = [gather(num_bytes=64), gather(num_bytes=128)]
     (found,) = compared(calls, calls[::-1])
@@ -104,7 +124,7 @@ def test_units_in_another_order_on_one_communicator():
 
 def test_the_same_calls_in_another_order_over_two_communicators():
     (found,) = compared([gather(), gather(), reduce()], [gather(), reduce(), gather()])
-    assert found.reordered
+    assert found.difference is Difference.ORDER
     assert ends(found) == {0: (2, gather()), 1: (2, reduce())}
 
 
@@ -126,7 +146,7 @@ def test_a_mesh_of_two_dimensions():
     assert compared(*calls) == []
     calls[0].reverse()  # 0 waits for 2, for 3, for 1, for 0
     (found,) = compared(*calls)
-    assert found.reordered
+    assert found.difference is Difference.ORDER
     assert set(ends(found)) == {0, 1, 2, 3}
 
 
@@ -148,7 +168,7 @@ def test_what_a_rank_does_instead_is_shown():
     """It is on another communicator."""
     one = [gather(), reduce(), gather(WORLD)]
     (found,) = compared(one, [gather(), gather(WORLD)])
-    assert not found.reordered
+    assert found.difference is Difference.CALLS
     assert ends(found) == {0: (2, reduce()), 1: (2, gather(WORLD))}
 
 
@@ -156,6 +176,12 @@ def test_sends_meet_receives_of_their_bytes():
     assert compared([send(1), recv(1, 16)], [recv(0), send(0, 16)]) == []
     (found,) = compared([send(1, 8)], [recv(0, 16)])
     assert ends(found) == {0: (1, send(1, 8)), 1: (1, recv(0, 16))}
+
+
+def test_a_receive_is_of_the_rank_it_names():
+    """1 hears 2 before 0."""
+    calls = [send(1, 8)], [recv(2, 16), recv(0, 8)], [send(1, 16)]
+    assert compared(*calls) == []
 
 
 def test_sends_of_one_group_meet_in_any_order():
@@ -233,7 +259,7 @@ def test_what_is_said():
         "alike about these calls and their order."
     )
     (found,) = compared([gather(), reduce()], [reduce(), gather()])
-    assert ", got another order over their communicators:\n" in str(found)
+    assert ", got another one over their communicators:\n" in str(found)
     assert "before that" not in str(found)
     (found,) = compared([gather(), reduce(), gather(WORLD)], [gather(), gather(WORLD)])
     assert "before that:\n  each: all_gather" in str(found)

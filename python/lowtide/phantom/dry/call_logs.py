@@ -11,6 +11,7 @@ from typing import Any
 # A process does these alone.
 _LOCAL = ("register", "mem_alloc")
 _PAIRS = ("send", "recv")
+_OF_UNITS = ("FSDP::", "lowtide::")
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,14 @@ class Call:
         """What the ranks of a collective must agree on."""
         return self.kind, self.bytes, self.type, self.reduction, self.peer
 
+    @property
+    def unit(self) -> str:
+        """FSDP2's and lowtide's ranges name it."""
+        return self.range if self.range.startswith(_OF_UNITS) else ""
+
     def __str__(self) -> str:
-        text = "barrier" if self.operation == "barrier" else self.kind
+        has_name = self.operation in ("barrier", "send_object_list")
+        text = self.operation if has_name else self.kind
         if self.bytes:
             text += f" of {self.bytes:,} B {self.type}"
         if self.reduction != "-":
@@ -74,14 +81,15 @@ class Call:
 
 @dataclass(frozen=True)
 class Log:
-    """Of communicators whose group has a name; what a process does alone is left
-    out."""
+    """Of communicators whose group has a name; what a process does alone is left out.
+    ``complete``: the program did not fail."""
 
     rank: int
     calls: tuple[Call, ...]
+    complete: bool = True
 
     @classmethod
-    def of(cls, rank: int, report: Mapping[str, Any]) -> Log:
+    def of(cls, rank: int, report: Mapping[str, Any], *, complete: bool = True) -> Log:
         """``report``: of :func:`.calls.collect`."""
         purposes = {
             call["communicator"]: call["purpose"]
@@ -103,6 +111,7 @@ class Log:
                 for call in report["calls"]
                 if call["communicator"] in communicators and call["kind"] not in _LOCAL
             ),
+            complete,
         )
 
 

@@ -53,7 +53,9 @@ def install() -> None:
     driver.hear_calls(hear)
 
 
-def note_objects(kind: str, name: str, ranks: Sequence[int], root: int = -1) -> None:
+def note_objects(
+    kind: str, operation: str, name: str, ranks: Sequence[int], root: int = -1
+) -> None:
     """Ranks exchange objects in the group ``name``; ``root``: by rank in the group."""
     key = name, tuple(ranks)
     if key not in _groups_of_objects:
@@ -63,7 +65,8 @@ def note_objects(kind: str, name: str, ranks: Sequence[int], root: int = -1) -> 
         )
     number = _groups_of_objects[key].number
     call = driver.Call(kind, 0, "-", "-", root, number, 0, 0, 0, 0, 0)
-    _objects.append((driver.num_calls(), call._asdict() | Around(*_place())._asdict()))
+    around = Around(*_place(), operation=operation)
+    _objects.append((driver.num_calls(), call._asdict() | around._asdict()))
 
 
 def collect() -> dict[str, Any]:

@@ -8,6 +8,7 @@ ranks the store, gloo and objects are real. NCCL is the dry driver's and sends n
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -45,6 +46,8 @@ def install(world: int, rank: int, port: int | None = None) -> None:
     objects.install(shared)
     if shared is None:
         replace_gloo()
+    else:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     _replace_spawn(world, rank)
     _replace_checkpoints()
 

@@ -15,6 +15,8 @@ from torch.distributed import distributed_c10d
 from . import calls, values
 from .stores import LONGEST_WAIT, SharedStore, ended_key
 
+# Both ends of what is sent and received are one exchange.
+_OF_PAIRS = dict.fromkeys(("send", "recv"), "send_object_list")
 _NOT_SENT = "what another rank would send is the object that was there"
 
 
@@ -24,6 +26,7 @@ def install(store: SharedStore | None) -> None:
     for name in (
         *("all_gather_object", "gather_object"),
         *("broadcast_object_list", "scatter_object_list"),
+        *("send_object_list", "recv_object_list"),
     ):
         function = getattr(exchange, name)
         setattr(distributed_c10d, name, function)
@@ -35,7 +38,7 @@ class _Exchange:
 
     def __init__(self, store: SharedStore | None) -> None:
         self._store = store
-        self._numbers: Counter[str] = Counter()  # of calls, by group
+        self._numbers: Counter[str] = Counter()  # of calls, by group and ends
 
     def all_gather_object(
         self, object_list: list[Any], obj: Any, group: Any = None
@@ -86,6 +89,34 @@ class _Exchange:
             given = given or [scatter_object_output_list[0]] * len(call.ranks)
             scatter_object_output_list[0] = call.take_roots(given)[call.rank]
 
+    def send_object_list(
+        self,
+        object_list: list[Any],
+        dst: int | None = None,
+        group: Any = None,
+        device: Any = None,
+        group_dst: int | None = None,
+        use_batch: bool = False,
+    ) -> None:
+        if call := self._between("send", group, dst, group_dst):
+            call.give(object_list)
+
+    def recv_object_list(
+        self,
+        object_list: list[Any],
+        src: int | None = None,
+        group: Any = None,
+        device: Any = None,
+        group_src: int | None = None,
+        use_batch: bool = False,
+    ) -> int:
+        """The rank of the world that sent them."""
+        call = self._between("recv", group, src, group_src)
+        if call is None:
+            return -1
+        object_list[:] = call.take_senders()
+        return call.ranks[call.root or 0]
+
     def _begin(
         self,
         kind: str,
@@ -99,14 +130,30 @@ class _Exchange:
         group = group or distributed_c10d._get_default_group()
         if root is not None and group_root is None:
             group_root = dist.get_group_rank(group, root)
-        self._numbers[group.group_name] += 1
-        number = self._numbers[group.group_name]
-        return _Call(self._store, kind, group, group_root, number)
+        return _Call(self._store, kind, group, group_root, self._next(group.group_name))
+
+    def _between(
+        self, kind: str, group: Any, peer: int | None, group_peer: int | None
+    ) -> _Call | None:
+        if dist.get_rank(group) < 0:
+            return None
+        group = group or distributed_c10d._get_default_group()
+        if group_peer is None:
+            assert peer is not None
+            group_peer = dist.get_group_rank(group, peer)
+        ends = [dist.get_rank(group), group_peer]
+        sender, receiver = ends if kind == "send" else reversed(ends)
+        key = self._next(f"{group.group_name}/{sender}>{receiver}")
+        return _Call(self._store, kind, group, group_peer, key)
+
+    def _next(self, name: str) -> str:
+        self._numbers[name] += 1
+        return f"lowtide/objects/{name}/{self._numbers[name]}"
 
 
 class _Call:
-    """The ``number``-th exchange of a group; ``root``, if it has one, and ``rank`` are
-    by rank in it, ``ranks`` are those of the world."""
+    """One exchange of a group; ``root``, if it has one or is between two ranks, and
+    ``rank`` are by rank in it, ``ranks`` are those of the world."""
 
     def __init__(
         self,
@@ -114,16 +161,16 @@ class _Call:
         kind: str,
         group: Any,
         root: int | None,
-        number: int,
+        key: str,
     ) -> None:
         self.root = root
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_process_group_ranks(group)
         self._store = store
-        self._kind = kind
-        self._key = f"lowtide/objects/{group.group_name}/{number}"
+        self._kind = _OF_PAIRS.get(kind, kind)
+        self._key = key
         place = -1 if root is None else root
-        calls.note_objects(kind, group.group_name, self.ranks, place)
+        calls.note_objects(kind, self._kind, group.group_name, self.ranks, place)
 
     @property
     def is_root(self) -> bool:
@@ -134,21 +181,34 @@ class _Call:
             self._store.set(f"{self._key}/{self.rank}", pickle.dumps((self._kind, obj)))
 
     def take_all(self, own: Any) -> list[Any]:
-        return [self._take(rank, own) for rank in range(len(self.ranks))]
+        """``own`` stands for what ranks that are not there would give."""
+        if self._store is None:
+            return [own] * len(self.ranks)
+        return [self._take(self._store, rank) for rank in range(len(self.ranks))]
 
     def take_roots(self, otherwise: Any) -> Any:
         assert self.root is not None
-        if self._store is None and not self.is_root:
+        if self._store is not None:
+            return self._take(self._store, self.root)
+        if not self.is_root:
             values.notes[_NOT_SENT, values.where()] += 1
-        return self._take(self.root, otherwise)
+        return otherwise
 
-    def _take(self, rank: int, otherwise: Any) -> Any:
-        """``otherwise``: what stands for the object of a rank that is not there."""
-        if self._store is None:
-            return otherwise
+    def take_senders(self) -> Any:
+        assert self.root is not None
+        if self._store is not None:
+            return self._take(self._store, self.root)
+        sender = self.ranks[self.root]
+        raise RuntimeError(
+            f"lowtide: phantom: {self._kind}: expected rank {sender} to run beside "
+            f"rank {self.ranks[self.rank]}, got one that is alone. Run all ranks: "
+            "--ranks all."
+        )
+
+    def _take(self, store: SharedStore, rank: int) -> Any:
         key = f"{self._key}/{rank}"
-        self._wait(self._store, key, self.ranks[rank])
-        kind, obj = pickle.loads(self._store.get(key))
+        self._wait(store, key, self.ranks[rank])
+        kind, obj = pickle.loads(store.get(key))
         if kind != self._kind:
             raise self._refused(self.ranks[rank], f"its {kind}")
         return obj

@@ -123,7 +123,7 @@ def run_programs(
 
         outcomes = run_each(ranks, machine.world or 1, run)
     logs = [
-        Log.of(rank, outcome.report)
+        Log.of(rank, outcome.report, complete=outcome.status == 0)
         for rank, outcome in outcomes.items()
         if outcome.report is not None
     ]
