@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from lowtide.phantom.dry import calls, launch
+from lowtide.phantom.dry import calls, driver, launch
 from lowtide.planning.analysis import Analysis
 from lowtide.planning.build import build_plan
 from lowtide.planning.dry_device import DryDevice
@@ -161,7 +161,8 @@ def message_of(error: BaseException) -> str:
     text = str(error)
     if text.startswith("lowtide: "):
         return text
-    if on_cuda := "NVIDIA driver" in text or "CUDA driver" in text:
+    lacking = driver.missing() if "not supported" in text.lower() else []
+    if lacking:
         text = text.splitlines()[0]
     where = ""
     for frame in traceback.extract_tb(error.__traceback__):
@@ -169,7 +170,7 @@ def message_of(error: BaseException) -> str:
             where = f" at {frame.filename}:{frame.lineno}"
     return (
         "lowtide: plan: expected the program to train, got "
-        f"{type(error).__name__}{where}: {text}. {_next_step(error, on_cuda)}"
+        f"{type(error).__name__}{where}: {text}. {_next_step(error, lacking)}"
     )
 
 
@@ -179,15 +180,15 @@ def _stack_of(error: BaseException) -> str:
     return text.removesuffix("".join(traceback.format_exception_only(error)))
 
 
-def _next_step(error: BaseException, on_cuda: bool) -> str:
+def _next_step(error: BaseException, lacking: list[str]) -> str:
     if isinstance(error, SystemExit):
         return "Check its arguments and what it printed."
     if isinstance(error, KeyError) and error.args[0] in launch.OF_TORCHRUN:
         return "Pass --world N, which sets it as torchrun does."
-    if on_cuda:
+    if lacking:
         return (
-            "The driver that computes nothing lacks this part of CUDA: leave it out "
-            "where LOWTIDE_DRY_GPU is set, and please report it."
+            f"The driver that computes nothing lacks {', '.join(lacking)}: leave this "
+            "part of CUDA out where LOWTIDE_DRY_GPU is set, and please report it."
         )
     return (
         "Values that only the GPU computes read as 1 or False; run the program on the "

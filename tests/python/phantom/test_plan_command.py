@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 import subprocess
@@ -9,42 +10,39 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from torch.cuda import _memory_viz
 
-from lowtide.planning import Plan
+from lowtide.cli import main
+from lowtide.planning import Plan, table
 from support import planned
-from support.planned import TOPK
 
 GIB = 1 << 30
-
-
-def run(*arguments: str, directory: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "lowtide", "plan", *arguments],
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """All outputs of one run."""
     directory = tmp_path_factory.mktemp("plan")
-    done = run(
-        *(planned.LLAMA, "--config", "tiny", "--sequence", "64"),
-        *("--world", "4", "--rank", "1", "--device-memory", "80GiB"),
-        *("--system", "fsdp2", "--allocator", "expandable"),
-        *("--json", "plan.json", "--timeline", "line.png", "--snapshot", "s.pickle"),
-        directory=directory,
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "lowtide", "plan"),
+            *(planned.LLAMA, "--config", "tiny", "--sequence", "64"),
+            *("--world", "4", "--rank", "1", "--gpu", "h200"),
+            *("--device-memory", "40GiB", "--allocator", "expandable"),
+            *("--system", "fsdp2", "--events", "at_sync", "--json", "plan.json"),
+            *("--timeline", "line.png", "--snapshot", "s.pickle"),
+        ],
+        cwd=directory,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     return directory, done
 
 
-def plan_in(directory: Path, name: str = "plan.json") -> Plan:
-    return Plan.from_dict(json.loads((directory / name).read_text()))
+def plan_in(directory: Path) -> Plan:
+    return Plan.from_dict(json.loads((directory / "plan.json").read_text()))
 
 
 def test_table_says_what_was_found(written):
@@ -52,7 +50,7 @@ def test_table_says_what_was_found(written):
     plan = plan_in(directory)
     out = " ".join(done.stdout.split())  # lines may be broken anywhere
     assert "rank 1 of 4, 3 steps" in out
-    assert "fits into 80.0 GiB" in out
+    assert "fits into 40.0 GiB" in out
     assert "At the peak of allocated memory" in out
     assert "Peaks of the last step" in out
     assert "Largest tensors at the peak" in out
@@ -66,8 +64,12 @@ def test_json_has_everything(written):
     raw = json.loads((directory / "plan.json").read_text())
     plan = plan_in(directory)
     assert plan.to_dict() == raw
-    assert (plan.world, plan.rank, plan.device_memory) == (4, 1, 80 * GIB)
-    assert plan.allocator["expandable"] is True
+    assert (plan.world, plan.rank, plan.device_memory) == (4, 1, 40 * GIB)
+    assert plan.allocator == {
+        "conf": "expandable_segments:True",
+        "expandable": True,
+        "events": "at_sync",
+    }
     assert raw["fragmentation"] == plan.peak_reserved - plan.peak_allocated
     assert sum(plan.by_category.values()) == plan.peak_allocated
 
@@ -82,31 +84,60 @@ def test_snapshot_opens_in_torchs_tools(written):
     snapshot = pickle.loads((directory / "s.pickle").read_bytes())
     page = _memory_viz.trace_plot(snapshot)
     assert "<html>" in page.lower() or "<script" in page
-    allocations = [e for e in snapshot["device_traces"][0] if e["action"] == "alloc"]
+    trace = snapshot["device_traces"][1]  # the rank's
+    allocations = [entry for entry in trace if entry["action"] == "alloc"]
     owners = {entry["frames"][0]["filename"].split()[0] for entry in allocations}
     assert {"parameters", "optimizer_state", "activations"} <= owners
     files = {f["filename"] for entry in allocations for f in entry["frames"]}
     assert planned.LLAMA in files
 
 
-def test_nothing_of_the_program_is_printed(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(
+def test_a_plan_that_does_not_fit_or_only_with_flushes(written, capsys):
+    plan = plan_in(written[0])
+    for changed, text in (
+        ({"fits": False}, "does not fit into 40.0 GiB"),
+        ({"retries": 2}, "fits into 40.0 GiB, but the cache is flushed 2 times"),
+    ):
+        table.show(dataclasses.replace(plan, **changed), Console(width=200))
+        assert text in capsys.readouterr().out
+
+
+# -- what the program prints, and what looks like rich's markup ---------------------
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capfd):
+    """(exit status, stdout, stderr) of the command in a folder of the test's own."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.chdir(tmp_path)
+        status = main(["plan", *arguments])
+        return status, *capfd.readouterr()
+
+    return run
+
+
+def test_nothing_of_a_module_is_printed(tmp_path, run):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/__init__.py").touch()
+    (tmp_path / "package/sizes.py").write_text("WIDTH = 64\n")
+    (tmp_path / "package/train.py").write_text(
         "import sys, torch\n"
+        "from .sizes import WIDTH\n"
         "print('hello from the program', sys.argv[1:])\n"
-        "w = torch.nn.Linear(8, 8).cuda()\n"
+        "w = torch.nn.Linear(WIDTH, 8).cuda()\n"
         "opt = torch.optim.SGD(w.parameters(), lr=1)\n"
-        "while True:\n"
-        "    w(torch.ones(1, 8).cuda()).sum().backward()\n"
+        "while __name__ == '__main__':\n"
+        "    w(torch.ones(1, WIDTH).cuda()).sum().backward()\n"
         "    opt.step()\n"
     )
-    done = run(
+    status, out, error = run(
         *("--steps", "2", "--output", "log", "--timeline", "t.html"),
-        *("--", "train.py", "--lr", "3"),
-        directory=tmp_path,
+        *("--", "-m", "package.train", "--lr", "3"),
     )
-    assert done.returncode == 0, done.stderr
-    assert "hello" not in done.stdout + done.stderr
+    assert status == 0, error
+    assert "-m package.train --lr 3" in out
+    assert "hello" not in out + error
     log = (tmp_path / "log").read_text()
     assert log == "hello from the program ['--lr', '3']\n"
     page = (tmp_path / "t.html").read_text()
@@ -125,102 +156,31 @@ while True:
 """
 
 
-def test_text_of_the_program_is_shown_as_it_is(tmp_path):
-    """What rich would take for markup, and what the program prints."""
+def test_text_of_the_program_is_shown_as_it_is(tmp_path, run):
     (tmp_path / "[red]train.py").write_text(LIKE_MARKUP)
-    done = run(
-        *("--steps", "2", "--json", "p.json", "--", "[red]train.py"), directory=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    assert "[red]train.py" in done.stdout
-    assert 'text = "[/red]' in " ".join(done.stdout.split())
-    assert done.stderr.strip() == "hello"
-    (tmp_path / "p.json").unlink()
-    # Written before anything that may fail is printed.
-    with open("/dev/full", "w") as full:
-        subprocess.run(
-            [sys.executable, "-m", "lowtide", "plan", "--steps", "2", "--json"]
-            + ["p.json", "--", "[red]train.py"],
-            cwd=tmp_path,
-            stdout=full,
-            stderr=subprocess.DEVNULL,
-        )
-    assert plan_in(tmp_path, "p.json").steps == 2
+    status, out, error = run("--steps", "2", "--", "[red]train.py")
+    assert status == 0, error
+    assert "[red]train.py" in out
+    assert 'text = "[/red]' in " ".join(out.split())
+    assert error.strip() == "hello"
 
 
-def test_an_error_is_said_once(tmp_path):
+def test_an_error_is_said_once(tmp_path, run):
     (tmp_path / "train.py").write_text("raise RuntimeError('went [/red] wrong')\n")
-    done = run("--", "train.py", directory=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.count("lowtide: plan: expected the program to train") == 1
-    assert done.stderr.count("went [/red] wrong") == 2  # and in the program's line
+    status, _, error = run("--", "train.py")
+    assert status == 1
+    assert error.count("lowtide: plan: expected the program to train") == 1
+    assert error.count("went [/red] wrong") == 2  # and in the program's line
 
 
-def test_too_small_a_device(tmp_path):
-    done = run(
-        *(planned.LLAMA, "--config", "bytes", "--sequence", "256"),
-        *("--device-memory", "40MiB"),
-        directory=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "does not fit into 40.0 MiB" in done.stdout
-
-
-def test_allowed_operators_are_said(tmp_path):
-    (tmp_path / "train.py").write_text(TOPK)
-    done = run(
-        *("--allow", "aten::topk", "--json", "p.json", "--", "train.py"),
-        directory=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "p.json").read_text())["notes"] == [
-        "of operators that were allowed only the outputs are counted, not what they "
-        "take while they run: aten::topk"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("environment", "given", "expandable"),
-    [
-        ({}, [], False),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, [], True),
-        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, [], True),
-        (
-            {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
-            ["--allocator", "large_segment_size_mb:40"],
-            False,
-        ),
-    ],
-)
-def test_settings_of_the_allocator(
-    tmp_path, monkeypatch, environment, given, expandable
+def test_files_are_written_before_anything_that_may_fail_is_printed(
+    tmp_path, run, monkeypatch
 ):
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    (tmp_path / "train.py").write_text(TOPK.replace(".topk(2)[0]", ""))
-    done = run(*given, "--json", "plan.json", "--", "train.py", directory=tmp_path)
-    assert done.returncode == 0, done.stderr
-    settings = plan_in(tmp_path).allocator
-    assert settings["expandable"] is expandable
-    assert settings["large_segment"] == (40 << 20 if given else 20 << 20)
+    def fail(plan: Plan) -> None:
+        raise OSError("No space left on device")
 
-
-def test_a_module(tmp_path):
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package/__init__.py").touch()
-    (tmp_path / "package/sizes.py").write_text("WIDTH = 64\n")
-    (tmp_path / "package/train.py").write_text(
-        "import sys, torch\n"
-        "from .sizes import WIDTH\n"
-        "assert sys.argv[1:] == ['--lr', '3'], sys.argv\n"
-        "w = torch.nn.Linear(WIDTH, 8).cuda()\n"
-        "opt = torch.optim.SGD(w.parameters(), lr=1)\n"
-        "while __name__ == '__main__':\n"
-        "    w(torch.ones(1, WIDTH).cuda()).sum().backward()\n"
-        "    opt.step()\n"
-    )
-    done = run("--", "-m", "package.train", "--lr", "3", directory=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "-m package.train --lr 3" in done.stdout
+    monkeypatch.setattr(table, "show", fail)
+    (tmp_path / "train.py").write_text(LIKE_MARKUP)
+    with pytest.raises(OSError, match="No space left"):
+        run("--steps", "1", "--json", "plan.json", "--", "train.py")
+    assert plan_in(tmp_path).steps == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowtide.phantom.traces import Operation
 from lowtide.planning.history import (
     ALLOCATE,
     FREE,
@@ -13,7 +12,9 @@ from lowtide.planning.history import (
     WAIT_DEVICE,
     WAIT_STREAM,
     History,
+    Operation,
     Replayed,
+    Settings,
     of_journal,
 )
 
@@ -23,7 +24,14 @@ A, B = 1 << 44, (1 << 44) + 2 * MIB
 
 def history(*entries: tuple[int, ...]) -> History:
     whole: list[Any] = [(*entry, 0)[:5] for entry in entries]
-    return of_journal(whole, {"expandable": False}, lambda: Replayed(True, 0, 0))
+    return of_journal(whole, Settings(), lambda *_: Replayed(True, 0, 0))
+
+
+def test_settings_with_segments_that_grow():
+    settings = Settings("max_split_size_mb:64", events="at_sync")
+    assert settings.with_expandable_segments() == Settings(
+        "max_split_size_mb:64,expandable_segments:True", True, "at_sync"
+    )
 
 
 def test_blocks_are_what_the_allocator_handed_out():
@@ -55,7 +63,7 @@ def test_other_streams_that_used_a_block_come_before_its_free():
         (WAIT_STREAM, 0, 0, 7),
         (WAIT_DEVICE, 0, 0, 0),
     )
-    assert found.trace.operations == [
+    assert found.operations == [
         Operation("allocate", 0, bytes=512, stream=0),
         Operation("record", 0, stream=7),
         Operation("record", 0, stream=9),
@@ -77,5 +85,5 @@ def test_segments_that_go_are_one_emptied_cache():
         (SEGMENT, A, -2 * MIB, 0),
         (SEGMENT, B, -20 * MIB, 0),
     )
-    assert [o.op for o in found.trace.operations[-2:]] == ["free", "empty_cache"]
+    assert [o.op for o in found.operations[-2:]] == ["free", "empty_cache"]
     assert found.reserved == [2 * MIB, 22 * MIB, 22 * MIB, 22 * MIB, 0]

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import lowtide
 from lowtide.cli import main
-from lowtide.planning.request import Request, Script
-from lowtide.planning.run import PlanError, plan_request
+from lowtide.planning import model_file
+from lowtide.planning.request import ModelFile, Module, Script
+from lowtide.planning.run import PlanError
+from lowtide.planning.script import run_module, run_script
+from lowtide.planning.worker import message_of
 from support import planned
-from support.planned import TOPK
+from support.planned import plan_text
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -21,44 +26,51 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().err.strip().splitlines()[-1]
 
 
-def script(tmp_path: Path, text: str) -> str:
-    path = tmp_path / "train.py"
-    path.write_text(text)
-    return str(path)
+# -- of the command, before anything runs --------------------------------------------
 
 
-def test_rank_outside_of_the_world(capsys):
-    assert complaint(capsys, planned.LLAMA, "--world", "2", "--rank", "2") == (
-        "lowtide: plan --rank: expected one of the 2 ranks, got 2. Pass --world too."
-    )
-
-
-def test_no_steps(capsys):
-    assert complaint(capsys, planned.LLAMA, "--steps", "0") == (
-        "lowtide: plan --steps: expected at least 1, got 0. The default of 3 reaches a "
-        "steady state."
-    )
-
-
-def test_device_memory_without_a_number(capsys):
-    assert complaint(capsys, planned.LLAMA, "--device-memory", "H100") == (
-        "lowtide: plan: expected a size such as 80GiB or 512MiB, got 'H100'. Write a "
-        "number and a unit."
-    )
-
-
-def test_script_arguments_without_dashes(capsys):
-    assert complaint(capsys, "train.py", "3") == (
-        "lowtide: plan: expected one model file, got train.py 3. A script and its "
-        "arguments follow `--`."
-    )
-
-
-def test_timeline_of_an_unknown_kind(capsys):
-    assert complaint(capsys, planned.LLAMA, "--timeline", "x.gif") == (
-        "lowtide: plan --timeline: expected a file ending in .png, .svg or .html, got "
-        "'x.gif'. Choose one of the three."
-    )
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            ["--world", "2", "--rank", "2"],
+            "lowtide: plan --rank: expected one of the 2 ranks, got 2. Pass --world "
+            "too.",
+        ),
+        (
+            ["--steps", "0"],
+            "lowtide: plan --steps: expected at least 1, got 0. The default of 3 "
+            "reaches a steady state.",
+        ),
+        (
+            ["--device-memory", "H100"],
+            "lowtide: plan: expected a size such as 80GiB or 512MiB, got 'H100'. Write "
+            "a number and a unit.",
+        ),
+        (
+            ["--device-memory", "80"],
+            "lowtide: plan: expected a size such as 80GiB or 512MiB, got '80'. Write a "
+            "number and a unit.",
+        ),
+        (
+            ["--gpu", "h300"],
+            "lowtide: phantom: gpu: expected one of a100-40, a100-80, h100, h200, "
+            "b200, l40s, rtx4090, got 'h300'.",
+        ),
+        (
+            ["3"],
+            f"lowtide: plan: expected one model file, got {planned.LLAMA} 3. A script "
+            "and its arguments follow `--`.",
+        ),
+        (
+            ["--timeline", "x.gif"],
+            "lowtide: plan --timeline: expected a file ending in .png, .svg or .html, "
+            "got 'x.gif'. Choose one of the three.",
+        ),
+    ],
+)
+def test_of_options(capsys, given, message):
+    assert complaint(capsys, planned.LLAMA, *given) == message
 
 
 @pytest.mark.parametrize("package", ["rich", "matplotlib"])
@@ -71,131 +83,6 @@ def test_missing_extra(capsys, monkeypatch, package):
         f"lowtide: plan: expected the package {package}, got none. Run `pip install "
         "'lowtide[plan]'`, or call lowtide.plan from Python, which needs neither rich "
         "nor matplotlib."
-    )
-
-
-def test_missing_file(capsys):
-    assert complaint(capsys, "nowhere.py") == (
-        "lowtide: plan: expected a Python file, got 'nowhere.py'. Check the path."
-    )
-
-
-def test_missing_script(capsys):
-    assert complaint(capsys, "--", "nowhere.py") == (
-        "lowtide: plan: expected a Python file, got 'nowhere.py'. Check the path."
-    )
-
-
-def test_file_without_plan_model(capsys, tmp_path):
-    path = script(tmp_path, "x = 1\n")
-    assert complaint(capsys, path) == (
-        f"lowtide: plan: expected a function plan_model(config, sequence) in {path}, "
-        "got none. Add it (docs/plan.md), or run a training script with `python -m "
-        f"lowtide plan -- {path}`."
-    )
-
-
-def test_chunked_loss_without_a_head(capsys, tmp_path):
-    path = script(
-        tmp_path,
-        "import torch\n"
-        "def plan_model(config, sequence):\n"
-        "    return torch.nn.Sequential(torch.nn.Embedding(8, 8))\n",
-    )
-    assert complaint(capsys, path, "--loss", "chunked") == (
-        "lowtide: plan --loss chunked: expected PLAN_HEAD, the name of the output "
-        f"projection, in {path}, got none. Add it (docs/plan.md)."
-    )
-
-
-def test_program_that_never_steps():
-    with pytest.raises(PlanError) as raised:
-        lowtide.plan(planned.build, planned.step_without_optimizer)
-    assert str(raised.value) == (
-        "lowtide: plan: expected a program that calls the step() of a "
-        "torch.optim.Optimizer, got none when step_without_optimizer ended. Check that "
-        "it trains with these arguments, and not in processes that it starts."
-    )
-
-
-def test_program_on_the_cpu(capsys, tmp_path):
-    text = (
-        "import torch\n"
-        "w = torch.nn.Linear(8, 8)\n"
-        "opt = torch.optim.SGD(w.parameters(), lr=1)\n"
-        "while True:\n"
-        "    w(torch.ones(1, 8)).sum().backward()\n"
-        "    opt.step()\n"
-    )
-    path = script(tmp_path, text)
-    assert complaint(capsys, "--", path) == (
-        "lowtide: plan: expected a program that trains on 'cuda', got nothing there in "
-        f"3 steps of {path}. Move its model and data to 'cuda', or ask for the device "
-        "in its arguments."
-    )
-
-
-def test_program_that_raises(capsys, tmp_path):
-    path = script(tmp_path, "import torch\nassert torch.cuda.is_available()\n1 / 0\n")
-    assert complaint(capsys, "--", path) == (
-        f"lowtide: plan: expected the program to train, got ZeroDivisionError at "
-        f"{path}:3: division by zero. Values on the device are 1 or False; run the "
-        "program on the CPU to see whether it fails there too."
-    )
-
-
-def test_traceback_of_the_program_comes_along():
-    with pytest.raises(PlanError) as raised:
-        lowtide.plan(planned.build, planned.step_that_fails)
-    assert "RuntimeError" in str(raised.value)
-    assert "in step_that_fails" in raised.value.traceback
-
-
-def test_errors_of_the_device_keep_their_words(tmp_path):
-    text = "import torch\ntorch.nonzero(torch.ones(3, device='cuda'))\n"
-    with pytest.raises(PlanError, match=r"^lowtide: phantom: operator aten::nonzero"):
-        plan_request(Request(Script(script(tmp_path, text))))
-
-
-def test_process_that_dies():
-    with pytest.raises(PlanError) as raised:
-        lowtide.plan(planned.build, planned.never_returns)
-    assert str(raised.value) == (
-        "lowtide: plan: expected the process that runs the program to answer, got its "
-        "end with status 7. A negative status is a signal: -9 is often the host's "
-        "memory running out, -11 with expandable segments one tensor that is larger "
-        "than the GPU."
-    )
-
-
-def test_functions_nobody_can_import():
-    with pytest.raises(ValueError, match="expected functions of a module") as raised:
-        lowtide.plan(planned.build, lambda state: None)
-    assert str(raised.value) == (
-        "lowtide: plan: expected functions of a module, which a new process can "
-        "import, got test_functions_nobody_can_import.<locals>.<lambda>. Define it at "
-        "the top level of a file."
-    )
-
-
-def test_fewer_steps_than_asked_for(tmp_path):
-    text = (
-        "import torch\n"
-        "w = torch.nn.Linear(8, 8, device='cuda')\n"
-        "opt = torch.optim.SGD(w.parameters(), lr=1)\n"
-        "for _ in range(2):\n"
-        "    w(torch.ones(1, 8, device='cuda')).sum().backward()\n"
-        "    opt.step()\n"
-    )
-    plan = plan_request(Request(Script(script(tmp_path, text))))
-    assert plan.notes == ["the program ended after 2 of 3 steps"]
-    assert plan.steps == 2
-
-
-def test_memory_without_a_unit(capsys):
-    assert complaint(capsys, planned.LLAMA, "--device-memory", "80") == (
-        "lowtide: plan: expected a size such as 80GiB or 512MiB, got '80'. Write a "
-        "number and a unit."
     )
 
 
@@ -244,34 +131,6 @@ def test_options_of_python(capsys):
     )
 
 
-def test_missing_module(capsys):
-    assert complaint(capsys, "--", "-m", "nowhere.train") == (
-        "lowtide: plan: expected a module that can be imported, got 'nowhere.train'. "
-        "Run the command where `python -m` finds it."
-    )
-
-
-@pytest.mark.parametrize(("given", "got"), [([], "none"), (["--config", "x"], "'x'")])
-def test_unknown_configuration(capsys, given, got):
-    assert complaint(capsys, planned.LLAMA, *given) == (
-        f"lowtide: plan --config: expected a name that plan_model knows, got {got}. "
-        f"Pass one of those in {planned.LLAMA}."
-    )
-
-
-def test_operator_without_its_library(capsys):
-    assert complaint(capsys, planned.LLAMA, "--allow", "topk") == (
-        "lowtide: plan --allow: expected an operator with its library, such as "
-        "aten::topk, got 'topk'. Write it as the message that named it."
-    )
-
-
-def test_the_message_names_what_allows_an_operator(tmp_path):
-    path = script(tmp_path, TOPK)
-    with pytest.raises(PlanError, match="--allow aten::topk to `lowtide plan`"):
-        plan_request(Request(Script(path)))
-
-
 @pytest.mark.parametrize(
     "given",
     [
@@ -288,58 +147,194 @@ def test_a_launcher(capsys, given):
     )
 
 
-def test_arguments_that_the_program_refuses(capsys, tmp_path):
-    text = "import argparse\nargparse.ArgumentParser().parse_args()\n"
-    path = script(tmp_path, text)
-    assert complaint(capsys, "--", path, "--lr") == (
-        f"lowtide: plan: expected the program to train, got SystemExit at {path}:2: 2. "
-        "Check its arguments and what it printed."
+def test_functions_nobody_can_import():
+    with pytest.raises(ValueError, match="expected functions of a module") as raised:
+        lowtide.plan(planned.build, lambda state: None)
+    assert str(raised.value) == (
+        "lowtide: plan: expected functions of a module, which a new process can "
+        "import, got test_functions_nobody_can_import.<locals>.<lambda>. Define it at "
+        "the top level of a file."
     )
 
 
-def test_a_script_for_torchrun_without_a_world(capsys, monkeypatch, tmp_path):
+# -- of model files -------------------------------------------------------------------
+
+
+@pytest.fixture
+def refusal(monkeypatch, tmp_path) -> Callable[..., str]:
+    """What training a model file says, here, where there is no group."""
+    monkeypatch.setattr(model_file.dist, "init_process_group", lambda backend: None)
+
+    def refusal(text: str | None = None, **settings: str) -> str:
+        path = planned.LLAMA
+        if text is not None:
+            path = str(tmp_path / "model.py")
+            Path(path).write_text(text)
+        with pytest.raises(ValueError) as raised:
+            program = ModelFile(path, **settings)  # type: ignore[arg-type]
+            model_file.train_model_file(program, 1, lambda model: None)
+        return message_of(raised.value).replace(path, "FILE")
+
+    return refusal
+
+
+def test_file_without_plan_model(refusal):
+    assert refusal("x = 1\n") == (
+        "lowtide: plan: expected a function plan_model(config, sequence) in FILE, got "
+        "none. Add it (docs/plan.md), or run a training script with `python -m lowtide "
+        "plan -- FILE`."
+    )
+
+
+@pytest.mark.parametrize(("settings", "got"), [({}, "none"), ({"config": "x"}, "'x'")])
+def test_unknown_configuration(refusal, settings, got):
+    assert refusal(**settings) == (
+        f"lowtide: plan --config: expected a name that plan_model knows, got {got}. "
+        "Pass one of those in FILE."
+    )
+
+
+BIASED = """import torch
+def plan_model(config, sequence):
+    return torch.nn.Sequential(torch.nn.Embedding(8, 8), torch.nn.Linear(8, 8))
+"""
+
+
+def test_heads_that_a_loss_needs(refusal):
+    assert refusal(BIASED, loss="chunked") == (
+        "lowtide: plan --loss chunked: expected PLAN_HEAD, the name of the output "
+        "projection, in FILE, got none. Add it (docs/plan.md)."
+    )
+    assert refusal(BIASED + "PLAN_HEAD = '1'\n", loss="vocabulary") == (
+        "lowtide: plan --loss vocabulary: expected PLAN_HEAD to name an nn.Linear "
+        "without bias, got '1'. Choose --loss chunked."
+    )
+    assert refusal(loss="vocabulary", system="fsdp2") == (
+        "lowtide: plan --loss vocabulary: expected --system lowtide or ddp, got fsdp2, "
+        "whose head is gathered by its own forward only. Choose --loss chunked."
+    )
+
+
+# -- of programs ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def failure(monkeypatch, tmp_path) -> Callable[..., str]:
+    """What is said of a program, run here, that fails before it needs a GPU."""
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def failure(text: str, *arguments: str) -> str:
+        script = tmp_path / "train.py"
+        script.write_text(text)
+        with pytest.raises(BaseException) as raised:
+            run_script(Script(str(script), arguments))
+        return message_of(raised.value).replace(str(script), "train.py")
+
+    return failure
+
+
+def test_program_that_raises(failure):
+    assert failure("import torch\n1 / 0\n") == (
+        "lowtide: plan: expected the program to train, got ZeroDivisionError at "
+        "train.py:2: division by zero. Values that only the GPU computes read as 1 or "
+        "False; run the program on the CPU to see whether it fails there too."
+    )
+
+
+def test_arguments_that_the_program_refuses(failure):
+    text = "import argparse\nargparse.ArgumentParser().parse_args()\n"
+    assert failure(text, "--lr") == (
+        "lowtide: plan: expected the program to train, got SystemExit at train.py:2: "
+        "2. Check its arguments and what it printed."
+    )
+
+
+def test_a_script_for_torchrun_without_a_world(failure, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    path = script(tmp_path, "import os\nrank = os.environ['RANK']\n")
-    assert complaint(capsys, "--", path) == (
-        f"lowtide: plan: expected the program to train, got KeyError at {path}:2: "
+    assert failure("import os\nrank = os.environ['RANK']\n") == (
+        "lowtide: plan: expected the program to train, got KeyError at train.py:2: "
         "'RANK'. Pass --world N, which sets it as torchrun does."
     )
 
 
-def test_what_only_cuda_has(capsys, monkeypatch, tmp_path):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    path = script(tmp_path, "import torch\ntorch.cuda.CUDAGraph()\n")
-    message = complaint(capsys, "--", path)
-    assert message.startswith(
-        f"lowtide: plan: expected the program to train, got AcceleratorError at {path}:"
-        "2: CUDA error: "
-    )
-    assert message.endswith(
-        ". The phantom device has nothing in place of this part of CUDA: leave it out "
-        "where torch.cuda.get_device_name() is 'lowtide phantom'."
+def test_missing_module(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(ModuleNotFoundError) as raised:
+        run_module(Module("nowhere.train"))
+    assert message_of(raised.value) == (
+        "lowtide: plan: expected a module that can be imported, got 'nowhere.train'. "
+        "Run the command where `python -m` finds it."
     )
 
 
-def test_a_program_that_sets_the_allocator(capsys, monkeypatch, tmp_path):
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    text = (
-        "import os\n"
-        "os.environ['PYTORCH_CUDA_ALLOC_CONF'] = 'expandable_segments:True'\n"
+@pytest.mark.parametrize("given", [["nowhere.py"], ["--", "nowhere.py"]])
+def test_missing_file(capsys, given):
+    assert complaint(capsys, *given) == (
+        "lowtide: plan: expected a Python file, got 'nowhere.py'. Check the path."
     )
-    path = script(tmp_path, text + TOPK.replace(".topk(2)[0]", ""))
-    assert complaint(capsys, "--", path) == (
-        "lowtide: plan: expected PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF to "
-        "stay what they were, '', got 'expandable_segments:True', which the program "
-        "set. Set it before the command too."
-    )
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    assert main(["plan", "--", path]) == 0
 
 
-def test_a_share_of_the_memory(capsys, monkeypatch, tmp_path):
-    conf = "per_process_memory_fraction:0.8"
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", conf)
-    assert complaint(capsys, "--", script(tmp_path, "x = 1\n")) == (
-        "lowtide: plan: expected an allocator without per_process_memory_fraction, got "
-        "0.8. Pass that share of the GPU as --device-memory."
+def test_program_that_never_steps():
+    with pytest.raises(PlanError) as raised:
+        lowtide.plan(planned.build, planned.step_without_optimizer)
+    assert str(raised.value) == (
+        "lowtide: plan: expected a program that calls the step() of a "
+        "torch.optim.Optimizer, got none when step_without_optimizer ended. Check that "
+        "it trains with these arguments, and not in processes that it starts."
     )
+
+
+def test_program_on_the_cpu(capsys, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import torch\n"
+        "w = torch.nn.Linear(8, 8)\n"
+        "opt = torch.optim.SGD(w.parameters(), lr=1)\n"
+        "while True:\n"
+        "    w(torch.ones(1, 8)).sum().backward()\n"
+        "    opt.step()\n"
+    )
+    assert complaint(capsys, "--", str(path)) == (
+        "lowtide: plan: expected a program that trains on 'cuda', got nothing there in "
+        f"3 steps of {path}. Move its model and data to 'cuda', or ask for the device "
+        "in its arguments."
+    )
+
+
+def test_traceback_of_the_program_comes_along():
+    with pytest.raises(PlanError) as raised:
+        lowtide.plan(planned.build, planned.step_that_fails)
+    assert "RuntimeError" in str(raised.value)
+    assert "in step_that_fails" in raised.value.traceback
+
+
+def test_what_the_driver_lacks_is_named(tmp_path):
+    text = "import torch\ntorch.cuda.green_contexts.GreenContext.create(8)\n"
+    with pytest.raises(PlanError) as raised:
+        plan_text(tmp_path, text)
+    assert str(raised.value) == (
+        "lowtide: plan: expected the program to train, got RuntimeError at "
+        f"{tmp_path / 'train.py'}:2: CUDA driver error: operation not supported. The "
+        "driver that computes nothing lacks cuDeviceGetDevResource: leave this part of "
+        "CUDA out where LOWTIDE_DRY_GPU is set, and please report it."
+    )
+
+
+ENDS_EARLY = """
+import torch
+w = torch.nn.Linear(8, 8, device='cuda')
+opt = torch.optim.SGD(w.parameters(), lr=1)
+for _ in range(2):
+    w(torch.ones(1, 8, device='cuda')).sum().backward()
+    opt.step()
+w(torch.ones(1 << 20, 8, device='cuda'))
+"""
+
+
+def test_fewer_steps_than_asked_for(tmp_path):
+    """The peak is in the evaluation behind them."""
+    plan = plan_text(tmp_path, ENDS_EARLY)
+    assert plan.notes == ["the program ended after 2 of 3 steps"]
+    assert (plan.steps, plan.peak_step) == (2, 3)
+    assert 64 << 20 < plan.peak_allocated - plan.by_category["cublas_workspace"]

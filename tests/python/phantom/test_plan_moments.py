@@ -24,7 +24,7 @@ def allocation(kind: str) -> Allocation:
         sequence=-1,
         owner="",
         near_parameter=False,
-        time=0.0,
+        time=0,
     )
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from lowtide.planning import Plan, plan_request
-from lowtide.planning.request import Request, Script
+from support.planned import plan_text
 
 WEIGHT = 512 * 512 * 4
 BUILD = """
@@ -27,13 +24,7 @@ of_a, of_b = (torch.optim.Adam(m.parameters()) for m in (a, b))
 """
 
 
-def planned(folder: Path, text: str, **settings) -> Plan:
-    (folder / "train.py").write_text(BUILD + text)
-    return plan_request(Request(Script(str(folder / "train.py")), **settings))
-
-
-@pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("repeats", [1, 5])
+@pytest.mark.parametrize(("steps", "repeats"), [(1, 1), (3, 5)])
 def test_every_optimizer_has_its_steps(tmp_path, steps, repeats):
     text = f"""
 while True:
@@ -41,7 +32,7 @@ while True:
         step(of_a, a)
     step(of_b, a, b)
 """
-    plan = planned(tmp_path, text, steps=steps)
+    plan = plan_text(tmp_path, BUILD + text, steps=steps)
     assert plan.by_category["optimizer_state"] >= 4 * WEIGHT
     assert plan.steps == steps * repeats
     assert plan.notes == []
@@ -62,12 +53,12 @@ for parameter in model.parameters():
 while True:
     model(torch.ones(4, 512, device="cuda")).sum().backward()
 """
-    plan = planned(tmp_path, text, steps=1)
+    plan = plan_text(tmp_path, BUILD + text, steps=1)
     assert plan.by_category["optimizer_state"] >= 4 * WEIGHT
 
 
 def test_an_optimizer_that_never_steps_is_said(tmp_path):
-    plan = planned(tmp_path, "while True: step(of_a, a)\n")
+    plan = plan_text(tmp_path, BUILD + "while True: step(of_a, a)\n")
     assert plan.steps == 30
     assert plan.notes == [
         "Adam did not step as often: what it holds from its first steps on may not be "

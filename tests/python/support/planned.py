@@ -1,54 +1,99 @@
-"""What the planning tests run in processes of their own."""
+"""What the planning tests run in processes of their own. Each starts torch anew, so a
+plan is made once for all tests that ask for the same."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+import lowtide
+from lowtide.phantom.dry import launch
 from lowtide.planning import Plan, plan_request
 from lowtide.planning.request import ModelFile, Request, Script
 
 ROOT = Path(__file__).parents[3]
 LLAMA = str(ROOT / "examples/llama.py")
 SCRIPTS = ROOT / "tests/python/phantom/scripts"
-# So that figures are of the program's own tensors.
-NO_WORKSPACE = {"cublas_workspace": 0}
+
+State = tuple[nn.Module, torch.optim.Optimizer]
 
 
+def plan_text(folder: Path, text: str, **settings: Any) -> Plan:
+    """Of a script with that text, ``train.py`` in ``folder``."""
+    script = folder / "train.py"
+    script.write_text(text)
+    return plan_request(Request(Script(str(script)), **settings))
+
+
+@functools.cache
+def plan_script(name: str, *arguments: str, **settings: Any) -> Plan:
+    return plan_request(Request(Script(str(SCRIPTS / name), arguments), **settings))
+
+
+@functools.cache
 def plan_llama(**settings: Any) -> Plan:
-    return plan_request(llama_request(**settings))
+    """Without workspaces of cuBLAS."""
+    with no_workspaces():
+        return plan_request(llama_request(**settings))
+
+
+@functools.cache
+def plan_net(build: Callable[[], State], **settings: Any) -> Plan:
+    """Without workspaces of cuBLAS."""
+    with no_workspaces():
+        return lowtide.plan(build, step, **settings)
 
 
 def llama_request(**settings: Any) -> Request:
     request = {
         name: settings.pop(name)
-        for name in ("world", "rank", "steps", "device_memory", "snapshot")
+        for name in ("world", "rank", "steps", "device_memory")
         if name in settings
     }
-    allocator = NO_WORKSPACE | settings.pop("allocator", {})
     path = settings.pop("path", LLAMA)
     program = ModelFile(path, **{"config": "bytes", "sequence": 256} | settings)
-    return Request(program, allocator=allocator, **request)
+    return Request(program, **request)
 
 
-def plan_script(name: str, *arguments: str, **settings: Any) -> Plan:
-    return plan_request(Request(Script(str(SCRIPTS / name), arguments), **settings))
+@contextlib.contextmanager
+def no_workspaces() -> Iterator[None]:
+    """cuBLAS takes none: figures are of the program's own tensors."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+        patch.setenv("CUBLASLT_WORKSPACE_SIZE", "0")
+        yield
 
 
-# Its operator's memory is not reviewed.
-TOPK = """
-import torch
-w = torch.nn.Linear(512, 512, device="cuda")
-opt = torch.optim.SGD(w.parameters(), lr=1)
-while True:
-    w(torch.ones(64, 512, device="cuda")).topk(2)[0].sum().backward()
-    opt.step()
-"""
+def unrecorded(*program: str, **machine: Any) -> dict[str, Any]:
+    """What `lowtide phantom` finds of the device that the program used."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.json")
+        settings = launch.Settings(report=str(report))
+        on = launch.Machine(**machine)
+        done = subprocess.run(
+            launch.command(program, on, settings),
+            env=launch.environment(on) | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            cwd=folder,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        (device,) = json.loads(report.read_text())["devices"]
+        found: dict[str, Any] = device
+        return found
 
 
 # -- programs for lowtide.plan ------------------------------------------------------
@@ -69,13 +114,10 @@ class Squares(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in "123"))
+        self.layers = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in "123"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
-
-
-State = tuple[nn.Module, torch.optim.Optimizer]
+        return self.layers(x.repeat(2, 1))
 
 
 def build() -> State:
@@ -101,13 +143,6 @@ def build_squares() -> State:
     return model, torch.optim.Adam(model.parameters())
 
 
-def step_squares(state: State) -> None:
-    model, optimizer = state
-    model(torch.randn(256, 256, device="cuda")).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def step(state: State) -> None:
     model, optimizer = state
     x = torch.randn(256, 512, device="cuda")
@@ -122,23 +157,3 @@ def step_without_optimizer(state: State) -> None:
 
 def step_that_fails(state: State) -> None:
     state[0](torch.randn(2, 3, device="cuda"))
-
-
-def never_returns(state: State) -> None:
-    import os
-
-    os._exit(7)
-
-
-# -- a run nobody listens to --------------------------------------------------------
-
-
-def peaks_of(train: Callable[[Any], Any], *arguments: Any) -> tuple[int, int, int]:
-    """Allocated, reserved, and number of allocations, on an installed phantom."""
-    train(*arguments)
-    stats = torch.accelerator.memory_stats()
-    return (
-        stats["allocated_bytes.all.peak"],
-        stats["reserved_bytes.all.peak"],
-        stats["allocation.all.allocated"],
-    )

@@ -51,6 +51,7 @@ class GPT(nn.Module):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--dim", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=10)
     args = parser.parse_args()
 
@@ -63,7 +64,7 @@ def main() -> None:
 
     data = Windows(b"to be or not to be, that is the question. " * 100, 64)
     loader = DataLoader(data, batch_size=32, shuffle=True, pin_memory=True)
-    model = GPT(args.dim, layers=4, block=64).to(device)
+    model = GPT(args.dim, args.layers, block=64).to(device)
     model = torch.compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
