@@ -117,6 +117,7 @@ _OF_ONE_RANK = ("rank", "timeline", "snapshot", "trace", "verify")
 
 def _run_ranks(options: argparse.Namespace, request: Request) -> int:
     from lowtide.phantom.dry import ranks
+    from lowtide.phantom.dry.call_logs import shown
     from lowtide.planning import plan_ranks
     from lowtide.planning.table import progress_of_ranks, show_ranks
 
@@ -134,9 +135,12 @@ def _run_ranks(options: argparse.Namespace, request: Request) -> int:
     show_ranks(planned)
     for divergence in planned.verdict.divergences:
         print(divergence, file=sys.stderr)
+    alike: dict[tuple[str, str], list[int]] = {}
     for rank, error in planned.errors.items():
-        print(f"rank {rank}:", file=sys.stderr)
-        _print_error(error)
+        alike.setdefault((error.traceback, str(error)), []).append(rank)
+    for failed in alike.values():
+        print(f"{shown(tuple(failed))}:", file=sys.stderr)
+        _print_error(planned.errors[failed[0]])
     return 1 if planned.errors or planned.verdict.divergences else 0
 
 

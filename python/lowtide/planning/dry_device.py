@@ -19,6 +19,7 @@ from lowtide.phantom.dry import (
     triton_work,
     values,
 )
+from lowtide.phantom.dry.untraced import untraced
 from lowtide.planning import snapshot, step_times
 from lowtide.planning.history import Entry, History, Replayed, Settings, of_journal
 from lowtide.planning.recording import Listener
@@ -193,6 +194,7 @@ class _Journal:
         self._started = True
 
     def listen(self, listener: Listener | None) -> None:
+        @untraced
         def hear(address: int, operator: bytes) -> None:
             if listener is not None:
                 listener(address, 0, 0, operator.decode())

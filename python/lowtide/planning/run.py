@@ -37,6 +37,7 @@ def plan(
     nonzero: float = 1.0,
     allocator: str | None = None,
     events: Literal["immediate", "at_sync"] = "immediate",
+    time: bool = False,
 ) -> Plan:
     """The memory that ``steps`` training steps take on ``rank`` of ``world`` GPUs.
 
@@ -53,6 +54,7 @@ def plan(
             environment says.
         events: When the host knows that work is done: the lower bound of what is
             reserved, or the upper one.
+        time: Whether the simulated time of the last step is wanted, too.
 
     Raises:
         PlanError: When the program fails, or never steps an optimizer.
@@ -71,6 +73,7 @@ def plan(
             nonzero=nonzero,
             allocator=allocator_conf(allocator),
             events=events,
+            time=time,
         )
     )
 

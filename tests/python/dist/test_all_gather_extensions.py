@@ -560,7 +560,7 @@ def refused(kind_name: str, rows: int, **kwargs: Any) -> str:
             "ReleaseAlone",
             4,
             {},
-            "weight: expected fsdp_pre_all_gather and fsdp_post_all_gather where fsdp_s",
+            "weight: expected fsdp_pre_all_gather and fsdp_post_all_gather where fsdp",
         ),
         (
             "Undecided",

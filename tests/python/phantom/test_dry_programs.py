@@ -125,6 +125,15 @@ def test_lowtides_engine_with_activations_on_the_host(of_eight):
     assert found["pinned"] >= 2 * 512 * 1024 * 4  # two blocks' inputs at once
 
 
+def test_compiled_blocks_whose_hooks_gather():
+    """What hears of a gather is no part of the compiled region that it is asked for in:
+    the checkpoint would run another one again."""
+    shape = "--config tiny --num-layers 1 --sequence 64 --world 8 --loss chunked:2"
+    program = str(ROOT / "benchmarks/programs/llama_memory.py")
+    done = run(program, "--compile", *shape.split(), world=8)
+    assert "torch._dynamo" not in done.stderr
+
+
 def test_llama_8b_of_the_benchmarks_as_it_stands(tmp_path):
     """FSDP2 at world 8: the stored figure, in torch's own memory history too."""
     report, snapshot = tmp_path / "report.json", tmp_path / "snapshot.pickle"
@@ -195,6 +204,32 @@ def test_gpus_by_name(tmp_path, gpu, name, capability, gibibytes):
     (assumed,) = json.loads(report.read_text())["assumed"]
     assert assumed["what"] == "a truth value read back is False"
     assert assumed["where"] == f"{tmp_path / 'look.py'}:6"
+
+
+END = """
+import atexit, sys, threading, time
+atexit.register(print, "at exit")
+threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+print("program", end=" ")
+{}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "error"),
+    [
+        ("", 0, ""),
+        ("sys.exit(7)", 7, ""),
+        ("sys.exit('no data')", 1, "no data\n"),
+        ("raise ValueError('no data')", 1, "ValueError: no data\n"),
+        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt\n"),
+    ],
+)
+def test_a_program_ends_as_it_would_alone(tmp_path, end, status, error):
+    (tmp_path / "end.py").write_text(END.format(end))
+    done = run(str(tmp_path / "end.py"), status=status)
+    assert done.stdout == "program thread\nat exit\n"
+    assert done.stderr.endswith(error) and bool(done.stderr) == bool(error)
 
 
 def test_a_device_that_is_full_says_what_cuda_says(tmp_path):

@@ -275,6 +275,10 @@ class Session:
         self.rule.clear(names, to_none)
 
     def freeze(self, name: str, frozen: bool) -> None:
+        """For good: what is frozen while it is gathered counts for as long."""
+        for module in self.model.modules():
+            if isinstance(module, lowtide.FSDPModule):
+                module.reshard()
         for model in (self.model, self.rule.masters, self.rule.compute):
             model.get_parameter(name).requires_grad_(not frozen)
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from . import driver
+from .untraced import untraced
 
 TRUTH = "a truth value read back is False"
 COUNT = "a whole number read back is 1"
@@ -59,7 +60,8 @@ def install(nonzero: float) -> None:
 
     def replace(name: str, make: Callable[[Callable[..., Any]], Any]) -> None:
         kernel = torch.library.get_kernel(f"aten::{name}", "CUDA")
-        library.impl(name, make(kernel.call_boxed), "CUDA", with_keyset=True)
+        ours = untraced(make(kernel.call_boxed))
+        library.impl(name, ours, "CUDA", with_keyset=True)
 
     torch.cuda._lazy_call(_observe)
     with warnings.catch_warnings():
