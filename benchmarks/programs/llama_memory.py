@@ -64,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--expandable", action="store_true")
     parser.add_argument("--gradient-budget", type=int, help="bytes of lowtide's ring")
+    parser.add_argument("--compile", action="store_true", help="each block")
     parser.add_argument("--whole-embedding", action="store_true", help="no rows")
     parser.add_argument("--gather-embedding-in-backward", action="store_true")
     parser.add_argument(
@@ -171,7 +172,11 @@ def build(args: argparse.Namespace) -> nn.Module:
     if args.vocab_size is not None:
         config = replace(config, vocab_size=args.vocab_size)
     with torch.device("meta"):
-        return LlamaWithLoss(config, args.checkpoint, args.loss)
+        model = LlamaWithLoss(config, args.checkpoint, args.loss)
+    if args.compile:
+        for layer in model.layers:
+            layer.compile(fullgraph=True)
+    return model
 
 
 # -- the systems ------------------------------------------------------------------
