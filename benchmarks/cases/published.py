@@ -47,8 +47,9 @@ class Published:
 
 GPT2 = "rasbt/LLMs-from-scratch, ch05/10_llm-training-speed/README.md, torch 2.6"
 PADDED = (
-    "inductor pads the product with 50,257 columns where a measurement on the GPU says "
-    "that it is faster; dry, both take the same time and it does not"
+    "on a GPU inductor measures that the product with 50,257 columns is faster padded, "
+    "with buffers of 256 MB in torch 2.6; dry both ways take the same time, and "
+    "nothing is padded: padded and measured so it is 6.182 GiB, 0.1 % off"
 )
 
 
