@@ -1,7 +1,6 @@
 #include "phantom/observer/known_values.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/all.h>
 #include <ATen/ops/any.h>
 #include <ATen/ops/empty_strided.h>
@@ -15,29 +14,21 @@
 #include <utility>
 
 #include "phantom/observer/driver.h"
+#include "phantom/observer/operator_traits.h"
 
 namespace lowtide::dry {
 namespace {
 
-// Of a storage whose values are computed with.
-constexpr std::int64_t kMostBytes = 4096;
+// Of a storage whose values are computed with: as many as the driver keeps of a
+// copy (kept_bytes.h).
+constexpr std::int64_t kMostBytes = std::int64_t{1} << 20;
 // Of a tensor of equal truth values.
 constexpr std::int64_t kMostTruths = std::int64_t{1} << 26;
 
 thread_local bool computing = false;
 
-std::uintptr_t address(const void* pointer) {
-  return reinterpret_cast<std::uintptr_t>(pointer);
-}
-
 std::int64_t bytes_of(const c10::Storage& storage) {
   return static_cast<std::int64_t>(storage.nbytes());
-}
-
-// Reads nothing of what it writes.
-bool overwrites(std::string_view name) {
-  return name == "aten::fill_" || name == "aten::zero_" ||
-         name == "aten::copy_";
 }
 
 // What is said of all numbers by an operator that asks for finiteness.
@@ -52,110 +43,115 @@ std::optional<bool> says_finite(std::string_view name) {
   return found->second;
 }
 
-// Neither random nor of sizes that depend on values, nor only of storages.
-bool computes(const at::RecordFunction& function) {
+// What has a kernel of its own: what others call inside is recorded itself. Not
+// what hands out memory or has sizes that depend on values.
+bool computes(std::string_view name, const OperatorTraits& traits) {
   static const std::unordered_set<std::string_view> kOthers = {
-      "aten::_local_scalar_dense",
-      "aten::_unique2",
-      "aten::detach_",
-      "aten::empty_like",
-      "aten::item",
-      "aten::masked_select",
-      "aten::new_empty",
-      "aten::new_empty_strided",
-      "aten::nonzero",
-      "aten::record_stream",
-      "aten::requires_grad_",
-      "aten::resize_",
-      "aten::retain_grad",
-      "aten::set_",
-      "aten::unique_consecutive",
-      "aten::unique_dim",
+      "aten::_local_scalar_dense", "aten::_unique2",      "aten::empty",
+      "aten::empty_strided",       "aten::masked_select", "aten::nonzero",
+      "aten::record_stream",       "aten::resize_",       "aten::set_",
+      "aten::unique_consecutive",  "aten::unique_dim",
   };
-  const std::string_view name = function.name();
-  return name.starts_with("aten::") && !kOthers.contains(name);
+  const bool has_results = !traits.made.empty() || !traits.written.empty();
+  const bool has_kernel = traits.has_kernel || name == "aten::copy_";
+  return name.starts_with("aten::") && has_kernel && has_results &&
+         !traits.is_random && !kOthers.contains(name);
 }
 
-bool is_random(const c10::OperatorHandle& op) {
-  const auto tags = op.getTags();
-  return std::find(tags.begin(), tags.end(),
-                   at::Tag::nondeterministic_seeded) != tags.end();
-}
-
-std::optional<at::Tensor> on_host(const at::Tensor& tensor) {
-  if (!tensor.defined()) return tensor;
-  if (!tensor.has_storage() || tensor.layout() != at::kStrided ||
-      tensor.unsafeGetTensorImpl()->is_python_dispatch()) {
+// Of a tensor of equal truth values.
+std::optional<bool> truth_of(const at::Tensor& tensor) {
+  if (tensor.scalar_type() != at::kBool || tensor.numel() > kMostTruths) {
     return std::nullopt;
   }
-  if (tensor.is_cpu()) {
-    if (tensor.numel() > kMostBytes) return std::nullopt;
-    return tensor.detach().clone();
-  }
-  if (!tensor.is_cuda()) return std::nullopt;
-  const auto& storage = tensor.storage();
-  const auto bytes = bytes_of(storage);
-  if (first_byte(storage) == nullptr) return std::nullopt;
-  if (bytes <= kMostBytes && driver_knows(first_byte(storage), bytes)) {
-    auto copy = at::empty_strided(tensor.sizes(), tensor.strides(),
-                                  tensor.options().device(at::kCPU));
-    driver_copies(copy.mutable_data_ptr(), tensor.const_data_ptr(),
-                  bytes_of(copy.storage()));
-    return copy;
-  }
-  if (const auto truth = uniform_truths().of(tensor);
-      truth && tensor.numel() <= kMostTruths) {
-    return at::full({}, *truth, at::kBool).expand(tensor.sizes());
-  }
-  return std::nullopt;
+  return uniform_truths().of(tensor);
 }
 
-// `value` with its tensors on the host; counts those that were on a device.
-std::optional<at::IValue> on_host(const at::IValue& value, int& on_device) {
-  const auto one = [&](const at::Tensor& tensor) {
-    if (tensor.defined() && tensor.is_cuda()) ++on_device;
-    return on_host(tensor);
-  };
-  if (value.isTensor()) {
-    auto copy = one(value.toTensor());
-    if (!copy) return std::nullopt;
-    return *std::move(copy);
-  }
+bool all_known(const at::IValue& value) {
+  if (value.isTensor()) return is_known(value.toTensor());
   if (value.isTensorList()) {
-    std::vector<at::Tensor> copies;
-    for (const at::Tensor& tensor : value.toTensorVector()) {
-      auto copy = one(tensor);
-      if (!copy) return std::nullopt;
-      copies.push_back(*std::move(copy));
-    }
+    const auto tensors = value.toTensorVector();
+    return std::all_of(tensors.begin(), tensors.end(),
+                       [](const at::Tensor& each) { return is_known(each); });
+  }
+  if (value.isOptionalTensorList()) {
+    const auto tensors = value.toOptionalTensorVector();
+    return std::all_of(tensors.begin(), tensors.end(), [](const auto& each) {
+      return !each || is_known(*each);
+    });
+  }
+  return !value.isGenerator() && !value.isStorage();
+}
+
+// One that is known.
+at::Tensor on_host(const at::Tensor& tensor) {
+  if (!tensor.defined()) return tensor;
+  if (tensor.is_cpu()) return tensor.detach().clone();
+  if (const auto truth = truth_of(tensor)) {
+    return at::full({}, *truth, at::kBool).expand(tensor.sizes());
+  }
+  auto copy = at::empty_strided(tensor.sizes(), tensor.strides(),
+                                tensor.options().device(at::kCPU));
+  driver_copies(copy.mutable_data_ptr(), tensor.const_data_ptr(),
+                bytes_of(copy.storage()));
+  return copy;
+}
+
+// `value`, which is known, with its tensors on the host.
+at::IValue on_host(const at::IValue& value) {
+  if (value.isTensor()) return on_host(value.toTensor());
+  if (value.isTensorList()) {
+    auto copies = value.toTensorVector();
+    for (at::Tensor& tensor : copies) tensor = on_host(tensor);
     return copies;
   }
   if (value.isOptionalTensorList()) {
     c10::List<std::optional<at::Tensor>> copies;
     for (const auto& tensor : value.toOptionalTensorVector()) {
-      auto copy = one(tensor.value_or(at::Tensor()));
-      if (!copy) return std::nullopt;
-      copies.push_back(tensor ? copy : std::nullopt);
+      copies.push_back(tensor ? std::optional(on_host(*tensor)) : std::nullopt);
     }
     return copies;
   }
   if (value.isDevice()) return at::IValue(c10::Device(at::kCPU));
-  if (value.isGenerator() || value.isStorage()) return std::nullopt;
   return value;
 }
 
-// As large as a tensor of a device that is written to.
-std::optional<at::IValue> place_for(const at::IValue& value, int& on_device) {
-  const at::Tensor to = value.isTensor() ? value.toTensor() : at::Tensor();
-  if (!to.defined() || !to.is_cuda() || to.layout() != at::kStrided ||
-      to.unsafeGetTensorImpl()->is_python_dispatch() ||
-      first_byte(to.storage()) == nullptr ||
-      to.nbytes() > static_cast<std::size_t>(kMostBytes)) {
-    return std::nullopt;
-  }
-  ++on_device;
+// Whether a device has or gets a place there; a result that an operator is
+// given may have no bytes yet.
+bool is_place(const at::IValue& value) {
+  if (!value.isTensor()) return false;
+  const at::Tensor& to = value.toTensor();
+  return to.defined() && to.is_cuda() && to.layout() == at::kStrided &&
+         !to.unsafeGetTensorImpl()->is_python_dispatch();
+}
+
+at::IValue place_for(const at::IValue& value) {
+  const at::Tensor& to = value.toTensor();
   return at::empty_strided(to.sizes(), to.strides(),
                            to.options().device(at::kCPU));
+}
+
+bool is_on_device(const at::IValue& value) {
+  if (value.isTensor()) {
+    return value.toTensor().defined() && value.toTensor().is_cuda();
+  }
+  if (value.isTensorList()) {
+    const auto tensors = value.toTensorVector();
+    return std::any_of(tensors.begin(), tensors.end(),
+                       [](const auto& each) { return each.is_cuda(); });
+  }
+  return value.isDevice() && value.toDevice().is_cuda();
+}
+
+// Of a result: that it can be computed here.
+bool is_small(const at::IValue& value) {
+  const auto one = [](const at::Tensor& tensor) {
+    return !tensor.defined() || tensor.numel() <= kMostBytes ||
+           (tensor.scalar_type() == at::kBool && tensor.numel() <= kMostTruths);
+  };
+  if (value.isTensor()) return one(value.toTensor());
+  if (!value.isTensorList()) return true;
+  const auto tensors = value.toTensorVector();
+  return std::all_of(tensors.begin(), tensors.end(), one);
 }
 
 // The program's modes and graphs have no part in what is computed here.
@@ -215,80 +211,65 @@ void write(const at::IValue& to, const at::IValue& value) {
 
 }  // namespace
 
-void UniformTruths::set(const at::Tensor& tensor, bool value) {
+bool is_known(const at::Tensor& tensor) {
+  if (!tensor.defined()) return true;
+  if (!tensor.has_storage() || tensor.layout() != at::kStrided ||
+      tensor.unsafeGetTensorImpl()->is_python_dispatch()) {
+    return false;
+  }
   const auto& storage = tensor.storage();
-  if (static_cast<std::int64_t>(tensor.nbytes()) != bytes_of(storage)) return;
-  const std::lock_guard lock(mutex_);
-  truths_[address(first_byte(storage))] = {bytes_of(storage), value};
-}
-
-std::optional<bool> UniformTruths::of(const at::Tensor& tensor) const {
-  if (tensor.scalar_type() != at::kBool) return std::nullopt;
-  const std::lock_guard lock(mutex_);
-  const auto found = truths_.find(address(first_byte(tensor.storage())));
-  if (found == truths_.end() ||
-      found->second.bytes != bytes_of(tensor.storage())) {
-    return std::nullopt;
+  if (tensor.is_cpu()) return bytes_of(storage) <= kMostBytes;
+  if (!tensor.is_cuda() || first_byte(storage) == nullptr) return false;
+  if (bytes_of(storage) <= kMostBytes &&
+      driver_knows(first_byte(storage), bytes_of(storage))) {
+    return true;
   }
-  return found->second.value;
-}
-
-void UniformTruths::forget(const void* first, std::int64_t bytes) {
-  const std::lock_guard lock(mutex_);
-  if (truths_.empty()) return;
-  const auto begin = address(first);
-  const auto end = begin + static_cast<std::uintptr_t>(bytes);
-  auto one = truths_.upper_bound(begin);
-  if (one != truths_.begin()) --one;
-  while (one != truths_.end() && one->first < end) {
-    const auto stop =
-        one->first + static_cast<std::uintptr_t>(one->second.bytes);
-    one = stop > begin ? truths_.erase(one) : std::next(one);
+  const auto bytes = static_cast<std::int64_t>(tensor.nbytes());
+  if (bytes <= kMostBytes && tensor.is_non_overlapping_and_dense() &&
+      driver_knows(tensor.const_data_ptr(), bytes)) {
+    return true;
   }
+  return truth_of(tensor).has_value();
 }
 
-UniformTruths& uniform_truths() {
-  static UniformTruths truths;
+StorageFacts<bool>& uniform_truths() {
+  static StorageFacts<bool> truths;
   return truths;
 }
 
 std::unique_ptr<KnownCall> KnownCall::before(
     const at::RecordFunction& function) {
-  if (computing || !computes(function)) return nullptr;
+  if (computing) return nullptr;
+  const auto& traits = traits_of(function);
+  const auto finite = says_finite(function.name());
+  if (!finite && !computes(function.name(), traits)) return nullptr;
   auto call = std::make_unique<KnownCall>();
-  int on_device = 0;
-  {
-    const Apart apart;
-    for (const at::IValue& input : function.inputs()) {
-      auto copy = call->arguments_.empty() && overwrites(function.name())
-                      ? place_for(input, on_device)
-                      : on_host(input, on_device);
-      if (!copy) {
-        call->arguments_.clear();
-        on_device = 0;
-        break;
-      }
-      call->arguments_.push_back(*std::move(copy));
+  const auto inputs = function.inputs();
+  const auto is_overwritten = [&](std::size_t i) {
+    return i < traits.overwritten.size() && traits.overwritten[i];
+  };
+  bool known = false;  // a call that only the host has a part in is no device's
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    if (!(is_overwritten(i) ? is_place(inputs[i]) : all_known(inputs[i]))) {
+      call->finite_ = finite;
+      return finite ? std::move(call) : nullptr;
     }
+    known = known || is_on_device(inputs[i]);
   }
-  if (on_device > 0) {
-    const auto schema = function.operator_schema();
-    if (!schema) return nullptr;
-    for (std::size_t i = 0; i < call->arguments_.size(); ++i) {
-      const auto* alias = schema->arguments()[i].alias_info();
-      if (alias != nullptr && alias->isWrite()) {
-        call->written_.emplace_back(i, function.inputs()[i]);
-      }
-    }
-    return call;
+  if (!known) return nullptr;
+  const Apart apart;
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    call->arguments_.push_back(is_overwritten(i) ? place_for(inputs[i])
+                                                 : on_host(inputs[i]));
   }
-  call->arguments_.clear();
-  call->finite_ = says_finite(function.name());
-  return call->finite_ ? std::move(call) : nullptr;
+  for (const auto i : traits.written) {
+    if (i < inputs.size()) call->written_.emplace_back(i, inputs[i]);
+  }
+  return call;
 }
 
-void KnownCall::after(const at::RecordFunction& function) const {
-  const auto outputs = function.outputs();
+bool KnownCall::after(const at::RecordFunction& function) const {
+  const auto& outputs = function.outputs();
   const Apart apart;
   if (finite_) {
     if (outputs.size() == 1 && outputs[0].isTensor()) {
@@ -297,22 +278,20 @@ void KnownCall::after(const at::RecordFunction& function) const {
         write(to, at::full({}, *finite_, at::kBool).expand(to.sizes()));
       }
     }
-    return;
+    return true;
   }
-  const auto name = function.operator_name();
-  if (!name) return;
-  const auto op = c10::Dispatcher::singleton().findSchema(*name);
-  if (!op || is_random(*op)) return;
+  if (!std::all_of(outputs.begin(), outputs.end(), is_small)) return false;
   torch::jit::Stack stack(arguments_);
   try {
-    op->callBoxed(stack);
+    traits_of(function).handle->callBoxed(stack);
   } catch (const std::exception&) {
-    return;  // not for the host
+    return false;  // not for the host
   }
   for (std::size_t i = 0; i < std::min(outputs.size(), stack.size()); ++i) {
     write(outputs[i], stack[i]);
   }
   for (const auto& [i, to] : written_) write(to, arguments_[i]);
+  return true;
 }
 
 }  // namespace lowtide::dry

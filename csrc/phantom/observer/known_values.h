@@ -2,9 +2,10 @@
 // numbers are finite.
 //
 // A small operator whose arguments are all known is computed on the host, and
-// its results are known.  So what a program derives from lengths, labels,
-// counters and flags that the host made is right.  Of isfinite, isnan and isinf
-// the answer is that all numbers are finite, for tensors of any size.
+// its results are known; so are those of one that needs none, such as arange.
+// So what a program derives from lengths, labels, counters and flags that the
+// host made is right.  Of isfinite, isnan and isinf the answer is that all
+// numbers are finite, for tensors of any size.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,40 +13,30 @@
 #include <ATen/record_function.h>
 
 #include <cstdint>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include "phantom/observer/storage_facts.h"
+
 namespace lowtide::dry {
 
 // Storages of truth values that are all the same, of any size: the driver keeps
-// bytes of small ones only.  Thread-safe.
-class UniformTruths {
- public:
-  void set(const at::Tensor& tensor, bool value);
-  std::optional<bool> of(const at::Tensor& tensor) const;
-  void forget(const void* first, std::int64_t bytes);
+// bytes of small ones only.
+StorageFacts<bool>& uniform_truths();
 
- private:
-  struct Truth {
-    std::int64_t bytes;
-    bool value;
-  };
-  mutable std::mutex mutex_;
-  std::map<std::uintptr_t, Truth> truths_;
-};
-
-UniformTruths& uniform_truths();
+// Whether `tensor` is small and the host made it, or truth values that are all
+// the same.
+bool is_known(const at::Tensor& tensor);
 
 // The arguments of an operator as they were before it ran.
 class KnownCall {
  public:
   // Nothing where the results will not be known.
   static std::unique_ptr<KnownCall> before(const at::RecordFunction& function);
-  void after(const at::RecordFunction& function) const;
+  // False where they are not, after all.
+  bool after(const at::RecordFunction& function) const;
 
  private:
   std::vector<at::IValue> arguments_;  // on the host; empty: finiteness

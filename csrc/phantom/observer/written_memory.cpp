@@ -3,65 +3,28 @@
 //
 // A library of its own, built against torch and loaded into the process that
 // has the driver (lowtide/phantom/dry/values.py).
-#include <ATen/core/function_schema.h>
 #include <ATen/record_function.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 
-#include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string_view>
-#include <unordered_map>
-#include <unordered_set>
-#include <vector>
 
+#include "phantom/observer/assumptions.h"
+#include "phantom/observer/balanced_choices.h"
 #include "phantom/observer/driver.h"
 #include "phantom/observer/known_values.h"
+#include "phantom/observer/operator_traits.h"
 #include "phantom/observer/operator_work.h"
 
 namespace lowtide::dry {
 namespace {
 
-// What changes a tensor and not its bytes.
-bool leaves_bytes(std::string_view name) {
-  static const std::unordered_set<std::string_view> kNames = {
-      "aten::as_strided_", "aten::detach_",    "aten::requires_grad_",
-      "aten::resize_",     "aten::resize_as_", "aten::retain_grad",
-      "aten::set_",        "aten::squeeze_",   "aten::swapaxes_",
-      "aten::swapdims_",   "aten::t_",         "aten::transpose_",
-      "aten::unsqueeze_",
-  };
-  return kNames.contains(name);
-}
-
-// Which arguments an operator writes.
-std::vector<std::size_t> written(const at::RecordFunction& function) {
-  std::vector<std::size_t> indices;
-  if (leaves_bytes(function.name())) return indices;
-  const auto schema = function.operator_schema();
-  if (!schema) {  // one of lowtide's that came without the dispatcher
-    const std::string_view name = function.name();
-    if (name.starts_with("lowtide::")) indices.push_back(0);
-    return indices;
-  }
-  const auto& arguments = schema->arguments();
-  for (std::size_t i = 0; i < arguments.size(); ++i) {
-    const auto* alias = arguments[i].alias_info();
-    if (alias != nullptr && alias->isWrite()) indices.push_back(i);
-  }
-  return indices;
-}
-
-// Looked up once an operator: the text of its name stays where it is.
-const std::vector<std::size_t>& written_by(const at::RecordFunction& function) {
-  static std::mutex mutex;
-  static std::unordered_map<const void*, std::vector<std::size_t>> known;
-  const std::lock_guard lock(mutex);
-  const auto found = known.find(function.name());
-  if (found != known.end()) return found->second;
-  return known.emplace(function.name(), written(function)).first->second;
+void forget_facts(const void* first, std::int64_t bytes) {
+  uniform_truths().forget(first, bytes);
+  choices().forget(first, bytes);
+  shares().forget(first, bytes);
 }
 
 void forget(const at::Tensor& tensor) {
@@ -70,7 +33,7 @@ void forget(const at::Tensor& tensor) {
   const auto* first = first_byte(storage);
   if (first == nullptr) return;
   const auto bytes = static_cast<std::int64_t>(storage.nbytes());
-  uniform_truths().forget(first, bytes);
+  forget_facts(first, bytes);
   if (tensor.is_non_overlapping_and_dense()) {
     driver_forgets(tensor.const_data_ptr(),
                    static_cast<std::int64_t>(tensor.nbytes()));
@@ -79,9 +42,35 @@ void forget(const at::Tensor& tensor) {
   driver_forgets(first, bytes);
 }
 
+void forget(const at::IValue& value) {
+  if (value.isTensor()) {
+    forget(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& tensor : value.toTensorVector()) forget(tensor);
+  }
+}
+
+// What comes to the host as numbers that it counts with, and nobody computed.
+void note_copy(const at::RecordFunction& function) {
+  const auto inputs = function.inputs();
+  if (std::string_view(function.name()) != "aten::copy_" || inputs.size() < 2 ||
+      !inputs[0].isTensor() || !inputs[1].isTensor()) {
+    return;
+  }
+  const at::Tensor& from = inputs[1].toTensor();
+  if (!from.defined() || !from.is_cuda() || inputs[0].toTensor().is_cuda() ||
+      from.numel() == 0 ||
+      !c10::isIntegralType(from.scalar_type(), /*includeBool=*/true) ||
+      is_known(from)) {
+    return;
+  }
+  assume("whole numbers and truth values that are copied back are 0");
+}
+
 // An operator that runs.
 struct Call : at::ObserverContext {
   std::unique_ptr<KnownCall> known;
+  std::optional<BalancedCall> balanced;
   std::optional<OperatorWork> work;  // while time is kept
 };
 
@@ -93,17 +82,12 @@ std::unique_ptr<at::ObserverContext> before_operator(
     driver_enters(function.name());
     call->work.emplace(function);
   }
+  note_copy(function);
   call->known = KnownCall::before(function);
+  call->balanced = BalancedCall::before(function);
   const auto inputs = function.inputs();
-  for (const auto index : written_by(function)) {
-    if (index >= inputs.size()) continue;
-    if (inputs[index].isTensor()) {
-      forget(inputs[index].toTensor());
-    } else if (inputs[index].isTensorList()) {
-      for (const at::Tensor& tensor : inputs[index].toTensorVector()) {
-        forget(tensor);
-      }
-    }
+  for (const auto index : traits_of(function).written) {
+    if (index < inputs.size()) forget(inputs[index]);
   }
   return call;
 }
@@ -112,7 +96,16 @@ void after_operator(const at::RecordFunction& function,
                     at::ObserverContext* context) {
   const auto& call = *static_cast<const Call*>(context);
   if (call.work) driver_leaves(call.work->with_results(function));
-  if (call.known) call.known->after(function);
+  if (call.known && call.known->after(function)) return;
+  const auto& traits = traits_of(function);
+  if (traits.has_kernel && !traits.is_answered) {
+    // What its kernel wrote over zeros that it asked for, say.
+    const auto& outputs = function.outputs();
+    for (const auto index : traits.made) {
+      if (index < outputs.size()) forget(outputs[index]);
+    }
+  }
+  if (call.balanced) call.balanced->after(function);
 }
 
 void after_allocator(const c10::cuda::CUDACachingAllocator::TraceEntry& entry) {
@@ -123,7 +116,7 @@ void after_allocator(const c10::cuda::CUDACachingAllocator::TraceEntry& entry) {
   const auto* first = reinterpret_cast<const void*>(entry.addr_);
   const auto bytes = static_cast<std::int64_t>(entry.size_);
   driver_forgets(first, bytes);
-  uniform_truths().forget(first, bytes);
+  forget_facts(first, bytes);
 }
 
 }  // namespace
@@ -140,6 +133,25 @@ __attribute__((visibility("default"))) void lowtide_dry_observe() {
           .needsInputs(true)
           .needsOutputs(true)
           .scopes({at::RecordScope::FUNCTION}));
+}
+
+// Of a storage's elements those that are not zero, or -1.
+__attribute__((visibility("default"))) double lowtide_dry_share(
+    const void* first, std::int64_t bytes) {
+  return lowtide::dry::shares().of(first, bytes).value_or(-1);
+}
+
+// How many values there are that a storage's elements were chosen of, or -1.
+__attribute__((visibility("default"))) std::int64_t lowtide_dry_choices(
+    const void* first, std::int64_t bytes) {
+  return lowtide::dry::choices().of(first, bytes).value_or(-1);
+}
+
+// What all elements of a storage of truth values are, or -1.
+__attribute__((visibility("default"))) int lowtide_dry_uniform_truth(
+    const void* first, std::int64_t bytes) {
+  const auto truth = lowtide::dry::uniform_truths().of(first, bytes);
+  return truth ? static_cast<int>(*truth) : -1;
 }
 
 }  // extern "C"

@@ -42,9 +42,9 @@ def add_parser(subparsers: Subparsers) -> None:
     add(
         "--nonzero",
         type=float,
-        default=1.0,
         metavar="SHARE",
-        help="of all elements, in sizes that depend on data; default 1",
+        help="of all elements, in sizes that depend on data; default 1, and of what "
+        "routers choose an equal share",
     )
     add("--json", metavar="FILE", help="what it took; - is the standard output")
     add("--snapshot", metavar="FILE", help="for https://pytorch.org/memory_viz")

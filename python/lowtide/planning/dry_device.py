@@ -15,6 +15,7 @@ from lowtide.phantom.dry import (
     driver,
     launch,
     lone_rank,
+    sizes,
     timekeeper,
     triton_work,
     values,
@@ -58,7 +59,8 @@ class DryDevice:
         observer = ctypes.CDLL(str(library))
         self._replays = Replays(observer)
         self.device = torch.device("cuda", request.rank % machine(request).num_devices)
-        values.install(request.nonzero)
+        values.install()
+        sizes.install(request.nonzero)
         lone_rank.install(request.world, request.rank, request.port)
         self._journal = _Journal(observer, self.device.index)
         # A program that does not choose its device is taken to mean this rank's.
@@ -224,6 +226,7 @@ def _tell_behind_resizes(tell: Callable[[], None]) -> None:
     """FSDP2 takes memory for gathered parameters so, which is no operator."""
     resize = torch.UntypedStorage.resize_
 
+    @untraced
     def resize_and_tell(self: torch.UntypedStorage, size: int) -> Any:
         result = resize(self, size)
         tell()

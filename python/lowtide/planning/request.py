@@ -57,7 +57,8 @@ class Request:
     gpu: str = "h100"  # of phantom.dry.launch.GPUS
     allocator: str = ""  # as PYTORCH_ALLOC_CONF
     events: str = "immediate"  # or at_sync: when the host knows that work is done
-    nonzero: float = 1.0  # share of all elements in sizes that depend on data
+    # Share of all elements in sizes that depend on data; None: as dry.sizes says.
+    nonzero: float | None = None
     snapshot: str | None = None  # file for PyTorch's memory visualiser
     output: str | None = None  # file for what the program prints; None: stderr
     time: bool = False  # is kept, too

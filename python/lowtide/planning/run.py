@@ -34,7 +34,7 @@ def plan(
     steps: int = 3,
     device_memory: int | None = None,
     gpu: str = "h100",
-    nonzero: float = 1.0,
+    nonzero: float | None = None,
     allocator: str | None = None,
     events: Literal["immediate", "at_sync"] = "immediate",
     time: bool = False,
@@ -49,7 +49,8 @@ def plan(
     Args:
         device_memory: Bytes of the GPU, if not its own.
         gpu: ``"h100"``, ``"a100-80"`` or another of docs/plan.md.
-        nonzero: The share of all elements that sizes depending on data take.
+        nonzero: The share of all elements that sizes depending on data take; default
+            all, and of what routers choose an equal share.
         allocator: ``"expandable"``, or as ``PYTORCH_ALLOC_CONF``. None: what the
             environment says.
         events: When the host knows that work is done: the lower bound of what is

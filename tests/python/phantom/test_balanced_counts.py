@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.phantom.dry import values
+from lowtide.phantom.dry import sizes
 from support.dry_process import call_dry
 
 pytestmark = pytest.mark.skipif(not torch.version.cuda, reason="a CPU build of torch")
@@ -43,7 +43,7 @@ def test_experts_are_balanced():
 
 def test_the_assumption_is_a_note_with_its_line():
     notes = call_dry(noted)
-    assert notes[values.BALANCED] == "test_balanced_counts.py"
+    assert notes[sizes.BALANCED] == "test_balanced_counts.py"
 
 
 def noted() -> dict[str, str]:

@@ -52,11 +52,11 @@ class Settings:
     """What the process is told beside its machine (:mod:`.program` reads it).
 
     ``nonzero``: the share of elements that data-dependent sizes take (``nonzero``,
-    boolean masks, ``unique``); ``report``: a file for its JSON report; ``snapshot``:
-    one for torch's memory history; ``port``: of the :class:`.stores.Meeting` of a
-    world whose ranks all run, each beside the others."""
+    boolean masks, ``unique``), None: as :mod:`.sizes` says; ``report``: a file for its
+    JSON report; ``snapshot``: one for torch's memory history; ``port``: of the
+    :class:`.stores.Meeting` of a world whose ranks all run, each beside the others."""
 
-    nonzero: float = 1.0
+    nonzero: float | None = None
     report: str | None = None
     snapshot: str | None = None
     port: int | None = None

@@ -25,7 +25,8 @@ def main() -> None:
     program = sys.argv[2:]
     inside = _load_beside()
     # Before the program sees torch: what it reads and whom it meets.
-    inside.values.install(settings["nonzero"])
+    inside.values.install()
+    inside.sizes.install(settings["nonzero"])
     told = (settings[name] for name in ("world", "rank", "port"))
     inside.lone_rank.install(*told)
     if settings["snapshot"]:
@@ -80,7 +81,7 @@ def _load_beside() -> ModuleType:
     package = importlib.util.module_from_spec(spec)
     sys.modules[name] = package
     spec.loader.exec_module(package)
-    for part in ("values", "lone_rank", "report"):
+    for part in ("values", "sizes", "lone_rank", "report"):
         importlib.import_module(f"{name}.{part}")
     return package
 

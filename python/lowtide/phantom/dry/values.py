@@ -1,17 +1,13 @@
 """What a program reads of values that nobody computed.
 
 Values that the host made are right: the driver keeps them and they travel. Of the rest,
-a number that is read back is 1, a truth value False, and a size that depends on data is
-the share of all elements that was asked for (``nonzero``, boolean masks, ``unique``).
-Counts are equal (``histc``, ``bincount``): the tokens of a mixture are spread evenly over
-its experts.
-Each place where that happened is a note with its line.
+a number that is read back is 1 and a truth value False; :mod:`.sizes` has what depends
+on data. Each place where that happened is a note with its line.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import sys
 import threading
@@ -32,7 +28,6 @@ from .untraced import untraced
 TRUTH = "a truth value read back is False"
 COUNT = "a whole number read back is 1"
 NUMBER = "a number read back is 1"
-BALANCED = "counts are equal: experts are balanced"
 
 # {(what was assumed, where): how often}
 notes: Counter[tuple[str, str]] = Counter()
@@ -49,35 +44,49 @@ _OWN = tuple(
     str(folder) + os.sep
     for folder in (Path(torch.__file__).parent, Path(__file__).parents[2])
 )
+_PRINTER = torch._tensor_str.__file__
 _answering = threading.local()
 _libraries: list[torch.library.Library] = []
 
 
-def install(nonzero: float) -> None:
+def install() -> None:
     """For the rest of the process, whose CUDA is the dry driver's."""
+    replace("_local_scalar_dense", _read)
+    replace("_amp_foreach_non_finite_check_and_unscale_", _all_finite)
+
+
+def replace(name: str, make: Callable[[Callable[..., Any]], Any]) -> None:
+    """The operator's kernel for CUDA by what ``make`` makes of it."""
     library = torch.library.Library("aten", "IMPL")
     _libraries.append(library)
-
-    def replace(name: str, make: Callable[[Callable[..., Any]], Any]) -> None:
-        kernel = torch.library.get_kernel(f"aten::{name}", "CUDA")
-        ours = untraced(make(kernel.call_boxed))
-        library.impl(name, ours, "CUDA", with_keyset=True)
-
-    torch.cuda._lazy_call(_observe)
+    kernel = torch.library.get_kernel(f"aten::{name}", "CUDA")
+    made = untraced(make(kernel.call_boxed))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
-        replace("_local_scalar_dense", _read)
-        for name in ("nonzero", "_unique2", "unique_dim", "unique_consecutive"):
-            replace(name, lambda kernel: _sized(kernel, nonzero))
-        replace("histc", _histc)
-        replace("bincount", _bincount)
-        replace("_amp_foreach_non_finite_check_and_unscale_", _all_finite)
+        library.impl(name, made, "CUDA", with_keyset=True)
 
 
-def _observe() -> None:
-    """From then on the driver forgets what torch writes over."""
+def observer() -> ctypes.CDLL:
+    """The library that tells the driver what torch does with memory."""
     library = Path(__file__).parents[2] / "liblowtide_dry_observer.so"
-    ctypes.CDLL(str(library)).lowtide_dry_observe()
+    return ctypes.CDLL(str(library))
+
+
+def note(what: str) -> None:
+    """``what`` was assumed here, and not inside of what is answered already."""
+    if getattr(_answering, "active", False):
+        return
+    frame = sys._getframe(1)
+    notes[NUMBER if _is_printing(frame) else what, where()] += 1
+
+
+def _is_printing(frame: FrameType | None) -> bool:
+    """What only goes into a tensor's text decides nothing."""
+    while frame:
+        if frame.f_code.co_filename == _PRINTER:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def where() -> str:
@@ -96,7 +105,7 @@ def line_of(frame: FrameType | None) -> str:
 
 
 @contextmanager
-def _answer(bits: int) -> Iterator[None]:
+def answering(bits: int) -> Iterator[None]:
     if getattr(_answering, "active", False):  # the outer one stands
         yield
         return
@@ -109,9 +118,12 @@ def _answer(bits: int) -> Iterator[None]:
         _answering.active = False
 
 
-def _is_known(tensor: Tensor) -> bool:
+def is_known(tensor: Tensor) -> bool:
+    """Whether the host made it, or it follows from what the host made."""
     storage = tensor.untyped_storage()
-    return driver.is_known(storage.data_ptr(), storage.nbytes())
+    return driver.is_known(storage.data_ptr(), storage.nbytes()) or (
+        tensor.is_contiguous() and driver.is_known(tensor.data_ptr(), tensor.nbytes)
+    )
 
 
 def _what_is_read(dtype: torch.dtype) -> str:
@@ -122,57 +134,14 @@ def _what_is_read(dtype: torch.dtype) -> str:
 
 def _read(kernel: Callable[..., Any]) -> Any:
     def read(keys: Any, tensor: Tensor) -> Any:
-        if getattr(_answering, "active", False) or _is_known(tensor):
+        if getattr(_answering, "active", False) or is_known(tensor):
             return kernel(keys, tensor)
         value = _ONE.get(tensor.dtype, 1)
-        notes[_what_is_read(tensor.dtype), where()] += 1
-        with _answer(value):
+        note(_what_is_read(tensor.dtype))
+        with answering(value):
             return kernel(keys, tensor)
 
     return read
-
-
-def _sized(kernel: Callable[..., Any], share: float) -> Any:
-    def sized(keys: Any, tensor: Tensor, *arguments: Any) -> Any:
-        size = math.ceil(share * tensor.numel())
-        notes[
-            f"a size that depends on data is {share:.0%} of all elements", where()
-        ] += 1
-        with _answer(size):
-            return kernel(keys, tensor, *arguments)
-
-    return sized
-
-
-def _histc(kernel: Callable[..., Any]) -> Any:
-    def histc(keys: Any, tensor: Tensor, *arguments: Any) -> Tensor:
-        return _balanced(tensor, kernel(keys, tensor, *arguments))
-
-    return histc
-
-
-def _bincount(kernel: Callable[..., Any]) -> Any:
-    def bincount(
-        keys: Any, tensor: Tensor, weights: Tensor | None = None, minlength: int = 0
-    ) -> Tensor:
-        if _is_known(tensor):
-            return kernel(keys, tensor, weights, minlength)
-        with _answer(max(minlength - 1, 0)):  # the largest number
-            counts = kernel(keys, tensor, weights, minlength)
-        return counts if weights is not None else _balanced(tensor, counts)
-
-    return bincount
-
-
-def _balanced(tensor: Tensor, counts: Tensor) -> Tensor:
-    if _is_known(tensor) or not counts.numel():
-        return counts
-    notes[BALANCED, where()] += 1
-    each, more = divmod(tensor.numel(), counts.numel())
-    equal = [each + (place < more) for place in range(counts.numel())]
-    on_host = torch.tensor(equal, dtype=counts.dtype)
-    driver.copy(counts.data_ptr(), on_host.data_ptr(), on_host.nbytes)
-    return counts
 
 
 def _all_finite(kernel: Callable[..., Any]) -> Any:

@@ -1,0 +1,84 @@
+#include "phantom/observer/operator_traits.h"
+
+#include <algorithm>
+#include <mutex>
+#include <string_view>
+#include <unordered_map>
+#include <unordered_set>
+
+namespace lowtide::dry {
+namespace {
+
+// What changes a tensor and not its bytes.
+bool leaves_bytes(std::string_view name) {
+  static const std::unordered_set<std::string_view> kNames = {
+      "aten::as_strided_", "aten::detach_",    "aten::requires_grad_",
+      "aten::resize_",     "aten::resize_as_", "aten::retain_grad",
+      "aten::set_",        "aten::squeeze_",   "aten::swapaxes_",
+      "aten::swapdims_",   "aten::t_",         "aten::transpose_",
+      "aten::unsqueeze_",
+  };
+  return kNames.contains(name);
+}
+
+// Reads nothing of its first argument, which it writes.
+bool overwrites(std::string_view name) {
+  return name == "aten::fill_" || name == "aten::zero_" ||
+         name == "aten::copy_";
+}
+
+// Whose results lowtide/phantom/dry/sizes.py knows.
+bool is_answered(std::string_view name) {
+  static const std::unordered_set<std::string_view> kNames = {
+      "aten::_unique2", "aten::bincount",           "aten::histc",
+      "aten::nonzero",  "aten::unique_consecutive", "aten::unique_dim",
+  };
+  return kNames.contains(name);
+}
+
+OperatorTraits traits(const at::RecordFunction& function) {
+  OperatorTraits found;
+  const std::string_view name = function.name();
+  const auto called = function.operator_name();
+  if (called) found.handle = c10::Dispatcher::singleton().findSchema(*called);
+  if (!found.handle) {
+    // One of lowtide's that came without the dispatcher.
+    if (name.starts_with("lowtide::")) found.written.push_back(0);
+    return found;
+  }
+  const auto& schema = found.handle->schema();
+  for (std::size_t i = 0; i < schema.arguments().size(); ++i) {
+    const auto& argument = schema.arguments()[i];
+    const auto* alias = argument.alias_info();
+    const bool writes = alias != nullptr && alias->isWrite();
+    if (writes && !leaves_bytes(name)) found.written.push_back(i);
+    found.overwritten.push_back(writes &&
+                                (argument.is_out() || overwrites(name)));
+  }
+  // Those of others may be arguments that their schema does not tell of.
+  const bool tells = name.starts_with("aten::");
+  for (std::size_t i = 0; tells && i < schema.returns().size(); ++i) {
+    if (schema.returns()[i].alias_info() == nullptr) found.made.push_back(i);
+  }
+  found.has_kernel =
+      found.handle->hasKernelForDispatchKey(c10::DispatchKey::CUDA);
+  found.is_answered = is_answered(name);
+  const auto tags = found.handle->getTags();
+  found.is_random = std::find(tags.begin(), tags.end(),
+                              at::Tag::nondeterministic_seeded) != tags.end();
+  return found;
+}
+
+}  // namespace
+
+const OperatorTraits& traits_of(const at::RecordFunction& function) {
+  // The text of an operator's name stays where it is.
+  static std::mutex mutex;
+  static std::unordered_map<const void*, OperatorTraits> known;
+  const std::lock_guard lock(mutex);
+  const auto found = known.find(function.name());
+  if (found != known.end()) return found->second;
+  return known.emplace(function.name(), traits(function)).first->second;
+}
+
+}  // namespace lowtide::dry

@@ -1,0 +1,139 @@
+"""What follows from values of the host is right on the device, whatever computes it;
+what routers choose is balanced; and torch.compile does not look into what tells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from support.dry_process import call_dry
+
+pytestmark = pytest.mark.skipif(not torch.version.cuda, reason="a CPU build of torch")
+
+EXPERTS, TOKENS, TOP_K = 8, 64, 2
+
+
+def notes() -> dict[str, int]:
+    import sys
+
+    inside: Any = sys.modules["_lowtide_dry.values"]
+    found = {}
+    for (what, _), times in inside.notes.items():
+        found[what] = found.get(what, 0) + times
+    inside.notes.clear()
+    return found
+
+
+def derived() -> dict[str, Any]:
+    """The same of CUDA and of the host, by name."""
+    found = {}
+    for device in ("cuda", "cpu"):
+        places = torch.arange(300, device=device).unsqueeze(0)
+        steps = torch.diff(places, prepend=places[:, :1] - 1)
+        causal = torch.triu(torch.ones(400, 400), diagonal=1).to(device)
+        again = torch.triu(torch.ones(400, 400, device=device), diagonal=1)
+        some = torch.tensor([3, 1, 3, 7]).to(device)
+        distinct = torch.unique(some, return_inverse=True, return_counts=True)
+        infinite = torch.tensor([1.0, float("inf")]).to(device)
+        found[device] = {
+            "one sequence": bool((steps == 1).all()),
+            "causal": bool((causal == again).all()),
+            "above the diagonal": list(causal.nonzero().shape),
+            "where": some.eq(3).nonzero().tolist(),
+            "masked": some[some > 1].tolist(),
+            "distinct": [part.tolist() for part in distinct],
+            "infinite": infinite.isinf().tolist(),
+            "grid": torch.linspace(0, 1, 5, device=device).tolist(),
+            "eye": torch.eye(2, device=device).tolist(),
+            "below": torch.tril_indices(3, 3, device=device).tolist(),
+            "counted": F.one_hot(some, 8).sum(0).tolist(),
+            "cast": (some > 1).any().float().item(),
+        }
+    return found | {"notes": notes()}
+
+
+def test_what_follows_from_the_hosts_values():
+    found = call_dry(derived)
+    assert found["cuda"] == found["cpu"]
+    assert found["notes"] == {}
+
+
+def unseen() -> dict[str, Any]:
+    table = torch.nn.Embedding(4, 4, device="cuda")
+    table(torch.tensor([1, 2]).cuda()).square().sum().backward()
+    assert table.weight.grad is not None
+    gradient = table.weight.grad.sum().item()  # its kernel writes over zeros
+    read = notes()
+    repr(torch.randn(8, 8, device="cuda"))
+    printed = notes()
+    torch.randint(9, (4,), device="cuda").tolist()
+    return {"gradient": gradient, "notes": [read, printed, notes()]}
+
+
+def test_what_kernels_write_is_not_what_lay_there():
+    found = call_dry(unseen)
+    read, printed, copied = found["notes"]
+    assert found["gradient"] == 1
+    assert read == {"a number read back is 1": 1}
+    assert list(printed) == ["a number read back is 1"]  # no truths, no sizes
+    assert copied == {"whole numbers and truth values that are copied back are 0": 1}
+
+
+def routed() -> dict[str, Any]:
+    scores = torch.randn(TOKENS, EXPERTS, device="cuda")
+    weights, chosen = scores.softmax(-1).topk(TOP_K)
+    mask = F.one_hot(chosen, EXPERTS).permute(2, 1, 0)
+    hit = (mask.sum(dim=(-1, -2)) > 0).nonzero()
+    by_hand = [len(torch.where((chosen == e).any(-1))[0]) for e in range(EXPERTS)]
+    return {
+        "hit": hit.flatten().tolist(),
+        "tokens": [len(torch.where(mask[e])[0]) for e in hit.flatten()],
+        "by hand": by_hand,
+        "sorted": torch.histc(chosen.float(), EXPERTS, 0, EXPERTS - 1).tolist(),
+        "experts": len(chosen.unique()),
+        "others": len(scores[~(chosen == 3).any(-1)]),
+        "notes": notes(),
+        "all": len((scores > 0).nonzero()),
+    }
+
+
+def test_routers_are_balanced():
+    found = call_dry(routed)
+    share = TOKENS * TOP_K // EXPERTS
+    assert found["hit"] == list(range(EXPERTS))
+    for how in ("tokens", "by hand", "sorted"):
+        assert found[how] == [share] * EXPERTS, how
+    assert found["experts"] == EXPERTS
+    assert found["others"] == TOKENS - share
+    assert found["all"] == TOKENS * EXPERTS  # of a mask that no router made
+    of = "a size that depends on data is {}% of all elements, as choices are balanced"
+    assert {of.format(12.5), of.format(25), of.format(75)} < set(found["notes"])
+
+
+def compiled() -> list[int]:
+    """A compiled program reads a value between its graphs, which is the instrument's
+    Python in a frame that torch.compile watches."""
+    graphs = []
+
+    def backend(graph: Any, examples: Any) -> Any:
+        graphs.append(len(graph.graph.nodes))
+        return graph.forward
+
+    @torch.compile(backend=backend)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        doubled = x * 2
+        if doubled.sum() > 0:
+            doubled = doubled + 1
+        return doubled * doubled[doubled.nonzero()[0]]
+
+    step(torch.randn(4, device="cuda"))
+    return graphs
+
+
+def test_torch_compile_does_not_see_the_instrument():
+    on_cuda = call_dry(compiled)
+    assert 2 <= len(on_cuda) <= 4
+    assert sum(on_cuda) <= 16  # of the program's four operators and their arguments
