@@ -408,7 +408,8 @@ Unit* Root::enter_backward(Unit& unit) {
     });
   }
   // Behind what others sent: nothing of this unit has left yet.
-  unit.gradients().set_leaves_early(in_order && call.last && call.alone);
+  unit.gradients().set_leaves_early(in_order && call.last && call.alone &&
+                                    unit.used_alike());
   return call.next ? units_[static_cast<std::size_t>(*call.next)] : nullptr;
 }
 

@@ -381,8 +381,10 @@ void Unit::count_references() {
 
 StepLog::Numbers Unit::numbers_to_compare() {
   const auto held = graphs_.own();
-  return {-output_rows_, ever_saved_ ? 1 : 0, held.kept, held.recorded,
-          has_gradient_hooks() ? 1 : 0};
+  const auto used = static_cast<std::int64_t>(used_hash() >> 1);
+  return {-output_rows_, ever_saved_ ? 1 : 0,          held.kept,
+          held.recorded, has_gradient_hooks() ? 1 : 0, used,
+          -used};
 }
 
 void Unit::agree_on(const StepLog::Numbers& greatest) {
@@ -390,6 +392,7 @@ void Unit::agree_on(const StepLog::Numbers& greatest) {
   saved_by_any_ = greatest[1] != 0;
   graphs_.agree_on({greatest[2], greatest[3]});
   listened_by_any_ = greatest[4] != 0;
+  used_alike_ = greatest[5] == -greatest[6];
 }
 
 void Unit::agree_alone() {

@@ -264,7 +264,8 @@ class Unit final : public BackwardReceiver,
   // What ranks may differ in and the order of calls depends on: of this rank,
   // to be compared, and what it is for all of them.  The negative number of
   // rows of the last forward's output, whether autograd saved a parameter,
-  // what graphs it holds, and whether a hook waits for a gradient.
+  // what graphs it holds, whether a hook waits for a gradient, and, there and
+  // back, which parameters graphs use.
   StepLog::Numbers numbers_to_compare();
   void agree_on(const StepLog::Numbers& greatest);
   // Where ranks can not be compared: by what the program has done so far.
@@ -272,6 +273,12 @@ class Unit final : public BackwardReceiver,
   // Its backward runs in the reverse order of its forward: none of it goes
   // through what recorded backwards gave.
   bool runs_in_order() const { return !graphs_.recorded(); }
+  // [Note: Calls of the program inside a backward]
+  // A chunk leaves between two nodes of its unit's backward, where the program
+  // may have collectives of its own, a batch norm over all ranks.  Where ranks
+  // use different parameters it would leave elsewhere among those: such a
+  // backward sends nothing before it is over.
+  bool used_alike() const { return used_alike_; }
   bool in_kept_graph() const { return graphs_.kept(); }
   // Of those settings that decide which collectives are issued, and of which
   // parameters want a gradient as the module shows them now.  The same in
@@ -293,6 +300,7 @@ class Unit final : public BackwardReceiver,
   void follow_shards();
   bool may_want_gradient(std::size_t i) const;
   bool is_frozen(std::size_t i) const;
+  std::uint64_t used_hash() const;
   bool wants_gradient(std::int32_t i) const;
   at::Tensor rank_major(std::int32_t i, at::Tensor gradient) const;
   at::Tensor with_written(std::int32_t i, at::Tensor gradient);
@@ -390,6 +398,7 @@ class Unit final : public BackwardReceiver,
   // order, so the unit is sealed at the end.
   HeldGraphs graphs_;
   bool listened_by_any_ = false;  // has_gradient_hooks() on some rank
+  bool used_alike_ = true;        // on all ranks
   // To be gathered in this unit's backward, ahead of what waits for more than
   // so many of its gradients; how many have come.
   Unit* next_in_backward_ = nullptr;

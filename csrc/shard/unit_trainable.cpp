@@ -98,6 +98,15 @@ std::vector<bool> Unit::trainable() const {
   return trainable;
 }
 
+// Edges of graphs keep a parameter's node alive.
+std::uint64_t Unit::used_hash() const {
+  std::uint64_t hash = 0;
+  for (std::size_t i = 0; i < nodes_.size(); ++i) {
+    if (nodes_[i].use_count() > 1) hash = mix(hash, i);
+  }
+  return hash;
+}
+
 bool Unit::is_frozen(std::size_t i) const {
   return !(shown_ ? full_ : shards_)[i].requires_grad();
 }

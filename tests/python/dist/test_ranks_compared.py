@@ -210,13 +210,32 @@ def test_what_one_rank_keeps_or_hears_changes_no_order(
         assert all(map(torch.equal, gradients, expected))
 
 
+class AskedInBackward(torch.autograd.Function):
+    """As a batch norm over all ranks: a collective of the program's own, on the group
+    that gathers use, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        ranks = torch.ones(4)
+        dist.all_reduce(ranks)
+        return gradient * (ranks[0] / dist.get_world_size())
+
+
 class Block(nn.Module):
+    asks = False
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(6))
 
     def forward(self, x: torch.Tensor, unused: int) -> torch.Tensor:
         for i, layer in enumerate(self.layers):
+            if i == 3 and self.asks:
+                x = AskedInBackward.apply(x)
             if i != unused:
                 x = torch.tanh(layer(x))
         return x
@@ -236,36 +255,41 @@ class Towers(nn.Module):
 
 
 ROWS = ((8, 4000), (4000, 8), (1, 2000))
+# So many that a gather waits for gradients.
+MANY_ROWS = ((3000, 4000), (4000, 3000), (2500, 3500), (4000, 4000))
 
 
-def train_on_different_rows(budget: int) -> list[torch.Tensor]:
+def train_on_different_rows(
+    budget: int, all_rows: Any = ROWS, asks: bool = False
+) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model: Any = Towers()
     for block in model.blocks:
+        block.asks = asks
         fully_shard(block)
     fully_shard(model)
     rank = dist.get_rank()
-    for step, rows in enumerate(ROWS):
+    for step, rows in enumerate(all_rows):
         torch.manual_seed(10 * step + rank)
         x = torch.randn(rows[rank], 64)
-        unused = step if rank == 1 else -1
+        unused = step + 2 if rank == 1 else -1
         model(x, unused).square().mean().backward()
         if step == 0:
             model.blocks[0]._get_fsdp_state().root.gradient_budget = budget
     return [p.grad.full_tensor() for p in model.parameters()]
 
 
-def rule_on_different_rows() -> list[torch.Tensor]:
+def rule_on_different_rows(all_rows: Any = ROWS) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = Towers()
     total = [torch.zeros_like(p) for p in model.parameters()]
-    for step, rows in enumerate(ROWS):
+    for step, rows in enumerate(all_rows):
         by_rank = []
         for rank in range(2):
             model.zero_grad()
             torch.manual_seed(10 * step + rank)
             x = torch.randn(rows[rank], 64)
-            model(x, step if rank == 1 else -1).square().mean().backward()
+            model(x, step + 2 if rank == 1 else -1).square().mean().backward()
             by_rank.append([p.grad for p in model.parameters()])
         for sum_, *grads in zip(total, *by_rank, strict=True):
             mean = torch.zeros_like(sum_)
@@ -286,6 +310,19 @@ def test_ranks_with_different_rows_share_one_communicator(shared_pool, budget):
     """A second order would mix gathers and reductions up, or hang."""
     expected = shared_pool.run(rule_on_different_rows)[0]
     for grads in shared_pool.run(train_on_different_rows, budget, timeout=60):
+        for grad, want in zip(grads, expected, strict=True):
+            assert torch.equal(grad, want)
+
+
+@pytest.mark.parametrize("communicators", ["separate", "shared"])
+def test_the_programs_own_collectives_keep_their_places(
+    pool_of, shared_pool, communicators
+):
+    """Inside a backward, where ranks have other rows and leave other parameters
+    unused."""
+    pool = shared_pool if communicators == "shared" else pool_of(2)
+    expected = pool.run(rule_on_different_rows, MANY_ROWS)[0]
+    for grads in pool.run(train_on_different_rows, 1, MANY_ROWS, True, timeout=30):
         for grad, want in zip(grads, expected, strict=True):
             assert torch.equal(grad, want)
 
