@@ -116,7 +116,8 @@ void Timekeeper::launch(cudaStream_t stream, std::string_view name,
   simulation_->spend(is_library ? host_.library_call : host_.launch);
   auto& running = operators();
   const auto shown = running.empty() ? interned(name) : running.back().name;
-  Open open{.share = static_cast<double>(std::max<std::int64_t>(blocks, 1)),
+  Open open{.place = {},
+            .share = static_cast<double>(std::max<std::int64_t>(blocks, 1)),
             .is_library = is_library};
   if (is_captured(stream)) {
     open.place = capturing_->nodes.size();
