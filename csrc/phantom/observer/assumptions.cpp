@@ -7,15 +7,15 @@ namespace {
 
 using Listener = void(const char*);
 
-std::atomic<Listener*>& listener() {
-  static std::atomic<Listener*> listener = nullptr;
-  return listener;
+std::atomic<Listener*>& who_hears() {
+  static std::atomic<Listener*> hears = nullptr;
+  return hears;
 }
 
 }  // namespace
 
 void assume(const char* what) {
-  if (auto* const hear = listener().load()) hear(what);
+  if (auto* const hear = who_hears().load()) hear(what);
 }
 
 }  // namespace lowtide::dry
@@ -24,7 +24,7 @@ extern "C" {
 
 __attribute__((visibility("default"))) void lowtide_dry_hear_assumptions(
     void (*hear)(const char*)) {
-  lowtide::dry::listener() = hear;
+  lowtide::dry::who_hears() = hear;
 }
 
 }  // extern "C"

@@ -69,7 +69,7 @@ double bytes_in(const IValue& value) {
   return bytes;
 }
 
-bool overwrites(std::string_view name) {
+bool never_reads(std::string_view name) {
   static const std::unordered_set<std::string_view> names = {
       "zero",        "fill",      "copy",       "normal", "uniform",  "random",
       "exponential", "geometric", "log_normal", "cauchy", "bernoulli"};
@@ -108,7 +108,7 @@ Touched touched_by(std::string_view name, const c10::FunctionSchema& schema,
     if (argument.alias_info() != nullptr && argument.alias_info()->isWrite()) {
       if (a == 0 && places(name)) continue;
       all.bytes +=
-          argument.is_out() || overwrites(name) ? touched : 2 * touched;
+          argument.is_out() || never_reads(name) ? touched : 2 * touched;
     } else if (a == 0 && chooses(name)) {
       all.chosen_from = touched;
     } else {

@@ -15,7 +15,7 @@ namespace lowtide::dry {
 namespace {
 
 namespace allocator = c10::cuda::CUDACachingAllocator;
-using Kind = AllocatorRequest::Kind;
+using RequestKind = AllocatorRequest::Kind;
 using Requests = std::span<const AllocatorRequest>;
 using Streams = std::map<std::int64_t, c10::cuda::CUDAStream>;
 
@@ -42,25 +42,25 @@ void ask(Requests requests) {
     const auto& stream = streams.at(request.stream);
     const auto id = static_cast<std::size_t>(request.id);
     switch (request.kind) {
-      case Kind::kAllocate: {
+      case RequestKind::kAllocate: {
         const c10::cuda::CUDAStreamGuard guard(stream);
         blocks.push_back(allocator::get()->allocate(
             static_cast<std::size_t>(request.bytes)));
         break;
       }
-      case Kind::kRecord:
+      case RequestKind::kRecord:
         allocator::recordStream(blocks[id], stream);
         break;
-      case Kind::kFree:
+      case RequestKind::kFree:
         blocks[id].clear();
         break;
-      case Kind::kWaitStream:
+      case RequestKind::kWaitStream:
         stream.synchronize();
         break;
-      case Kind::kWaitDevice:
+      case RequestKind::kWaitDevice:
         C10_CUDA_CHECK(cudaDeviceSynchronize());
         break;
-      case Kind::kEmptyCache:
+      case RequestKind::kEmptyCache:
         allocator::emptyCache();
         break;
       default:
