@@ -47,6 +47,7 @@ CASES = (
     "step_cpu",
     "import_time",
     "plan_cost",
+    "peers",
     "published",
 )
 

@@ -131,9 +131,9 @@ def rope_table(config: LlamaConfig) -> Tensor:
     Complex, so that the cast of a unit's floating-point inputs to its compute
     dtype leaves them alone: positions stay exact in every precision.
     """
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32)
+    exponent = torch.arange(0, config.head_dim, 2).float()
     frequency = config.rope_theta ** (-exponent / config.head_dim)
-    position = torch.arange(config.max_seq_len, dtype=torch.float32)
+    position = torch.arange(config.max_seq_len).float()
     angle = torch.outer(position, frequency)
     return torch.polar(torch.ones_like(angle), angle)
 

@@ -165,13 +165,13 @@ def hold_for_chunks(head: nn.Module, first_loss: Tensor) -> None:
         first_loss.register_hook(lambda _: head.set_reshard_after_backward(True))
 
 
-def build(args: argparse.Namespace) -> nn.Module:
+def build(args: argparse.Namespace, device: str = "meta") -> nn.Module:
     config = replace(CONFIGS[args.config], max_seq_len=args.sequence)
     if args.num_layers is not None:
         config = replace(config, num_layers=args.num_layers)
     if args.vocab_size is not None:
         config = replace(config, vocab_size=args.vocab_size)
-    with torch.device("meta"):
+    with torch.device(device):
         model = LlamaWithLoss(config, args.checkpoint, args.loss)
     if args.compile:
         for layer in model.layers:

@@ -1,0 +1,151 @@
+"""A Llama's training step under the sharding systems of others, beside lowtide."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from case import Case, Row, rows_of
+from points import Points
+
+NAME = "peers"
+PROGRAM = "peers.py"
+FOREIGN = "LOWTIDE_FOREIGN"
+GIB = 1 << 30
+WORLDS = (8, 64, 256)
+TIMEOUT = 3600.0  # seconds
+LOSSES = {
+    "plain": "loss over whole logits",
+    "chunked:32": "loss over 32 chunks of tokens",
+    "vocabulary": "loss over rows of the head",
+}
+PLAIN, CHUNKED = ("--loss", "plain"), ("--loss", "chunked:32")
+
+
+@dataclass(frozen=True)
+class System:
+    name: str
+    program: str  # its name in benchmarks/programs/peers.py
+    settings: str
+    # The one that reserves least is shown.
+    losses: tuple[tuple[str, str], ...] = (PLAIN, CHUNKED)
+    gpu: str = "h100"
+    foreign: bool = True  # its package is in LOWTIDE_FOREIGN
+
+
+SYSTEMS = (
+    System(
+        *("lowtide, same loss", "lowtide", "a unit a block, embedding, head"),
+        foreign=False,
+    ),
+    System(
+        *("lowtide, best loss", "lowtide", "its loss over rows of the head"),
+        losses=(("--loss", "vocabulary"),),
+        foreign=False,
+    ),
+    System(
+        *("FSDP2", "fsdp2", "a unit a block, embedding, head; fp32 reduction"),
+        foreign=False,
+    ),
+    System(
+        *("FSDP1", "fsdp1", "a unit a block, limit_all_gathers, use_orig_params"),
+        foreign=False,
+    ),
+    System(
+        "Megatron-FSDP 0.6.1",
+        "megatron_fsdp",
+        "a unit a block, strategy 3, fp32 main parameters, gradients and reduction",
+    ),
+    System(
+        "DeepSpeed 0.19.8, ZeRO-3",
+        "deepspeed",
+        "zero.Init, overlap_comm, contiguous_gradients, its documented sizes, fp32 "
+        "reduction",
+    ),
+    System(
+        "SimpleFSDP of torchtitan",
+        "simple_fsdp",
+        "compiled whole by inductor, transformer_block_bucketing, gathered again",
+        losses=(PLAIN,),
+    ),
+    System(
+        "DDP",
+        "ddp",
+        "autocast, gradient_as_bucket_view, static_graph; on a B200, since an H100 "
+        "has not the 120 GiB that states and gradients take",
+        gpu="b200",
+        foreign=False,
+    ),
+)
+
+
+def options_of(system: System, world: int, loss: tuple[str, str]) -> tuple[str, ...]:
+    return ("--system", system.program, "--world", str(world), *loss)
+
+
+def rows_of_run(system: System, world: int, figures: dict[str, Any]) -> Iterator[Row]:
+    row = rows_of(NAME)
+    of = f"8B, {world} ranks"
+    note = f"{system.settings}; {LOSSES[figures['loss']]}"
+    steady, step = figures["steady"], figures["time"]["step"]
+    for quantity, value, unit in (
+        ("reserved", round(steady["reserved"] / GIB, 2), "GiB"),
+        ("allocated", round(steady["allocated"] / GIB, 2), "GiB"),
+        ("step", round(1e3 * step["seconds"], 1), "ms"),
+        ("exposed communication", round(1e3 * step["exposed"], 1), "ms"),
+    ):
+        said = note if quantity == "reserved" else ""
+        yield row(system.name, f"{quantity}, {of}", value, unit, "simulated", said)
+
+
+def measure() -> list[Row]:
+    has_foreign = bool(os.environ.get(FOREIGN))
+    result: list[Row] = []
+    for world in WORLDS:
+        points = {
+            gpu: Points(PROGRAM, gpu=gpu, timeout=TIMEOUT)
+            for gpu in {system.gpu for system in SYSTEMS}
+        }
+        wanted = [one for one in SYSTEMS if has_foreign or not one.foreign]
+        for system in SYSTEMS:
+            if system not in wanted:
+                said = f"{FOREIGN} names no folder"
+                quantity = f"reserved, 8B, {world} ranks"
+                missing = rows_of(NAME)(
+                    *(system.name, quantity, None, "GiB", "missing", said)
+                )
+                result.append(missing)
+                continue
+            runs = points[system.gpu].each(
+                [options_of(system, world, loss) for loss in system.losses]
+            )
+            named = [
+                run | {"loss": loss[1]}
+                for run, loss in zip(runs, system.losses, strict=True)
+            ]
+            best = min(named, key=lambda run: run["steady"]["reserved"])
+            result += rows_of_run(system, world, best)
+    return result
+
+
+CASE = Case(
+    name=NAME,
+    describe="Memory and time of a step under other sharding systems.",
+    how="""\
+Llama 3 8B, one sequence of 8,192 tokens a rank, every block checkpointed, fp32
+parameters and AdamW states, bf16 compute, gradients clipped by their norm; the third
+step. Run over the [driver that computes nothing](design/phantom.md), each system as its
+package or torch has it and tuned by its own documentation (the note of each row); of a
+loss over whole logits and one over 32 checkpointed chunks of tokens the one that
+reserves less. The time is that of the [clock](time.md), whose host costs are
+assumptions.
+
+Packages and the clone of pytorch/torchtitan come from the folder that `LOWTIDE_FOREIGN`
+names, as for the published figures. In Megatron-FSDP the check that asks every rank
+where its parts end is answered without them: the other ranks are not there.
+""",
+    run=measure,
+    only_by_name="half an hour, and wants packages of others",
+)
