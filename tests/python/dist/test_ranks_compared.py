@@ -33,9 +33,13 @@ def differing(what: str) -> str:
     model.zero_grad()
     if what == "frozen while shown":
         model.layers[1].unshard()
+    if what == "heads":  # of one size, each a unit of its own
+        model.calls = (0, 1)
     if dist.get_rank() == 1:
         if what == "order":
             model.calls = (0, 2, 1)
+        elif what == "heads":
+            model.calls = (0, 2)
         elif what.startswith("frozen"):
             model.layers[1].weight.requires_grad_(False)
         elif what == "factor":
@@ -55,6 +59,8 @@ def differing(what: str) -> str:
 DIFFERENCES = {
     "order": "the all-gather of unit 'layers.2' on rank 0 and the all-gather of unit "
     "'layers.1' on rank 1",
+    "heads": "the all-gather of unit 'layers.1' on rank 0 and the all-gather of unit "
+    "'layers.2' on rank 1",
     "frozen": "unit 'layers.1' (frozen: 'layers.1.weight'; ",
     "frozen while shown": "unit 'layers.1' (frozen: 'layers.1.weight'; ",
     "factor": "other settings of unit 'layers.1' (gradient_divide_factor=7; ",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from support.bits import assert_same_traces
@@ -220,6 +222,37 @@ def test_failed_allocation_equals_a_skipped_step(pool_of, world_size, sync):
     expected = [trace for _, trace, _ in results]
     for i in range(len(points)):
         assert_same_traces([traces[i] for _, _, traces in results], expected)
+
+
+def error_without_memory() -> str:
+    """Of a forward in a process that may not have the bytes of its second unit."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(
+        nn.Linear(8, 4096), nn.Sequential(nn.Linear(4096, 4096, bias=False))
+    )
+    for unit in (model[0], model[1][0], model):
+        get_system("lowtide").fully_shard(unit)
+    x = torch.ones(1, 8)
+    model(x).sum().backward()
+    own = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (own + (16 << 20), limits[1]))
+    try:
+        model(x)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    return "no error"
+
+
+def test_memory_that_the_system_has_not_is_a_sentence(pool_of):
+    for text in pool_of(2).run(error_without_memory):
+        assert text.partition("(lowtide: ")[2] == (
+            f"gathered of '1.0': expected {4 * 4096**2} bytes, got no memory for them. "
+            "Save fewer activations, shard over more ranks or make smaller units; "
+            "lowtide.memory_report() and `lowtide plan` show what takes how much.)"
+        )
 
 
 def train_and_lose_a_rank(run: Run, path: Path, how: str) -> str:

@@ -9,12 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torchao import quantize_
 from torchao.float8 import (
     Float8LinearConfig,
     convert_to_float8_training,
     precompute_float8_dynamic_scale_for_fsdp,
 )
+from torchao.prototype.moe_training.config import (
+    MXFP8TrainingOpConfig,
+    MXFP8TrainingRecipe,
+)
+from torchao.prototype.moe_training.tensor import MXFP8TrainingWeightWrapperTensor
 from torchao.prototype.quantized_training import (
     bitnet_training,
     int8_mixed_precision_training,
@@ -60,6 +66,17 @@ def nf4() -> Any:
     return model
 
 
+def mxfp8() -> Any:
+    """Emulated, too; torchao converts models for a newer torch only."""
+    model = blocks()
+    recipe = MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL
+    config = MXFP8TrainingOpConfig.from_recipe(recipe)
+    for block in model:
+        weight = MXFP8TrainingWeightWrapperTensor(block[0].weight.detach(), config)
+        block[0].weight = nn.Parameter(weight)
+    return model
+
+
 def float8() -> Any:
     model = blocks()
     # Emulated: the products of float8 that a CPU lacks.
@@ -68,13 +85,16 @@ def float8() -> Any:
     return model
 
 
-MODELS = {one.__name__: one for one in (bitnet, int8, nf4, float8)}
+MODELS = {one.__name__: one for one in (bitnet, int8, nf4, mxfp8, float8)}
+
+# It multiplies nothing but bf16.
+SETTINGS = {"mxfp8": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}}
 
 
 def loss_of(model: Any, step: int, rank: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(10 * step + rank)
     loss: torch.Tensor = (
-        model(torch.randn(16, DIM, generator=generator)).square().mean()
+        model(torch.randn(32, DIM, generator=generator)).square().mean()
     )
     return loss
 
@@ -84,15 +104,15 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(trained, lr=0.01, foreach=False)
 
 
-def wrap(system_name: str, model: Any) -> Any:
+def wrap(system_name: str, model: Any, **settings: Any) -> Any:
     system = get_system(system_name)
     for module in (*model, model):
-        system.fully_shard(module)
+        system.fully_shard(module, **settings)
     return model
 
 
 def train(system_name: str, kind: str) -> Record:
-    model = wrap(system_name, MODELS[kind]())
+    model = wrap(system_name, MODELS[kind](), **SETTINGS.get(kind, {}))
     optimizer = optimizer_of(model)
     record = Recorder()
     for step in range(STEPS):
@@ -107,7 +127,7 @@ def train(system_name: str, kind: str) -> Record:
     return record.values
 
 
-@pytest.mark.parametrize("kind", ["bitnet", "int8", "nf4"])
+@pytest.mark.parametrize("kind", ["bitnet", "int8", "nf4", "mxfp8"])
 def test_training_equals_fsdp2(pool_of, kind):
     pool = pool_of(2)
     for mine, other in zip(

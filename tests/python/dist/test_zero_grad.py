@@ -110,6 +110,7 @@ CLEARS: dict[str, Clear] = {
     "optimizer": lambda run: run.optimizer.zero_grad(),
     "optimizer to zeros": lambda run: run.optimizer.zero_grad(set_to_none=False),
     "model": lambda run: run.model.zero_grad(),
+    "model to zeros": lambda run: run.model.zero_grad(set_to_none=False),
     "unit": lambda run: run.model.layers[1].zero_grad(),
     "submodule": lambda run: run.model.layers[1][0].zero_grad(),
     "every parameter": every_parameter,
