@@ -222,3 +222,13 @@ def test_what_is_of_one_rank(command, option, tmp_path):
         f"lowtide: {command} --{option}: expected one rank, got --ranks. Leave one of "
         "the two out.\n"
     )
+
+
+def test_comparing_what_ranks_did_never_makes_a_host_wait_for_its_device(tmp_path):
+    """Both ranks run, so gloo is real."""
+    script = SCRIPTS / "count_host_waits.py"
+    lowtide("phantom", *"--world 2 --ranks 0-1 --".split(), str(script), str(tmp_path))
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found["compares"]
+        assert found["waits"][1:] == [0] * 5
