@@ -102,6 +102,13 @@ def test_a_plan_that_does_not_fit_or_only_with_flushes(written, capsys):
         assert text in capsys.readouterr().out
 
 
+def test_a_note_is_shown_as_it_is(written, capsys):
+    note = "[/red] of [bold was skipped (train.py:3)"
+    plan = dataclasses.replace(plan_in(written[0]), notes=[note])
+    table.show(plan, Console(width=200))
+    assert f"note: {note}\n" in capsys.readouterr().out
+
+
 # -- what the program prints, and what looks like rich's markup ---------------------
 
 
