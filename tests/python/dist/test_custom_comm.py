@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import lowtide
 from support.left_fold import LeftFoldReduceScatter
 from support.model import ModelConfig, batch, build, loss_fn
 from support.recorder import Record, Recorder, assert_same_records, finish_step
@@ -131,3 +132,60 @@ def test_own_buffers_beside_a_custom_object_are_refused(pool_of):
             "expected no custom comm object, got RecordingAllGather. It allocates its "
             "own buffers: remove one of the two calls."
         )
+
+
+MESSAGE = "no route to rank 3"
+
+
+class LostWork:
+    def wait(self) -> None:
+        raise ConnectionError(MESSAGE)
+
+
+class FailingAllGather(RecordingAllGather):
+    fails = ""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.fails == "all-gather":
+            raise ConnectionError(MESSAGE)
+        if self.fails == "its wait":
+            return LostWork()
+        return super().__call__(*args, **kwargs)
+
+
+class FailingReduceScatter(RecordingReduceScatter):
+    fails = ""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if self.fails == "reduce-scatter":
+            raise ConnectionError(MESSAGE)
+        super().__call__(*args, **kwargs)
+
+
+def error_of_a_comm_object(what: str) -> tuple[str, bool]:
+    """What is raised, and whether training goes on."""
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard = get_system("lowtide").fully_shard
+    for module in (*model, model):
+        fully_shard(module)
+    gather, reduce = FailingAllGather(), FailingReduceScatter()
+    model[1].set_custom_all_gather(gather)
+    model[1].set_custom_reduce_scatter(reduce)
+    x = torch.ones(2, 4)
+    model(x).sum().backward()
+    model.zero_grad()
+    gather.fails = reduce.fails = what
+    with pytest.raises((ConnectionError, RuntimeError)) as error:
+        model(x).sum().backward()
+    gather.fails = reduce.fails = ""
+    lowtide.abort_step(model)
+    model(x).sum().backward()
+    goes_on = all(p.grad is not None for p in model.parameters())
+    return f"{type(error.value).__name__}: {error.value}", goes_on
+
+
+@pytest.mark.parametrize("what", ["all-gather", "its wait", "reduce-scatter"])
+def test_the_error_of_a_comm_object_is_not_lost(pool_of, what):
+    for text, goes_on in pool_of(2).run(error_of_a_comm_object, what):
+        assert text == f"ConnectionError: {MESSAGE}"
+        assert goes_on
