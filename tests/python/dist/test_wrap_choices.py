@@ -247,10 +247,16 @@ READS = {
 }
 
 
-def error_of_a_reader(how: str, warm_up: bool = False) -> str:
+def error_of_a_reader(
+    how: str, warm_up: bool = False, by_hand: str | None = None
+) -> str:
     torch.manual_seed(0)
-    model = ReadsWeights("nobody's" if warm_up else how)
-    lowtide.wrap(model)
+    model: Any = ReadsWeights("nobody's" if warm_up else how)
+    if by_hand is None:
+        lowtide.wrap(model)
+    else:
+        lowtide.fully_shard(model.get_submodule(by_hand))
+        lowtide.fully_shard(model)
     tokens = torch.ones(2, 4, dtype=torch.long)
     if warm_up:
         model(tokens).sum().backward()
@@ -287,6 +293,17 @@ def test_so_is_one_that_a_later_forward_reads(pool_of, how):
     for text in pool_of(2).run(error_of_a_reader, how, True):
         assert text.startswith(f"lowtide: parameter '{unit}.weight': expected to be")
         require_units_to_pass(text, unit)
+
+
+@pytest.mark.parametrize("how", READS)
+def test_so_is_one_of_a_unit_that_nobody_let_wrap_choose(pool_of, how):
+    unit, _ = READS[how]
+    for text in pool_of(2).run(error_of_a_reader, how, False, unit):
+        assert text.startswith(f"lowtide: parameter '{unit}.weight': expected to be")
+        assert (
+            "Call the unit's module itself, or shard the module that reads it and not "
+            "this one. (torch: "
+        ) in text
 
 
 def test_a_number_of_one_ranks_rows_is_not_passed_over(pool_of):
