@@ -7,6 +7,7 @@
 #include <c10/util/Logging.h>
 
 #include <exception>
+#include <new>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -99,6 +100,9 @@ c10::DataPtr DeviceMemory::lease(Category category, std::string_view name,
     } catch (c10::Error& error) {  // of the device's own type
       error.add_context(shortage(category, name, bytes));
       throw;
+    } catch (const std::bad_alloc&) {
+      throw c10::OutOfMemoryError({__func__, __FILE__, __LINE__},
+                                  shortage(category, name, bytes));
     }
   }
   void* const data = lease->bytes.get();

@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -86,6 +87,24 @@ TEST(ExhaustedMemoryTest, TheAllocatorsErrorSaysForWhomAndWhatToDo) {
                 HasSubstr("no 4096 bytes left (lowtide: gathered of "
                           "'layers.3': expected 4096 bytes, got no memory for "
                           "them. Save fewer activations, "));
+  }
+  EXPECT_EQ(ledger->total_live(), 0);
+}
+
+class ExhaustedHost final : public device::CpuRuntime {
+  c10::DataPtr allocate(std::size_t) override { throw std::bad_alloc(); }
+};
+
+TEST(ExhaustedMemoryTest, ABadAllocSaysTheSame) {
+  auto ledger = std::make_shared<Ledger>();
+  DeviceMemory memory(std::make_shared<ExhaustedHost>(), ledger);
+  try {
+    memory.lease(Category::gathered, "layers.3", 4096);
+    FAIL() << "nothing was thrown";
+  } catch (const c10::OutOfMemoryError& error) {
+    EXPECT_THAT(error.what_without_backtrace(),
+                HasSubstr("gathered of 'layers.3': expected 4096 bytes, got "
+                          "no memory for them. Save fewer activations, "));
   }
   EXPECT_EQ(ledger->total_live(), 0);
 }
