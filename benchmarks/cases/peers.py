@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from case import Case, Row, rows_of
 from points import Points
+
+from lowtide.phantom.dry.launch import Machine
 
 NAME = "peers"
 PROGRAM = "peers.py"
@@ -31,7 +33,7 @@ class System:
     settings: str
     # The one that reserves least is shown.
     losses: tuple[tuple[str, str], ...] = (PLAIN, CHUNKED)
-    gpu: str = "h100"
+    memory: int | None = None  # bytes of the GPU, where they are not an H100's
     foreign: bool = True  # its package is in LOWTIDE_FOREIGN
 
 
@@ -73,9 +75,9 @@ SYSTEMS = (
     System(
         "DDP",
         "ddp",
-        "autocast, gradient_as_bucket_view, static_graph; on a B200, since an H100 "
-        "has not the 120 GiB that states and gradients take",
-        gpu="b200",
+        "autocast, gradient_as_bucket_view, static_graph; fits on no GPU of one rank, "
+        "so run as if an H100 had 1 TiB",
+        memory=1 << 40,
         foreign=False,
     ),
 )
@@ -100,17 +102,22 @@ def rows_of_run(system: System, world: int, figures: dict[str, Any]) -> Iterator
         yield row(system.name, f"{quantity}, {of}", value, unit, "simulated", said)
 
 
+class _Runs(Points):
+    """On an H100, or on one with the memory that its system needs."""
+
+    def _machine(self, arguments: Sequence[str]) -> Machine:
+        program = arguments[arguments.index("--system") + 1]
+        memory = {system.program: system.memory for system in SYSTEMS}[program]
+        return replace(super()._machine(arguments), memory=memory)
+
+
 def measure() -> list[Row]:
     has_foreign = bool(os.environ.get(FOREIGN))
+    runs_of = _Runs(PROGRAM, timeout=TIMEOUT)
     result: list[Row] = []
     for world in WORLDS:
-        points = {
-            gpu: Points(PROGRAM, gpu=gpu, timeout=TIMEOUT)
-            for gpu in {system.gpu for system in SYSTEMS}
-        }
-        wanted = [one for one in SYSTEMS if has_foreign or not one.foreign]
         for system in SYSTEMS:
-            if system not in wanted:
+            if system.foreign and not has_foreign:
                 said = f"{FOREIGN} names no folder"
                 quantity = f"reserved, 8B, {world} ranks"
                 missing = rows_of(NAME)(
@@ -118,7 +125,7 @@ def measure() -> list[Row]:
                 )
                 result.append(missing)
                 continue
-            runs = points[system.gpu].each(
+            runs = runs_of.each(
                 [options_of(system, world, loss) for loss in system.losses]
             )
             named = [
