@@ -46,9 +46,25 @@ def add_parser(subparsers: Subparsers) -> None:
         help="of all elements, in sizes that depend on data; default 1, and of what "
         "routers choose an equal share",
     )
+    add(
+        "--limit",
+        type=seconds,
+        metavar="SECONDS",
+        help="a program that runs longer is ended, and said where it was",
+    )
     add("--json", metavar="FILE", help="what it took; - is the standard output")
     add("--snapshot", metavar="FILE", help="for https://pytorch.org/memory_viz")
     parser.set_defaults(run=run)
+
+
+def seconds(text: str) -> float:
+    """For argparse, which turns the error into its own."""
+    found = float(text) if text.replace(".", "", 1).isdigit() else 0.0
+    if found <= 0:
+        raise argparse.ArgumentTypeError(
+            f"expected seconds above 0, got {text!r}. Leave the option out for none."
+        )
+    return found
 
 
 def run(options: argparse.Namespace) -> int:
@@ -64,7 +80,10 @@ def run(options: argparse.Namespace) -> int:
         rank=options.rank,
     )
     settings = launch.Settings(
-        nonzero=options.nonzero, report=options.json, snapshot=options.snapshot
+        nonzero=options.nonzero,
+        report=options.json,
+        snapshot=options.snapshot,
+        limit=options.limit,
     )
     try:
         if options.ranks is not None:
@@ -95,9 +114,11 @@ def _run_ranks(
     failed = [outcome for outcome in outcomes if outcome.status]
     for outcome in failed:
         printed = f"It printed last:\n{outcome.output}" if outcome.output else ""
+        complaint = outcome.complaint.removeprefix("lowtide: phantom: ") or (
+            f"expected the program to end with status 0, got {outcome.status}."
+        )
         print(
-            f"lowtide: phantom: rank {outcome.rank}: expected the program to end with "
-            f"status 0, got {outcome.status}. {printed}".rstrip(),
+            f"lowtide: phantom: rank {outcome.rank}: {complaint} {printed}".rstrip(),
             file=sys.stderr,
         )
     if options.json:

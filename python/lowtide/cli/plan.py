@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lowtide.cli.phantom import seconds
+
 if TYPE_CHECKING:
     from lowtide.planning.report import Plan
     from lowtide.planning.request import Module, Request, Script
@@ -65,6 +67,12 @@ def add_parser(subparsers: Subparsers) -> None:
         help="expandable, or as PYTORCH_ALLOC_CONF; default: what the environment has",
     )
     add("--events", choices=("immediate", "at_sync"), default="immediate")
+    add(
+        "--limit",
+        type=seconds,
+        metavar="SECONDS",
+        help="a program that runs longer is ended, and said where it was",
+    )
     outputs = parser.add_argument_group("output")
     add = outputs.add_argument
     add("--json", metavar="FILE", help="everything, for programs")
@@ -197,6 +205,7 @@ def request_of(options: argparse.Namespace) -> Request:
         allocator=allocator_conf(options.allocator),
         events=options.events,
         nonzero=options.nonzero,
+        limit=options.limit,
         snapshot=options.snapshot,
         output=options.output,
         time=_keeps_time(options),

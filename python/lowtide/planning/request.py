@@ -59,6 +59,8 @@ class Request:
     events: str = "immediate"  # or at_sync: when the host knows that work is done
     # Share of all elements in sizes that depend on data; None: as dry.sizes says.
     nonzero: float | None = None
+    limit: float | None = None  # seconds after which it is ended
+    told: str | None = None  # file for where it then was (phantom.dry.ends)
     snapshot: str | None = None  # file for PyTorch's memory visualiser
     output: str | None = None  # file for what the program prints; None: stderr
     time: bool = False  # is kept, too

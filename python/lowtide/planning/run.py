@@ -5,11 +5,14 @@ import dataclasses
 import multiprocessing
 import os
 import pickle
+import tempfile
 import threading
+import time as clock
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Literal
 
-from lowtide.phantom.dry import launch
+from lowtide.phantom.dry import ends, launch
 from lowtide.planning import worker
 from lowtide.planning.dry_device import machine
 from lowtide.planning.report import Plan
@@ -38,6 +41,7 @@ def plan(
     allocator: str | None = None,
     events: Literal["immediate", "at_sync"] = "immediate",
     time: bool = False,
+    limit: float | None = None,
 ) -> Plan:
     """The memory that ``steps`` training steps take on ``rank`` of ``world`` GPUs.
 
@@ -56,9 +60,11 @@ def plan(
         events: When the host knows that work is done: the lower bound of what is
             reserved, or the upper one.
         time: Whether the simulated time of the last step is wanted, too.
+        limit: Seconds after which the program is ended; default none.
 
     Raises:
-        PlanError: When the program fails, or never steps an optimizer.
+        PlanError: When the program fails, never steps an optimizer, or takes longer
+            than ``limit``.
         ValueError: For functions a new process cannot import.
     """
     for function in (model_factory, step_function):
@@ -75,6 +81,7 @@ def plan(
             allocator=allocator_conf(allocator),
             events=events,
             time=time,
+            limit=limit,
         )
     )
 
@@ -98,24 +105,49 @@ def plan_request(
     so, also of a program that fails. Raises :class:`PlanError`."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=worker.main, args=(theirs, request))
-    with _environment(request):
-        process.start()
-    theirs.close()
+    with tempfile.TemporaryDirectory() as folder:
+        told = Path(folder, "told")
+        request = dataclasses.replace(request, told=str(told))
+        process = context.Process(target=worker.main, args=(theirs, request))
+        with _environment(request):
+            process.start()
+        theirs.close()
+        try:
+            return _answer(ours, process, request, progress, hear_calls)
+        finally:
+            if process.is_alive():
+                ends.kill_group(process.pid or 0)
+            process.join()
+            ours.close()
+
+
+def _answer(
+    connection: Any,
+    process: Any,
+    request: Request,
+    progress: Callable[[int], None],
+    hear_calls: Callable[[dict[str, Any]], None],
+) -> Plan:
+    told = Path(request.told or "")
     try:
-        return _receive(ours, progress, hear_calls)
+        return _receive(connection, request.limit, progress, hear_calls)
+    except TimeoutError:
+        line = ends.line_of_process(process.pid, told)
+        name = worker.name_of(request.program)
+        raise PlanError(
+            f"lowtide: plan: {ends.at_limit(name, request.limit or 0, line)}"
+        ) from None
     except EOFError:
         process.join()
+        line = ends.last_line(told)
+        where = f" at {line}" if line else ""
         raise PlanError(
             "lowtide: plan: expected the process that runs the program to answer, got "
-            f"its end with status {process.exitcode}. A negative status is a signal: "
+            f"its end with status {process.exitcode}{where}. A negative status is a "
+            "signal: "
             "-9 is often the host's memory running out, -11 with expandable segments "
             "one tensor that is larger than the GPU."
         ) from None
-    finally:
-        process.kill()
-        process.join()
-        ours.close()
 
 
 _starting = threading.Lock()
@@ -168,10 +200,15 @@ def verify(
 
 def _receive(
     connection: Any,
+    limit: float | None,
     progress: Callable[[int], None],
     hear_calls: Callable[[dict[str, Any]], None],
 ) -> Plan:
+    """Raises TimeoutError when it is not there after ``limit`` seconds."""
+    end = None if limit is None else clock.monotonic() + limit
     while True:
+        if end is not None and not connection.poll(max(0.0, end - clock.monotonic())):
+            raise TimeoutError
         kind, *content = connection.recv()
         if kind == "step":
             progress(content[0])

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from lowtide.phantom.dry import calls, driver, launch
+from lowtide.phantom.dry import calls, driver, ends, launch
 from lowtide.planning.analysis import Analysis
 from lowtide.planning.build import build_plan
 from lowtide.planning.dry_device import DryDevice
@@ -29,6 +29,10 @@ def main(connection: Connection, request: Request) -> None:
     """Sends ``("step", number)`` for each step, ``("calls", dict)`` of NCCL if they are
     asked for, then ``("plan", dict)`` or ``("error", message, traceback)``."""
     _redirect_output(request.output)
+    if request.limit is not None:
+        os.setpgid(0, 0)  # what it starts ends with it
+    if request.told is not None:
+        ends.tell(request.told)
     multiprocessing.set_start_method(None, force=True)  # the platform's, not our own
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:

@@ -80,9 +80,9 @@ def test_a_tensor_larger_than_the_gpu_where_segments_grow(folder):
         plan_text(folder, STREAMS, **settings)
     assert str(raised.value) == (
         "lowtide: plan: expected the process that runs the program to answer, got its "
-        "end with status -11. A negative status is a signal: -9 is often the host's "
-        "memory running out, -11 with expandable segments one tensor that is larger "
-        "than the GPU."
+        f"end with status -11 at {folder / 'train.py'}:9 in <module>. A negative "
+        "status is a signal: -9 is often the host's memory running out, -11 with "
+        "expandable segments one tensor that is larger than the GPU."
     )
 
 

@@ -10,8 +10,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
+
+from . import ends
 
 GPUS = ("a100-40", "a100-80", "h100", "h200", "b200", "l40s", "rtx4090")
 DRIVER = Path(__file__).parents[2] / "liblowtide_cuda_dry.so"
@@ -54,12 +57,16 @@ class Settings:
     ``nonzero``: the share of elements that data-dependent sizes take (``nonzero``,
     boolean masks, ``unique``), None: as :mod:`.sizes` says; ``report``: a file for its
     JSON report; ``snapshot``: one for torch's memory history; ``port``: of the
-    :class:`.stores.Meeting` of a world whose ranks all run, each beside the others."""
+    :class:`.stores.Meeting` of a world whose ranks all run, each beside the others;
+    ``limit``: seconds after which it is ended; ``told``: a file for where it then
+    was (:mod:`.ends`)."""
 
     nonzero: float | None = None
     report: str | None = None
     snapshot: str | None = None
     port: int | None = None
+    limit: float | None = None
+    told: str | None = None
 
 
 def environment(
@@ -111,28 +118,42 @@ def command(program: Sequence[str], machine: Machine, settings: Settings) -> lis
 
 def run(program: Sequence[str], machine: Machine, settings: Settings) -> int:
     """Runs it to its end, with this process's input and output; returns its exit
-    status. A program that a signal ended is named on the standard error."""
-    child = subprocess.Popen(
-        command(program, machine, settings), env=environment(machine)
+    status. A program that did not end by itself is named on the standard error, with
+    where it was."""
+    with tempfile.TemporaryDirectory() as folder:
+        told = Path(folder, "told")
+        child = start(program, machine, replace(settings, told=str(told)))
+        end = _wait(child, settings.limit, told)
+    complaint = end.complaint("phantom", program[0], settings.limit)
+    if complaint:
+        print(complaint, file=sys.stderr)
+    return end.exit_status
+
+
+def start(
+    program: Sequence[str], machine: Machine, settings: Settings, **files: Any
+) -> subprocess.Popen[bytes]:
+    """``files`` as of Popen. With a limit it leads a process group: those that it
+    starts end with it."""
+    return subprocess.Popen(
+        command(program, machine, settings),
+        env=environment(machine),
+        start_new_session=settings.limit is not None,
+        **files,
     )
+
+
+def _wait(child: subprocess.Popen[bytes], limit: float | None, told: Path) -> ends.End:
+    """Signals that this process gets go to it."""
     previous = {
         number: signal.signal(number, lambda got, _: child.send_signal(got))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
-        status = child.wait()
+        return ends.wait(child, limit, told)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    if status < 0:
-        print(
-            f"lowtide: phantom: expected {program[0]} to end by itself, got signal "
-            f"{signal.Signals(-status).name}. If it left CUDA's API (custom kernels "
-            "that the host looks into, other drivers), it can not run dry.",
-            file=sys.stderr,
-        )
-        return 128 - status
-    return status
 
 
 def _check(machine: Machine) -> None:

@@ -29,6 +29,8 @@ def main() -> None:
     inside.sizes.install(settings["nonzero"])
     told = (settings[name] for name in ("world", "rank", "port"))
     inside.lone_rank.install(*told)
+    if settings["told"]:
+        inside.ends.tell(settings["told"])
     if settings["snapshot"]:
         inside.report.record_history(settings["snapshot"])
     if settings["report"]:
@@ -81,7 +83,7 @@ def _load_beside() -> ModuleType:
     package = importlib.util.module_from_spec(spec)
     sys.modules[name] = package
     spec.loader.exec_module(package)
-    for part in ("values", "sizes", "lone_rank", "report"):
+    for part in ("values", "sizes", "lone_rank", "report", "ends"):
         importlib.import_module(f"{name}.{part}")
     return package
 

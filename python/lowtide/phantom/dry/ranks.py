@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from . import launch
+from . import ends, launch
 from .call_logs import Log
 from .comparison import Verdict
 from .stores import Meeting
@@ -83,12 +83,14 @@ def _fitting() -> int:
 @dataclass(frozen=True)
 class Outcome:
     """``report`` is what :mod:`.report` collects, if the process came to its end;
-    ``output`` the end of what it printed, of the first rank nothing."""
+    ``output`` the end of what it printed, of the first rank nothing; ``complaint``:
+    how it ended, if not by itself."""
 
     rank: int
     status: int
     report: dict[str, Any] | None
     output: str
+    complaint: str = ""
 
 
 def run_programs(
@@ -104,22 +106,25 @@ def run_programs(
 
         def run(rank: int, port: int | None) -> Outcome:
             of_rank = replace(machine, rank=rank)
-            report, output = (Path(folder) / f"{rank}.{end}" for end in ("json", "txt"))
-            told = replace(settings, report=str(report), port=port)
+            report, output, told = (
+                Path(folder) / f"{rank}.{end}" for end in ("json", "txt", "told")
+            )
+            of_this = replace(settings, report=str(report), port=port, told=str(told))
             with output.open("wb") as file:
                 where: Any = None if rank == ranks[0] else file
-                child = subprocess.Popen(
-                    launch.command(program, of_rank, told),
-                    env=launch.environment(of_rank),
+                child = launch.start(
+                    *(program, of_rank, of_this),
                     stdin=subprocess.DEVNULL,
                     stdout=where,
                     stderr=where,
                 )
                 children.append(child)
-                status = child.wait()
+                end = ends.wait(child, settings.limit, told)
             lines = output.read_text(errors="replace").splitlines(keepends=True)
             found = json.loads(report.read_text()) if report.exists() else None
-            return Outcome(rank, status, found, "".join(lines[-_MOST_LINES:]))
+            complaint = end.complaint("phantom", program[0], settings.limit)
+            printed = "".join(lines[-_MOST_LINES:])
+            return Outcome(rank, end.exit_status, found, printed, complaint)
 
         outcomes = run_each(ranks, machine.world or 1, run)
     logs = [
