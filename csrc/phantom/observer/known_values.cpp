@@ -115,10 +115,22 @@ at::IValue on_host(const at::IValue& value) {
   return value;
 }
 
+// Of a result: that it can be computed here.
+bool is_small(const at::IValue& value) {
+  const auto one = [](const at::Tensor& tensor) {
+    return !tensor.defined() || tensor.numel() <= kMostBytes ||
+           (tensor.scalar_type() == at::kBool && tensor.numel() <= kMostTruths);
+  };
+  if (value.isTensor()) return one(value.toTensor());
+  if (!value.isTensorList()) return true;
+  const auto tensors = value.toTensorVector();
+  return std::all_of(tensors.begin(), tensors.end(), one);
+}
+
 // Whether a device has or gets a place there; a result that an operator is
 // given may have no bytes yet.
 bool is_place(const at::IValue& value) {
-  if (!value.isTensor()) return false;
+  if (!value.isTensor() || !is_small(value)) return false;
   const at::Tensor& to = value.toTensor();
   return to.defined() && to.is_cuda() && to.layout() == at::kStrided &&
          !to.unsafeGetTensorImpl()->is_python_dispatch();
@@ -140,18 +152,6 @@ bool is_on_device(const at::IValue& value) {
                        [](const auto& each) { return each.is_cuda(); });
   }
   return value.isDevice() && value.toDevice().is_cuda();
-}
-
-// Of a result: that it can be computed here.
-bool is_small(const at::IValue& value) {
-  const auto one = [](const at::Tensor& tensor) {
-    return !tensor.defined() || tensor.numel() <= kMostBytes ||
-           (tensor.scalar_type() == at::kBool && tensor.numel() <= kMostTruths);
-  };
-  if (value.isTensor()) return one(value.toTensor());
-  if (!value.isTensorList()) return true;
-  const auto tensors = value.toTensorVector();
-  return std::all_of(tensors.begin(), tensors.end(), one);
 }
 
 // The program's modes and graphs have no part in what is computed here.
