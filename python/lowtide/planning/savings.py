@@ -193,12 +193,17 @@ def _shard(analysis: Analysis, live: list[Life], world: int) -> Proposal:
     return advice, [(life, 1 - 1 / world) for life in lives]
 
 
+# Of DistributedDataParallel: when it wraps, and in the second forward.
+_MAKERS_OF_BUCKETS = ("_ddp_init_helper", "_pre_forward")
+
+
 def _bucket_view(analysis: Analysis, live: list[Life], world: int) -> Proposal:
     """DDP's buckets hold every gradient a second time."""
     buckets = [
         life
         for life in analysis.lives
-        if life.category == "communication" and "_ddp_init_helper" in life.made_by
+        if life.category == "communication"
+        and any(maker in life.made_by for maker in _MAKERS_OF_BUCKETS)
     ]
     advice = "DistributedDataParallel(..., gradient_as_bucket_view=True)"
     return (advice, [(life, 1.0) for life in buckets]) if buckets else None
