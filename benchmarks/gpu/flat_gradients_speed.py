@@ -47,10 +47,9 @@ def main() -> None:
     start_one_rank()
     torch.set_default_device("cuda")
     models: dict[str, Any] = {
-        name: lowtide_model(config, "cuda", **settings)
-        for name, settings in LOWTIDE.items()
+        name: lowtide_model(config, **settings) for name, settings in LOWTIDE.items()
     }
-    steps = {name: variant_step(name, config, "cuda") for name in VARIANTS}
+    steps = {name: variant_step(name, config) for name in VARIANTS}
     steps |= {
         name: partial(accumulate, model, config) for name, model in models.items()
     }

@@ -34,7 +34,7 @@ RACECHECK = ("--tool", "racecheck")
 # Those of this library, not torch's and cuBLAS's, which take minutes.
 OUR_KERNELS = ("--kernel-name", "kns=lowtide")
 STEP = (
-    *("llama_memory.py", "--device", "cuda", "--config", "tiny"),
+    *("llama_memory.py", "--config", "tiny"),
     *("--sequence", "64", "--loss", "vocabulary"),
 )
 FEW_ELEMENTS = 1 << 18

@@ -40,6 +40,7 @@ KEPT = (
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
+    parser.set_defaults(device="cuda")  # bits.py of gpu/ has an option
     parser.add_argument("--system", choices=SYSTEMS, default="lowtide")
     parser.add_argument("--config", choices=CONFIGS, default="8b")
     parser.add_argument("--num-layers", type=int, help="instead of the config's")
@@ -200,7 +201,7 @@ def shard_by_unit(model: Any, args: argparse.Namespace) -> nn.Module:
         else:
             shard(model.output, reshard_after_forward=False)
     shard(model)
-    model.to_empty(device="cuda")
+    model.to_empty(device=args.device)
     if args.system == "lowtide" and args.loss == "vocabulary":
         from lowtide.losses import stream_rows
 
