@@ -49,6 +49,7 @@ CASES = (
     "plan_cost",
     "peers",
     "published",
+    "foreign_scripts",
 )
 
 DOCS_HEAD = """\
