@@ -113,7 +113,7 @@ def megatron_fsdp(args: argparse.Namespace) -> Stepper:
         if next(module.parameters(recurse=False), None) is not None:
             # What it asks of a model that comes on the meta device.
             type(module).reset_parameters = leave_as_they_are
-    sharded = fully_shard_model(
+    wrapped = fully_shard_model(
         module=model,
         fsdp_unit_modules=[type(model.layers[0])],
         zero_dp_strategy=3,
@@ -122,8 +122,8 @@ def megatron_fsdp(args: argparse.Namespace) -> Stepper:
             main_params_dtype=FP32, main_grads_dtype=FP32, grad_comm_dtype=FP32
         ),
     )
-    optimizer = fully_shard_optimizer(adamw(sharded.parameters()))
-    return by_parameters(sharded, optimizer)
+    optimizer = fully_shard_optimizer(adamw(wrapped.parameters()))
+    return by_parameters(wrapped, optimizer)
 
 
 def leave_as_they_are(values: object) -> None:

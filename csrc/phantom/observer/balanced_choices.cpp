@@ -79,7 +79,7 @@ void write_counts(const at::Tensor& counts, std::int64_t total) {
   equal = equal.to(counts.scalar_type());
   driver_copies(counts.mutable_data_ptr(), equal.const_data_ptr(),
                 static_cast<std::int64_t>(equal.nbytes()));
-  assume("counts are equal: experts are balanced");
+  assume("counts of choices are equal, as of balanced experts");
 }
 
 }  // namespace

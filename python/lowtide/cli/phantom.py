@@ -41,7 +41,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add("--events", choices=("immediate", "at_sync"), default="immediate")
     add(
         "--nonzero",
-        type=float,
+        type=share,
         metavar="SHARE",
         help="of all elements, in sizes that depend on data; default 1, and of what "
         "routers choose an equal share",
@@ -63,6 +63,19 @@ def seconds(text: str) -> float:
     if found <= 0:
         raise argparse.ArgumentTypeError(
             f"expected seconds above 0, got {text!r}. Leave the option out for none."
+        )
+    return found
+
+
+def share(text: str) -> float:
+    """For argparse, as :func:`seconds`."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found <= 1:
+        raise argparse.ArgumentTypeError(
+            f"expected a share of all elements, 0 to 1, got {text!r}."
         )
     return found
 

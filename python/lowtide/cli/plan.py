@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowtide.cli.phantom import seconds
+from lowtide.cli.phantom import seconds, share
 
 if TYPE_CHECKING:
     from lowtide.planning.report import Plan
@@ -56,7 +56,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add("--device-memory", metavar="SIZE", help="of the GPU, if not its own, as 80GiB")
     add(
         "--nonzero",
-        type=float,
+        type=share,
         metavar="SHARE",
         help="of all elements, in sizes that depend on data; default 1, and of what "
         "routers choose an equal share",

@@ -25,7 +25,7 @@ class Life:
     name: str = ""  # of the parameter, state or unit; "" if it has none
     line: str = ""  # file:line function
     code: str = ""  # the text of that line
-    made_by: str = ""  # the innermost function
+    made_in: str = ""  # the file of the innermost function
     module: str | None = None
     of_loss: bool = False  # made by the loss or by its backward
 
@@ -133,7 +133,7 @@ class Analysis:
         origin = self._forward_of(recorded) if recorded.in_backward else None
         life.module = recorded.module
         shown = program_line(lines)
-        life.made_by = lines[0].function if lines else ""
+        life.made_in = lines[0].file if lines else ""
         recomputes = recorded.in_backward and recorded.module is not None
         life.of_loss = life.moment == "loss" or self._is_loss(recorded)
         if recorded.in_backward and not recomputes and origin is not None:

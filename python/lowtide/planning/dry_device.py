@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from lowtide.phantom.clock import StepTime, timeline
 from lowtide.phantom.dry import (
@@ -81,6 +82,15 @@ class DryDevice:
 
     def num_frees(self) -> int:
         return self._journal.num_frees()
+
+    def settle(self) -> None:
+        """Until NCCL's watchdog, which looks every 100 ms, has let go of the tensors of
+        what is done, as it has where a step takes that long."""
+        done = self._request.events == "immediate"  # as soon as it is issued
+        if done and dist.is_initialized() and not _is_capturing():
+            for group in dist.distributed_c10d._world.pg_map:
+                if dist.get_backend(group) == "nccl":
+                    group._wait_for_pending_works()
 
     def clear_workspaces(self) -> None:
         if torch.cuda.is_initialized():
@@ -171,6 +181,10 @@ def _list(lines: Iterable[str]) -> str:
     more = len(every) - _MOST_SHOWN
     shown = ", ".join(every[:_MOST_SHOWN])
     return f"{shown} and {more} more lines" if more > 0 else shown
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _record_history() -> None:

@@ -65,8 +65,14 @@ def plan(
     Raises:
         PlanError: When the program fails, never steps an optimizer, or takes longer
             than ``limit``.
-        ValueError: For functions a new process cannot import.
+        ValueError: For functions a new process cannot import, and a ``nonzero`` that
+            is no share.
     """
+    if nonzero is not None and not 0 <= nonzero <= 1:
+        raise ValueError(
+            "lowtide: plan: nonzero: expected a share of all elements, 0 to 1, got "
+            f"{nonzero!r}."
+        )
     for function in (model_factory, step_function):
         _require_importable(function)
     return plan_request(
@@ -144,9 +150,8 @@ def _answer(
         raise PlanError(
             "lowtide: plan: expected the process that runs the program to answer, got "
             f"its end with status {process.exitcode}{where}. A negative status is a "
-            "signal: "
-            "-9 is often the host's memory running out, -11 with expandable segments "
-            "one tensor that is larger than the GPU."
+            "signal: -9 is often the host's memory running out, -11 with expandable "
+            "segments one tensor that is larger than the GPU."
         ) from None
 
 

@@ -8,6 +8,7 @@ elsewhere is left out unless it is said here.
 import dataclasses
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from lowtide.phantom.clock import StepTime
 from lowtide.planning.analysis import Analysis, Life
@@ -193,17 +194,16 @@ def _shard(analysis: Analysis, live: list[Life], world: int) -> Proposal:
     return advice, [(life, 1 - 1 / world) for life in lives]
 
 
-# Of DistributedDataParallel: when it wraps, and in the second forward.
-_MAKERS_OF_BUCKETS = ("_ddp_init_helper", "_pre_forward")
+_DDP = str(Path("torch", "nn", "parallel", "distributed.py"))
 
 
 def _bucket_view(analysis: Analysis, live: list[Life], world: int) -> Proposal:
-    """DDP's buckets hold every gradient a second time."""
+    """DDP's buckets, made when it wraps and again in the second forward, hold every
+    gradient a second time."""
     buckets = [
         life
         for life in analysis.lives
-        if life.category == "communication"
-        and any(maker in life.made_by for maker in _MAKERS_OF_BUCKETS)
+        if life.category == "communication" and life.made_in.endswith(_DDP)
     ]
     advice = "DistributedDataParallel(..., gradient_as_bucket_view=True)"
     return (advice, [(life, 1.0) for life in buckets]) if buckets else None

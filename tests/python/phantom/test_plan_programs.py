@@ -22,10 +22,11 @@ def test_ddp():
     weights = (784 * 2048 + 2048 * 2048 + 2048 * 10) * 4
     for category in ("parameters", "gradients", "optimizer_state"):
         assert 1 <= plan.by_category[category] / weights < 1.01, category
-    # The first buckets live on until Python collects the first step's graph.
-    assert 1 <= plan.by_category["communication"] / weights < 2.01
-    script = str(planned.SCRIPTS / "train_ddp.py")
-    require_peaks_of_an_unrecorded_run(plan, script, **settings)
+    buckets = plan.by_category["communication"]
+    assert 1 <= buckets / weights < 1.01
+    # Where steps take less than NCCL's watchdog to look, the first ones live on.
+    alone = planned.unrecorded(str(planned.SCRIPTS / "train_ddp.py"), **settings)
+    assert 0 <= alone["allocated"] - plan.peak_allocated < 1.01 * buckets
 
 
 def test_fsdp2_with_streams_events_and_microbatches():

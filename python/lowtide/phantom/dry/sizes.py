@@ -21,7 +21,7 @@ from torch import Tensor
 from . import driver, values
 from .untraced import untraced
 
-BALANCED = "counts are equal: experts are balanced"
+BALANCED = "counts of choices are equal, as of balanced experts"
 
 _callbacks: list[Any] = []  # alive as long as the observer has them
 

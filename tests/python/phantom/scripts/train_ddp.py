@@ -1,6 +1,5 @@
 """DistributedDataParallel, started with torchrun."""
 
-import gc
 import os
 
 import torch
@@ -19,7 +18,6 @@ def setup() -> int:
 
 
 def main() -> None:
-    gc.disable()  # ranks that collect at other moments wait for each other
     local_rank = setup()
     model = nn.Sequential(
         nn.Linear(784, 2048),
@@ -36,10 +34,9 @@ def main() -> None:
     sampler = DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size=64, sampler=sampler)
 
-    total = torch.zeros(1, device=f"cuda:{local_rank}")
-    for epoch in range(1):
+    for epoch in range(3):
         sampler.set_epoch(epoch)
-        total.zero_()
+        total = torch.zeros(1, device=f"cuda:{local_rank}")
         for images, labels in loader:
             images = images.cuda(local_rank, non_blocking=True)
             labels = labels.cuda(local_rank, non_blocking=True)
