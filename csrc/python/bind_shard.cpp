@@ -243,6 +243,7 @@ void bind_shard(py::module_& module) {
       .def_property_readonly(
           "accumulating",
           [](const Unit& unit) { return unit.gradients().accumulating(); })
+      .def("drop_waiting_gradient", &Unit::drop_waiting_gradient)
       .def_property_readonly("attached", &Unit::attached)
       .def("attach", &attach, py::kw_only(), py::arg("slots"),
            py::arg("shards"), py::arg("full"), py::arg("wrap"),

@@ -96,6 +96,7 @@ void Unit::attach(std::vector<at::Tensor> shards, std::vector<at::Tensor> full,
 }
 
 void Unit::watch_gradients() {
+  drop_cleared_gradients();
   observed_.clear();
   for (std::size_t i = 0; i < shards_.size(); ++i) {
     observed_.emplace_back(std::vector<at::Tensor>{shards_[i], full_[i]},
@@ -105,6 +106,7 @@ void Unit::watch_gradients() {
 }
 
 void Unit::detach() {
+  drop_cleared_gradients();
   view_.reset();
   observed_.clear();
   seen_shards_.watch({});

@@ -247,6 +247,8 @@ class Unit final : public BackwardReceiver,
   // `graph_kept`: another backward may go through its graph.
   void end_backward(bool more_backwards, bool graph_kept);
   void abort(bool drop_gradients);
+  // What waits for a reduction of a parameter: another took its place.
+  void drop_waiting_gradient(std::int32_t i);
 
   // A forward begins on the current stream; see [Note: The stream of a
   // gradient].

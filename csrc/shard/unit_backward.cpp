@@ -206,11 +206,14 @@ void Unit::drop_cleared_gradients() {
   }
   for (std::size_t k = 0; k < observed_.size(); ++k) {
     if (observed_[k].cleared()) {
-      const auto i = static_cast<std::int32_t>(k);
-      written_.take(i);
-      gradients_.drop(i);
+      drop_waiting_gradient(static_cast<std::int32_t>(k));
     }
   }
+}
+
+void Unit::drop_waiting_gradient(std::int32_t i) {
+  written_.take(i);
+  gradients_.drop(i);
 }
 
 void Unit::require_split_backward_complete() {

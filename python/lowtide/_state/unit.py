@@ -192,9 +192,10 @@ class UnitState:
     def refresh(self) -> None:
         """Takes over parameters that were replaced (``to_empty``, ``.to(dtype)``,
         ``load_state_dict(assign=True)``, ...): their values move into the unit's
-        flat buffer. Does nothing while any is on the meta device."""
+        flat buffer, and what waits for a reduction of their gradients is dropped, as
+        `.grad` goes with a parameter. Does nothing while any is on the meta device."""
         moved = False
-        for parameter in self.parameters:
+        for i, parameter in enumerate(self.parameters):
             registered = parameter.registered
             owner = owner_of(registered)
             if owner is not None and owner is not parameter:
@@ -204,6 +205,8 @@ class UnitState:
                 if registered is not parameter.shard:
                     moved = True
                     remember_replaced(parameter.shard, parameter)
+                    if self.unit is not None:
+                        self.unit.drop_waiting_gradient(i)
                 parameter.shard = registered
                 remember_shard(parameter)
         if any(local_of(p.shard).is_meta for p in self.parameters):

@@ -1,8 +1,10 @@
 """Gradients that wait for a reduction are dropped by what drops them without sharding:
-any zero_grad, ``p.grad = None``; and by nothing else."""
+any zero_grad, ``p.grad = None``, a checkpoint's tensors in the place of parameters; and
+by nothing else."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -40,9 +42,13 @@ class Training:
             for layer in self.model.layers:
                 lowtide.fully_shard(layer, **options)
             lowtide.fully_shard(self.model, **options)
+        self.local = local
+        self.make_optimizer()
+
+    def make_optimizer(self) -> None:
         parameters = (
             lowtide.local_parameters(self.model)
-            if sharded and local
+            if self.sharded and self.local
             else self.model.parameters()
         )
         self.optimizer = torch.optim.SGD(parameters, lr=0.5)
@@ -95,12 +101,27 @@ def on_one_rank(run: Training) -> None:
             run.model.zero_grad(set_to_none=False)
 
 
+def load(run: Training, *, copy: bool) -> None:
+    state = run.model.state_dict()
+    if copy:
+        state = {name: value.clone() for name, value in state.items()}
+    run.model.load_state_dict(state, assign=True)
+    run.make_optimizer()
+
+
+def before_a_move(run: Training) -> None:
+    run.optimizer.zero_grad()
+    run.model.to("cpu")
+
+
 def nothing(run: Training) -> None:
-    """What reads gradients, and what clears those of another model."""
+    """What reads gradients, moves a model to where it is, loads values into its
+    parameters, and what clears the gradients of another model."""
     assert all(p.grad is None for p in run.model.parameters()) or not run.sharded
     if run.sharded:
         torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1e9)
-    run.model.state_dict()
+    run.model.load_state_dict(run.model.state_dict())
+    run.model.to("cpu").cpu()
     other = nn.Linear(2, 2)
     other(torch.ones(1, 2)).sum().backward()
     other.zero_grad()
@@ -117,6 +138,9 @@ CLEARS: dict[str, Clear] = {
     "one parameter": lambda run: setattr(run.model.layers[2][0].bias, "grad", None),
     "own zero_grad": with_its_own_zero_grad,
     "one rank": on_one_rank,
+    "assigned checkpoint": functools.partial(load, copy=True),
+    "assigned own state": functools.partial(load, copy=False),
+    "before a move": before_a_move,
     "nothing": nothing,
 }
 
