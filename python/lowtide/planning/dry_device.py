@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from lowtide.phantom.clock import StepTime, timeline
 from lowtide.phantom.dry import (
     driver,
     launch,
     lone_rank,
+    settling,
     sizes,
     timekeeper,
     triton_work,
@@ -62,6 +62,7 @@ class DryDevice:
         self.device = torch.device("cuda", request.rank % machine(request).num_devices)
         values.install()
         sizes.install(request.nonzero)
+        settling.install()
         lone_rank.install(request.world, request.rank, request.port)
         self._journal = _Journal(observer, self.device.index)
         # A program that does not choose its device is taken to mean this rank's.
@@ -82,15 +83,6 @@ class DryDevice:
 
     def num_frees(self) -> int:
         return self._journal.num_frees()
-
-    def settle(self) -> None:
-        """Until NCCL's watchdog, which looks every 100 ms, has let go of the tensors of
-        what is done, as it has where a step takes that long."""
-        done = self._request.events == "immediate"  # as soon as it is issued
-        if done and dist.is_initialized() and not _is_capturing():
-            for group in dist.distributed_c10d._world.pg_map:
-                if dist.get_backend(group) == "nccl":
-                    group._wait_for_pending_works()
 
     def clear_workspaces(self) -> None:
         if torch.cuda.is_initialized():
@@ -181,10 +173,6 @@ def _list(lines: Iterable[str]) -> str:
     more = len(every) - _MOST_SHOWN
     shown = ", ".join(every[:_MOST_SHOWN])
     return f"{shown} and {more} more lines" if more > 0 else shown
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _record_history() -> None:

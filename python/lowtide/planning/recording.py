@@ -81,9 +81,6 @@ class Instrument(Protocol):
 
     def num_frees(self) -> int: ...
 
-    def settle(self) -> None:
-        """Until what is done holds no memory."""
-
     def clear_workspaces(self) -> None:
         """Of cuBLAS."""
 
@@ -231,7 +228,6 @@ class Recorder:
             self._label("buffers", name, buffer)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self.instrument.settle()
         self.instrument.tell()
         names = {id(p): name for name, p in self.modules.named_parameters()}
         for parameter, state in optimizer.state.items():

@@ -27,6 +27,7 @@ def main() -> None:
     # Before the program sees torch: what it reads and whom it meets.
     inside.values.install()
     inside.sizes.install(settings["nonzero"])
+    inside.settling.install()
     told = (settings[name] for name in ("world", "rank", "port"))
     inside.lone_rank.install(*told)
     if settings["told"]:
@@ -83,7 +84,7 @@ def _load_beside() -> ModuleType:
     package = importlib.util.module_from_spec(spec)
     sys.modules[name] = package
     spec.loader.exec_module(package)
-    for part in ("values", "sizes", "lone_rank", "report", "ends"):
+    for part in ("values", "sizes", "settling", "lone_rank", "report", "ends"):
         importlib.import_module(f"{name}.{part}")
     return package
 
