@@ -3,7 +3,6 @@ torchvision's reference, graphed callables. Figures are the models' own arithmet
 
 from __future__ import annotations
 
-from lowtide.planning import Plan
 from support import planned
 
 WIDTH = 256
@@ -23,7 +22,9 @@ def require_state(held: dict[str, int], weights: float) -> None:
 
 def test_a_loop_of_accelerate_with_fsdp2():
     plan = planned.plan_script("train_accelerate.py", "fsdp2", world=8)
-    require_state(plan.by_category, (8192 * WIDTH + 4 * ENCODER + 16 * WIDTH + 16) * 4 / 8)
+    require_state(
+        plan.by_category, (8192 * WIDTH + 4 * ENCODER + 16 * WIDTH + 16) * 4 / 8
+    )
     assert plan.by_category["recomputed"] > 0  # its plugin's checkpointing
 
 
