@@ -11,6 +11,7 @@ import pytest
 import results
 import run as runner
 from case import Case
+from foreign import Absent
 
 TURN = int(os.environ.get("LOWTIDE_TURN", date.today().toordinal()))
 CASES = [case for case in map(runner.load, runner.CASES) if case.parts]
@@ -25,4 +26,8 @@ def test_a_part_gives_the_stored_figures(
     with capsys.disabled():
         print(f"\n{case.name}, turn {TURN} of {len(case.parts)} parts: {name}")
     stored = results.read(runner.RESULTS / f"{case.name}.json")
-    assert results.differences(stored, case.parts[name]()) == []
+    try:
+        rows = list(case.parts[name]())
+    except Absent as why:
+        pytest.skip(str(why))
+    assert results.differences(stored, rows) == []

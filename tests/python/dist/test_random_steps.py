@@ -4,9 +4,11 @@ A program is a sequence of operations that users mix: microbatches with and with
 sync, forwards whose backward comes later, twice or never, gradients of gradients, ranks
 with other numbers of rows, other unused parameters, other hooks and other graphs that
 they keep, units that run in another order or in part, frozen parameters, cleared
-gradients, gathered units, weights kept too long, exceptions, ranks that disagree. After
-each of them every output, parameter and gradient has the rule's bits, and every rank
-has asked the same of its communicators, in one order over all of them.
+gradients, gathered units, weights kept too long, exceptions, ranks that disagree,
+tensors that say themselves how they travel, a zero-bubble schedule, parameters that a
+checkpoint's tensors replace. After each of them every output, parameter and gradient
+has the rule's bits, and every rank has asked the same of its communicators, in one
+order over all of them.
 
 LOWTIDE_RANDOM_SEED and LOWTIDE_RANDOM_PROGRAMS look further than a test run does;
 LOWTIDE_RANDOM_SHRINK=1 makes a program that fails short.
@@ -32,6 +34,7 @@ from hypothesis.stateful import (
 
 from support.random_steps import (
     BLOCKS,
+    MICROBATCHES,
     RANKS,
     CallLog,
     Operation,
@@ -58,6 +61,7 @@ setups = st.builds(
     budget=st.sampled_from((None, 1 << 10)),
     stem=st.sampled_from(("embedding", "linear", "rows")),
     replicas=st.booleans(),
+    extended=st.booleans(),
 )
 by_rank = st.tuples(*[st.booleans()] * RANKS)
 flags = st.lists(st.booleans(), min_size=BLOCKS, max_size=BLOCKS).map(tuple)
@@ -171,9 +175,23 @@ class Steps(RuleBasedStateMachine):
             self.open = 0
 
     @precondition(lambda self: not self.open)
-    @rule()
-    def load(self) -> None:
-        self.then("load")
+    @rule(assign=st.booleans())
+    def load(self, assign: bool) -> None:
+        self.then("load", assign)
+
+    @precondition(lambda self: not self.open and self.setup.pipelines)
+    @rule(run=passes)
+    def zero_bubble(self, run: Pass) -> None:
+        """torch runs each node once: no block twice, none in recompute."""
+        plain = {
+            "rows": (MICROBATCHES,) * RANKS,
+            "order": tuple(dict.fromkeys(run.order)),
+            "checkpointed": False,
+            "chunks": 0,
+            "penalty": False,
+            "wanted": (False,) * RANKS,
+        }
+        self.then("zero_bubble", replace(run, **plain))
 
     def teardown(self) -> None:
         if self.operations:

@@ -21,17 +21,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _dump_fr_trace
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide._state import embedding
 from support.bombs import Boom
+from support.extended import Bf16Weight
 from support.left_fold import left_fold
 from support.training import local
 
 LARGE_TABLE, LOOKUP_BYTES = embedding.LARGE_TABLE, embedding.LOOKUP_BYTES
 RANKS, BLOCKS, WIDTH, TOKENS = 2, 3, 6, 11
+MICROBATCHES = 4
 # In later forwards, and in the first one.
 DISAGREE = "every rank to run the same units|the same units and parameters in the same"
 REST = BLOCKS  # the number of what is in no block
@@ -45,6 +49,12 @@ class Setup:
     budget: int | None = None  # of gradient chunks, bytes
     stem: str = "embedding"  # "linear", "rows" (an embedding that is never gathered)
     replicas: bool = False  # the ranks are replicas and not shards
+    extended: bool = False  # blocks' matrices are tensors that travel in bf16
+
+    @property
+    def pipelines(self) -> bool:
+        """A split backward needs gathered parameters and a gradient of the input."""
+        return self.stem == "linear" and not self.reshard
 
 
 @dataclass(frozen=True)
@@ -87,8 +97,10 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, 3, bias=False)
+        self.told: tuple[Pass, int]  # for a schedule, which hands over tensors alone
 
-    def forward(self, data: Tensor, run: Pass, rank: int) -> Tensor:
+    def forward(self, data: Tensor, run: Pass | None = None, rank: int = 0) -> Tensor:
+        run, rank = (run, rank) if run else self.told
         x = self.stem(data)
         for number in run.order:
             arguments = (x, run.scaled[rank][number])
@@ -128,8 +140,15 @@ def block_of(name: str) -> int:
 Grads = dict[str, Tensor | None]
 
 
+def extend(net: Net) -> None:
+    for block in net.blocks:
+        assert isinstance(block, Block)
+        block.up.weight = nn.Parameter(Bf16Weight(block.up.weight.detach()))
+
+
 class Rule:
     def __init__(self, setup: Setup) -> None:
+        self.extended = setup.extended
         self.masters, self.compute = Net(setup.stem), Net(setup.stem)
         self.compute.to(setup.compute)
         self.optimizer = torch.optim.SGD(self.masters.parameters(), lr=0.1)
@@ -138,10 +157,10 @@ class Rule:
 
     def refresh(self) -> None:
         with torch.no_grad():
-            for to, master in zip(
-                self.compute.parameters(), self.masters.parameters(), strict=True
-            ):
-                to.copy_(master)
+            for name, master in self.masters.named_parameters():
+                travels = self.extended and name.endswith("up.weight")
+                value = master.bfloat16() if travels else master
+                self.compute.get_parameter(name).copy_(value)
 
     def drop(self) -> None:
         self.optimizer.zero_grad()
@@ -191,6 +210,8 @@ class Session:
         self.rank = dist.get_rank()
         self.rule = Rule(setup)
         self.model: Any = Net(setup.stem)
+        if setup.extended:
+            extend(self.model)
         options: dict[str, Any] = {
             "reshard_after_forward": setup.reshard,
             "mp_policy": lowtide.MixedPrecisionPolicy(
@@ -214,6 +235,11 @@ class Session:
         lowtide.fully_shard(self.model, **options)
         self.budget_is_set = setup.budget is None
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.pipeline = (
+            init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("stages", "shards"))
+            if setup.pipelines
+            else None
+        )
         # Losses of forwards whose backward has not run: ours, and the rule's by rank.
         self.open: list[tuple[Tensor, list[Tensor]]] = []
         self.kept: list[Any] = []
@@ -347,10 +373,35 @@ class Session:
         self.rule.drop()
         self.open.clear()
 
-    def load(self) -> None:
-        """What the model has, from a checkpoint."""
+    def load(self, assign: bool) -> None:
+        """What the model has, from a checkpoint. With ``assign`` its tensors become the
+        parameters, which want an optimizer of their own and have no gradients."""
         state = {k: v.clone() for k, v in self.model.state_dict().items()}
-        self.model.load_state_dict(state)
+        self.model.load_state_dict(state, assign=assign)
+        if assign:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            self.rule.clear([name for name, _ in self.model.named_parameters()], True)
+            self.listening.clear()
+
+    def zero_bubble(self, run: Pass) -> None:
+        """A step of torch's schedule that takes the gradients of inputs and those of
+        weights apart; the stage in front is not sharded."""
+        assert self.pipeline is not None
+        made = {rank: self.data(run, rank) for rank in range(RANKS)}
+        self.model.set_requires_gradient_sync(True)
+        run_zero_bubble(
+            self.model, self.pipeline.get_group("stages"), made[self.rank], run
+        )
+        for rank, data in made.items():
+            for part in data.chunk(MICROBATCHES):
+                # Memory of its own, as behind a stage: BLAS rounds by alignment.
+                alone = part.clone()
+                loss = outputs_and_loss(self.rule.compute, alone, run, rank)[1]
+                self.rule.add(rank, loss, False)
+        self.rule.reduce((True,) * (BLOCKS + 1))
+        for master in self.rule.masters.parameters():
+            if master.grad is not None:
+                master.grad /= MICROBATCHES
 
     # -- both sides ------------------------------------------------------------------
 
@@ -371,11 +422,42 @@ class Session:
             mine = slice(rows * self.rank, rows * (self.rank + 1))
             if self.setup.replicas:
                 mine = slice(None)
-            same(name, local(shard), master[mine])
+            same(name, values_of(shard), master[mine])
             if shard.grad is None or master.grad is None:
                 assert shard.grad is master.grad, (name, shard.grad, master.grad)
             else:
-                same(f"{name}.grad", local(shard.grad), master.grad[mine])
+                same(f"{name}.grad", values_of(shard.grad), master.grad[mine])
+
+
+def values_of(shard: Tensor) -> Tensor:
+    mine = local(shard)
+    return mine._data if isinstance(mine, Bf16Weight) else mine
+
+
+class Front(nn.Module):
+    """A stage whose output wants a gradient and has the input's bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.one.to(x.dtype)
+
+
+def run_zero_bubble(model: Any, group: Any, data: Tensor, run: Pass) -> None:
+    stages = [
+        PipelineStage(module, index, 2, torch.device("cpu"), group=group)
+        for index, module in enumerate((Front(), model))
+    ]
+    for stage in stages:
+        # Gloo has no connection from a rank to itself, which a V would open.
+        stage._get_init_p2p_neighbors_ops = lambda: []  # type: ignore[method-assign]
+    schedule = ScheduleInterleavedZeroBubble(
+        stages, MICROBATCHES, loss_fn=lambda out, _: out.float().square().sum()
+    )
+    model.told = run, dist.get_rank()
+    schedule.step(data, target=data)
 
 
 class Silent:
