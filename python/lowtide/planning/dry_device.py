@@ -23,6 +23,7 @@ from lowtide.phantom.dry import (
 )
 from lowtide.phantom.dry.untraced import untraced
 from lowtide.planning import snapshot, step_times
+from lowtide.planning.decisions import lines_that_decide
 from lowtide.planning.history import Entry, History, Replayed, Settings, of_journal
 from lowtide.planning.recording import Listener
 from lowtide.planning.replays import Replays
@@ -145,14 +146,17 @@ _MOST_SHOWN = 5
 
 
 def _assumptions() -> list[str]:
-    """Numbers that a program reads, losses for instance, are shown more often than they
-    decide anything; the rest is said with its lines."""
+    """What was assumed, with its lines; numbers where they decide something."""
     decide: dict[str, None] = {}
     others: dict[str, dict[str, None]] = {}
     for what, where in values.notes:
         if what in (values.TRUTH, values.COUNT):
             decide[_shown(where)] = None
-        elif what != values.NUMBER:
+        elif what == values.NUMBER:
+            file, _, line = where.rpartition(":")
+            for number in lines_that_decide(file, int(line)) if line.isdigit() else ():
+                decide[_shown(f"{file}:{number}")] = None
+        else:
             others.setdefault(what, {})[_shown(where)] = None
     found = [f"{what} ({_list(lines)})" for what, lines in sorted(others.items())]
     if decide:

@@ -38,6 +38,9 @@ STATEMENTS = [
     ("clip([x], 1, error_if_nonfinite=True)", False),
     ("if 1.5 in x: pass", True),
     ("if bool(x[0, 0] > 0): pass", True),
+    ("if x.mean().item() > 5: pass", True),
+    ("loss = x.mean().item()", False),
+    ("if loss > 5: pass", True),
 ]
 
 
