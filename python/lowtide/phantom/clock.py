@@ -243,7 +243,3 @@ class timeline:
         bounds = [*self._steps, len(marks) - 1]
         first = range(len(self._steps))[step]
         return marks[bounds[first] : bounds[first + 1] + 1]
-
-
-def name_of_stream(stream: int) -> str:
-    return "compute" if stream == COMPUTE_STREAM else f"stream {stream}"

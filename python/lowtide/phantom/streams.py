@@ -1,14 +1,16 @@
 """A timeline for the eye: a Chrome trace, and a picture of the streams."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lowtide.phantom import clock
-from lowtide.phantom.clock import Span, name_of_stream
+from lowtide.phantom.clock import COMPUTE_STREAM, Span
 
 _PHASES = -1  # the thread of the trace that shows them
 _MICROSECONDS = 1e6
+_VISIBLE = 1 / 2000  # of a picture's width
 _COLOURS = {
     "kernel": "#4878a8",
     "transfer": "#8a6fb0",
@@ -26,9 +28,8 @@ def write_chrome_trace(
     """Trace Event Format: a thread for each stream, one for the phases."""
     begin, end = marks[0][1], marks[-1][1]
     spans = timeline.spans(begin, end)
-    streams = sorted({span.stream for span in spans})
     events: list[dict[str, Any]] = [
-        _name_of_thread(stream, name_of_stream(stream)) for stream in streams
+        _name_of_thread(stream, name) for stream, name in names_of(spans).items()
     ]
     events.append(_name_of_thread(_PHASES, "phases"))
     for (phase, start), (_, stop) in zip(marks, marks[1:], strict=False):
@@ -48,6 +49,22 @@ def write_chrome_trace(
         "otherData": {"kind": "simulated", **timeline.assumptions()},
     }
     Path(path).write_text(json.dumps(trace))
+
+
+def names_of(spans: Sequence[Span]) -> dict[int, str]:
+    """Streams by what they do for the longest time, the compute stream first."""
+    times: dict[int, dict[str, float]] = {COMPUTE_STREAM: {}}
+    for span in spans:
+        busy = times.setdefault(span.stream, {})
+        if span.kind != "wait":
+            busy[span.name] = busy.get(span.name, 0) + span.end - span.begin
+    names: dict[int, str] = {}
+    for stream in sorted(times):
+        most = max(times[stream], key=times[stream].__getitem__, default="waits")
+        name = "compute" if stream == COMPUTE_STREAM else most
+        others = sum(one.partition(" (")[0] == name for one in names.values())
+        names[stream] = f"{name} ({others + 1})" if others else name
+    return names
 
 
 def _name_of_thread(thread: int, name: str) -> dict[str, Any]:
@@ -73,11 +90,9 @@ def draw(timeline: "clock.timeline", path: str | Path, marks: Marks) -> None:
     begin, end = marks[0][1], marks[-1][1]
     spans = timeline.spans(begin, end)
     exposed = [
-        span
-        for span in spans
-        if span.kind == "wait" and span.stream == clock.COMPUTE_STREAM
+        span for span in spans if span.kind == "wait" and span.stream == COMPUTE_STREAM
     ]
-    rows = _rows(spans)
+    rows = _rows(spans, (end - begin) * _VISIBLE)
     figure = Figure(figsize=(11, 1.6 + 0.5 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
     for row, stream in enumerate(rows):
@@ -89,13 +104,12 @@ def draw(timeline: "clock.timeline", path: str | Path, marks: Marks) -> None:
                 for span in spans
                 if span.stream == stream and span.kind == kind
             ]
-            axes.broken_barh(bars, (row - 0.35, 0.7), facecolors=colour)
+            axes.broken_barh(bars, (row - 0.35, 0.7), color=colour, linewidth=0.4)
     waits = [((s.begin - begin) * 1e3, (s.end - s.begin) * 1e3) for s in exposed]
     axes.broken_barh(waits, (-0.35, 0.7), facecolors=_COLOURS["exposed"])
-    for phase, start in marks[:-1]:
-        axes.axvline((start - begin) * 1e3, color="black", linewidth=0.6)
-        axes.text((start - begin) * 1e3, -0.6, f" {phase}", fontsize=8, va="bottom")
-    axes.set_yticks(range(len(rows)), [name_of_stream(stream) for stream in rows])
+    _name_phases(axes, [(name, (at - begin) * 1e3) for name, at in marks])
+    names = names_of(spans)
+    axes.set_yticks(range(len(rows)), [names[stream] for stream in rows])
     axes.set_ylim(len(rows) - 0.5, -1)
     axes.set_xlim(0, (end - begin) * 1e3)
     axes.set_xlabel(f"ms, simulated on {timeline.accelerator.name}")
@@ -103,10 +117,23 @@ def draw(timeline: "clock.timeline", path: str | Path, marks: Marks) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _rows(spans: list[Span]) -> list[int]:
-    """Streams that do something, the compute stream first."""
-    busy = {span.stream for span in spans if span.kind != "wait"}
-    return sorted(busy | {clock.COMPUTE_STREAM})
+def _rows(spans: Sequence[Span], least: float) -> list[int]:
+    """Streams that are busy for ``least`` seconds or more, the compute stream first."""
+    busy = {COMPUTE_STREAM: least}
+    for span in spans:
+        if span.kind != "wait":
+            busy[span.stream] = busy.get(span.stream, 0) + span.end - span.begin
+    return sorted(stream for stream, seconds in busy.items() if seconds >= least)
+
+
+def _name_phases(axes: Any, marks: Marks) -> None:
+    """A name that has no room before the next one stands left of its line."""
+    end = marks[-1][1]
+    for (phase, begin), (_, next_begin) in zip(marks, marks[1:], strict=False):
+        axes.axvline(begin, color="black", linewidth=0.6)
+        fits = next_begin - begin > 0.01 * len(phase) * end
+        text, side = (f" {phase}", "left") if fits else (f"{phase} ", "right")
+        axes.text(begin, -0.62, text, fontsize=8, va="bottom", ha=side)
 
 
 def _explain(figure: Any) -> None:

@@ -73,10 +73,8 @@ class _Source:
 
     def _comes_from(self, node: ast.AST, line: int, names: set[_Name]) -> bool:
         """From a call at the line, which reads, or from anything that has one of the
-        names; what is None or not is no question of numbers."""
-        if isinstance(node, ast.Compare) and all(
-            isinstance(one, (ast.Is, ast.IsNot)) for one in node.ops
-        ):
+        names."""
+        if _ignores_values(node):
             return False
         if isinstance(node, ast.Call):
             if node.lineno <= line <= _end(node):
@@ -93,18 +91,24 @@ class _Source:
         if not isinstance(value, ast.expr) or not self._comes_from(value, line, names):
             return
         if isinstance(node, ast.Assign):
-            targets: list[ast.expr] = node.targets
+            for target in node.targets:
+                yield from self._stored(target)
         elif isinstance(node, (ast.AnnAssign, ast.AugAssign, ast.NamedExpr)):
-            targets = [node.target]
-        else:
-            targets = []
-        for target in targets:
-            for part in ast.walk(target):
-                if isinstance(getattr(part, "ctx", None), ast.Store):
-                    if (name := self._name(part)) is not None:
-                        yield name
-        if isinstance(node, ast.Return):
+            yield from self._stored(node.target)
+        elif isinstance(node, ast.Return):
             yield from self._functions_at(self._scopes[node])
+        elif isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+            if value.func.attr in ("append", "extend", "add", "update", "insert"):
+                yield from self._stored(value.func.value)
+
+    def _stored(self, target: ast.expr) -> Iterator[_Name]:
+        if isinstance(target, (ast.Tuple, ast.List)):
+            for part in target.elts:
+                yield from self._stored(part)
+        elif isinstance(target, (ast.Subscript, ast.Starred)):
+            yield from self._stored(target.value)
+        elif (name := self._name(target)) is not None:
+            yield name
 
     def _functions_at(self, line: int) -> Iterator[_Name]:
         for node in self._scopes:
@@ -121,6 +125,14 @@ class _Source:
             if isinstance(node.value, ast.Name) and node.value.id == "self":
                 return _Name(0, f"self.{node.attr}{behind}")
         return None
+
+
+def _ignores_values(node: ast.AST) -> bool:
+    """How many there are, and whether one is None, is no question of numbers."""
+    if isinstance(node, ast.Compare):
+        return all(isinstance(one, (ast.Is, ast.IsNot)) for one in node.ops)
+    called = node.func if isinstance(node, ast.Call) else None
+    return isinstance(called, ast.Name) and called.id in ("len", "isinstance", "type")
 
 
 def _conditions(node: ast.AST) -> Iterator[ast.expr]:

@@ -13,12 +13,15 @@ SHOWN = (
     "print(loss.item())",
     "text = f'{loss.item():.3f}' if rank == 0 else ''",
     "total += loss.item()\nif step % 10 == 0:\n    print(total / 10)",
+    "losses.append(loss.item())\nif len(losses) > 3:\n    pass",
     "losses.append(loss.item())\nfor each in losses:\n    print(each)",
     "loss = loss.item()\nif loss is not None:\n    print(loss)",
     "self.loss = loss.item()\nif outputs.loss > 0:\n    pass",
     "def mean():\n    return loss.item()\nprint(mean())",
 )
 DECIDING = (
+    "kept['a'] = loss.item()\nif kept['a'] < best:  # <\n    pass",
+    "kept.append(loss.item())\nfirst, *rest = kept\nassert rest[0] > 1  # <",
     "if loss.item() < 5:  # <\n    pass",
     "while float(norm) > 1:  # <\n    pass",
     "best = max(best, loss.item())\nif best < 1:  # <\n    pass",
