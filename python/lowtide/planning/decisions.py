@@ -128,7 +128,10 @@ class _Source:
 
 
 def _ignores_values(node: ast.AST) -> bool:
-    """How many there are, and whether one is None, is no question of numbers."""
+    """How many there are, and whether one is None, is no question of numbers; a dict of
+    many, such as a checkpoint or a log's line, would lead everywhere."""
+    if isinstance(node, ast.Dict):
+        return True
     if isinstance(node, ast.Compare):
         return all(isinstance(one, (ast.Is, ast.IsNot)) for one in node.ops)
     called = node.func if isinstance(node, ast.Call) else None

@@ -10,6 +10,7 @@ from lowtide.planning.decisions import lines_that_decide
 
 # Each reads in its first line; "<" marks the lines that decide by it.
 SHOWN = (
+    "loss = loss.item()\nlog = {'loss': loss, 'at': at}\nassert log['at']",
     "print(loss.item())",
     "text = f'{loss.item():.3f}' if rank == 0 else ''",
     "total += loss.item()\nif step % 10 == 0:\n    print(total / 10)",
