@@ -45,7 +45,7 @@ class Case:
     how: str  # how the figures are obtained; Markdown
     run: Callable[[], Sequence[Row]]
     # Those of the rows that are the same whenever they are computed, in parts that can
-    # be computed alone; by name.
+    # be computed alone; by name. Some raise Absent.
     parts: Mapping[str, Callable[[], Iterable[Row]]] = field(default_factory=dict)
     headlines: tuple[str, ...] = ()  # quantities for the README
     only_by_name: str = ""  # why a run of all cases leaves it out

@@ -11,14 +11,15 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from case import Case, Row, rows_of
+from foreign import Absent, foreign
 from launch import ENVIRONMENT, PROGRAMS
-from published_support import check_out, foreign
+from published_support import check_out
 
 NAME = "foreign_scripts"
-FOREIGN = "LOWTIDE_FOREIGN"
 GIB = 1 << 30
 STEPS = 3
 LIMIT = 1800  # seconds
@@ -126,7 +127,7 @@ SCRIPTS = (
     ),
     Script(
         *("torchtitan, Llama 3 8B, float8, FSDP2, compiled", "published.py"),
-        "trainers.torchtitan commit=f3943dd file=torchtitan/train.py "
+        "trainers.torchtitan ranks=8 commit=f3943dd file=torchtitan/train.py "
         f"config={TITAN} 'arguments={FLOAT8}'",
         world=8,
         origin="runs pytorch/torchtitan at f3943dd, torchtitan/train.py, "
@@ -168,25 +169,29 @@ def measure() -> list[Row]:
 
 def rows(script: Script) -> list[Row]:
     row = rows_of(NAME)
-    world = script.world or 1
-    machine = f"{script.gpu}, world {world}"
-    quantity = f"{script.what}, {machine}"
-    if not os.environ.get(FOREIGN):
-        note = f"{FOREIGN} names no folder"
-        reserved = f"reserved, {quantity}"
-        return [row("lowtide plan", reserved, None, "GiB", "missing", note)]
-    num_bytes, processor, notes = planned(script)
-    gib, seconds = round(num_bytes / GIB, 3), round(processor, 1)
-    said = "; ".join(notes) or "none"
-    note = f"{script.source}. Notes: {said}"
+    try:
+        reserved, processor = planned(script)
+    except Absent as why:
+        quantity = f"reserved, {on(script)}"
+        return [row("lowtide plan", quantity, None, "GiB", "missing", str(why))]
+    seconds = round(processor, 1)
     return [
-        row("lowtide plan", f"reserved, {quantity}", gib, "GiB", "simulated", note),
-        row("lowtide plan", f"processor, {quantity}", seconds, "s", "measured"),
+        reserved,
+        row("lowtide plan", f"processor, {on(script)}", seconds, "s", "measured"),
     ]
 
 
-def planned(script: Script) -> tuple[int, float, list[str]]:
-    """Bytes reserved at the peak, seconds of processor, what the plan notes."""
+def rows_alone(script: Script) -> list[Row]:
+    return [planned(script)[0]]
+
+
+def on(script: Script) -> str:
+    return f"{script.what}, {script.gpu}, world {script.world or 1}"
+
+
+def planned(script: Script) -> tuple[Row, float]:
+    """What it reserves, with what the plan notes; seconds of processor."""
+    foreign("packages")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
         program = str(PROGRAMS / script.program)
@@ -218,7 +223,12 @@ def planned(script: Script) -> tuple[int, float, list[str]]:
         plan = json.loads((folder / "plan.json").read_text())
         places = ((f"{folder}/", ""), (f"{foreign('packages')}/", ""))
         notes = [shortened(note, places) for note in plan["notes"]]
-        return plan["peak_reserved"], used.ru_utime + used.ru_stime, notes
+        said = f"{script.source}. Notes: {'; '.join(notes) or 'none'}"
+        gib = round(plan["peak_reserved"] / GIB, 3)
+        reserved = rows_of(NAME)(
+            *("lowtide plan", f"reserved, {on(script)}", gib, "GiB", "simulated", said)
+        )
+        return reserved, used.ru_utime + used.ru_stime
 
 
 def shortened(note: str, places: Sequence[tuple[str, str]]) -> str:
@@ -264,5 +274,6 @@ done
 ```
 """,
     run=measure,
+    parts={script.what: partial(rows_alone, script) for script in SCRIPTS},
     only_by_name="wants clones of other repositories",
 )

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from case import Case, Row, rows_of
+from foreign import Absent, foreign
 from points import Points
 
 from lowtide.phantom.dry.launch import Machine
 
 NAME = "peers"
 PROGRAM = "peers.py"
-FOREIGN = "LOWTIDE_FOREIGN"
 GIB = 1 << 30
 WORLDS = (8, 64, 256)
 TIMEOUT = 3600.0  # seconds
@@ -111,29 +111,34 @@ class _Runs(Points):
         return replace(super()._machine(arguments), memory=memory)
 
 
+def rows_of_system(
+    system: System, world: int, runs_of: _Runs | None = None
+) -> list[Row]:
+    if system.foreign:
+        foreign("packages")
+    runs_of = runs_of or _Runs(PROGRAM, timeout=TIMEOUT)
+    runs = runs_of.each([options_of(system, world, loss) for loss in system.losses])
+    named = [
+        run | {"loss": loss[1]} for run, loss in zip(runs, system.losses, strict=True)
+    ]
+    best = min(named, key=lambda run: run["steady"]["reserved"])
+    return list(rows_of_run(system, world, best))
+
+
+def absent(system: System, world: int, why: Absent) -> Row:
+    quantity = f"reserved, 8B, {world} ranks"
+    return rows_of(NAME)(system.name, quantity, None, "GiB", "missing", str(why))
+
+
 def measure() -> list[Row]:
-    has_foreign = bool(os.environ.get(FOREIGN))
     runs_of = _Runs(PROGRAM, timeout=TIMEOUT)
     result: list[Row] = []
     for world in WORLDS:
         for system in SYSTEMS:
-            if system.foreign and not has_foreign:
-                said = f"{FOREIGN} names no folder"
-                quantity = f"reserved, 8B, {world} ranks"
-                missing = rows_of(NAME)(
-                    *(system.name, quantity, None, "GiB", "missing", said)
-                )
-                result.append(missing)
-                continue
-            runs = runs_of.each(
-                [options_of(system, world, loss) for loss in system.losses]
-            )
-            named = [
-                run | {"loss": loss[1]}
-                for run, loss in zip(runs, system.losses, strict=True)
-            ]
-            best = min(named, key=lambda run: run["steady"]["reserved"])
-            result += rows_of_run(system, world, best)
+            try:
+                result += rows_of_system(system, world, runs_of)
+            except Absent as why:
+                result.append(absent(system, world, why))
     return result
 
 
@@ -154,5 +159,10 @@ names, as for the published figures. In Megatron-FSDP the check that asks every 
 where its parts end is answered without them: the other ranks are not there.
 """,
     run=measure,
+    parts={
+        f"{system.name}, {world} ranks": partial(rows_of_system, system, world)
+        for world in WORLDS
+        for system in SYSTEMS
+    },
     only_by_name="half an hour, and wants packages of others",
 )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-import os
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
 
 import torch
+from foreign import foreign
 
 
 def peaks() -> dict[str, int]:
@@ -18,11 +18,6 @@ def peaks() -> dict[str, int]:
         "max_reserved": torch.cuda.max_memory_reserved(),
         "max_allocated": torch.cuda.max_memory_allocated(),
     }
-
-
-def foreign(name: str) -> Path:
-    """A folder of LOWTIDE_FOREIGN: a repository, or ``packages``."""
-    return Path(os.environ["LOWTIDE_FOREIGN"]) / name
 
 
 def use_packages() -> None:

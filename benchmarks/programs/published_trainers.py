@@ -45,10 +45,11 @@ class _MemoryLines(logging.Handler):
 
 
 def torchtitan(
-    commit: str, file: str, config: str, arguments: str = ""
+    commit: str, file: str, config: str, ranks: int, arguments: str = ""
 ) -> dict[str, int]:
     """Twenty steps of the trainer ``file`` with a configuration of its own; "first"
     and "steady" are the peaks that it logs."""
+    assert ranks == int(os.environ["WORLD_SIZE"])
     use_packages()
     with _working_folder() as folder:
         tree = folder / "tree"

@@ -170,7 +170,9 @@ class Steps(RuleBasedStateMachine):
     @precondition(lambda self: self.setup.wrap != "root")
     @rule(run=passes, what=st.sampled_from(("order", "frozen", "factor")))
     def disagree(self, run: Pass, what: str) -> None:
-        if what != "order" or self.setup.wrap == "blocks":  # of one size
+        # Of one size, and that from the first gather on.
+        alike = self.setup.wrap == "blocks" and not self.setup.extended
+        if what != "order" or alike:
             self.then("disagree", self.suited(run), what)
             self.open = 0
 
