@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from case import Row
@@ -24,23 +25,37 @@ def replace_region(text: str, content: str) -> str:
 
 
 def headlines(results: Sequence[Result]) -> str:
-    """lowtide beside FSDP2, the quantities each case names."""
-    lines = ["| | lowtide | FSDP2 | ratio | |", "|---|--:|--:|--:|---|"]
+    """The quantities that each case names: lowtide beside FSDP2 in one table, a table
+    of its own for a case with other systems."""
+    pairs = ["| | lowtide | FSDP2 | ratio | |", "|---|--:|--:|--:|---|"]
+    others: list[str] = []
     for result in results:
-        for quantity in result.headlines:
-            rows = {r.system: r for r in result.rows if r.quantity == quantity}
-            if "lowtide" not in rows:
-                continue
-            ours, theirs = rows["lowtide"], rows.get("fsdp2")
-            cells = [
-                f"{quantity}{in_unit(ours)}",
-                number(ours),
-                number(theirs) if theirs else "",
-                ratio(ours, theirs),
-                " / ".join(dict.fromkeys(r.kind for r in rows.values())),
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        chosen = [row for row in result.rows if row.quantity in result.headlines]
+        if {row.system for row in chosen} - set(SYSTEMS):
+            others += [*unnoted(table(chosen)), ""]
+        else:
+            pairs += [pair(chosen, quantity) for quantity in result.headlines]
+    return "\n".join([*others, *pairs])
+
+
+def pair(rows: Sequence[Row], quantity: str) -> str:
+    by_system = {row.system: row for row in rows if row.quantity == quantity}
+    ours, theirs = by_system["lowtide"], by_system.get("fsdp2")
+    cells = [
+        f"{quantity}{in_unit(ours)}",
+        number(ours),
+        number(theirs) if theirs else "",
+        ratio(ours, theirs),
+        " / ".join(dict.fromkeys(row.kind for row in by_system.values())),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def unnoted(lines: Iterable[str]) -> Iterator[str]:
+    """Without the notes below and the numbers that lead to them."""
+    for line in lines:
+        if line.startswith("|"):
+            yield re.sub(r" \(\d+\)(?= \|)", "", line)
 
 
 def everything(results: Sequence[Result]) -> str:

@@ -118,6 +118,5 @@ with 8 blocks; after 5 steps of warm-up each of 3 forwards and backwards is a pr
 its own; median, less the unsharded model's, over 9 units. "Inside the process group" is
 the inclusive cost of `c10d::FakeProcessGroup`.""",
     run=measure,
-    headlines=(TOTAL, OUTSIDE),
     only_by_name="only by name: callgrind takes minutes",
 )

@@ -111,5 +111,4 @@ subclass with all-gather extensions, one byte an element and a scale a row, whic
 layer converts to bf16. lowtide's *transient* is what must not grow
 with depth: gathered, gather_input and gradient_stream, each at its own peak.""",
     run=measure,
-    headlines=tuple(f"peak live bytes, {setting}" for setting in SETTINGS),
 )

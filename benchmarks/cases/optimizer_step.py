@@ -47,5 +47,4 @@ FSDP2's and lowtide's `DTensor` parameters, and (the column "lowtide") on
 `lowtide.local_parameters(model)` take turns in one process; a figure is the median of
 40 steps of the thread's CPU time. DTensor calls: what a mode sees in a step.""",
     run=measure,
-    headlines=("optimizer step, fused AdamW, a parameter",),
 )

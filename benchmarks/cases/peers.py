@@ -157,6 +157,8 @@ assumptions.
 Packages and the clone of pytorch/torchtitan come from the folder that `LOWTIDE_FOREIGN`
 names, as for the published figures. In Megatron-FSDP the check that asks every rank
 where its parts end is answered without them: the other ranks are not there.
+
+![Peak reserved by sharding system](memory.svg)
 """,
     run=measure,
     parts={

@@ -96,5 +96,4 @@ AdamW. The systems take turns step by step in the same processes; a step counts 
 as its slower rank. CPU time is that of a rank's process, all threads. Median of 30.
 Shared machine: the ratio is the figure.""",
     run=measure,
-    headlines=("CPU time of a step, median",),
 )

@@ -209,5 +209,4 @@ bandwidth-optimal algorithm. *plan* and FSDP2's are arithmetic from the shapes; 
 bound is 2 (W-1)/W 2P + (W-1)/W 4P: all parameters gathered twice. Both systems stay
 below it because the root is gathered once.""",
     run=measure,
-    headlines=tuple(f"sent a step, all collectives, {n} ranks" for n in WORLD_SIZES),
 )

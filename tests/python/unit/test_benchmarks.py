@@ -96,9 +96,18 @@ def test_a_row_states_its_kind() -> None:
         Row("fake", "lowtide", "bytes", None, "B", "measured")
 
 
-def test_headlines_put_lowtide_beside_fsdp2(result: results.Result) -> None:
+def test_headlines_put_lowtide_beside_fsdp2() -> None:
+    result = results.of(FAKE, ROWS[:2], ENVIRONMENT)
     *_, row = tables.headlines([result]).splitlines()
     assert row == "| bytes, B | 1,500 | 3,000 | 0.50 | measured / arithmetic |"
+
+
+def test_a_case_with_other_systems_has_a_table_of_its_own(
+    result: results.Result,
+) -> None:
+    first, _, row, *_ = tables.headlines([result]).splitlines()
+    assert first == "| | lowtide | FSDP2 | bound | unit | kind |"
+    assert row == "| bytes | 1,500 | 3,000 | 2,000 | B | measured, arithmetic |"
 
 
 def test_section_has_every_row_and_note(result: results.Result) -> None:
