@@ -4,39 +4,18 @@
 #include <iterator>
 #include <utility>
 
+#include "shard/policy.h"
 #include "shard/storage.h"
 
 namespace lowtide::shard {
 
 using device::Stream;
 
-std::int64_t GradientRing::bytes_for(std::int64_t budget_bytes,
-                                     std::int64_t largest_unit_bytes) {
-  constexpr std::int64_t kMiB = std::int64_t{1} << 20;
-  if (largest_unit_bytes <= kMiB) {
-    return std::min(budget_bytes, kNumSlots * 2 * kMiB);
-  }
-  return std::min(budget_bytes, std::max(2 * kMiB, largest_unit_bytes / 4));
-}
-
-// A slot is [N + 1, columns]: what is reduced and this rank's result.
-std::int64_t GradientRing::bytes_of_equal_chunks(std::int64_t ring_bytes,
-                                                 std::int64_t wire_bytes,
-                                                 std::int64_t world_size,
-                                                 std::int64_t row_bytes) {
-  const auto slots = num_slots(world_size);
-  const auto of_a_rank = wire_bytes / world_size;
-  const auto in_slot =
-      std::max<std::int64_t>(1, ring_bytes / (slots * (world_size + 1)));
-  const auto chunks = std::max(slots, (of_a_rank + in_slot / 2) / in_slot);
-  return slots * (world_size + 1) * (of_a_rank / chunks + row_bytes);
-}
-
 GradientRing::GradientRing(std::string root,
                            std::shared_ptr<memory::DeviceMemory> memory)
     : root_(std::move(root)),
       memory_(std::move(memory)),
-      slots_(static_cast<std::size_t>(kNumSlots)) {}
+      slots_(static_cast<std::size_t>(kMostRingSlots)) {}
 
 void GradientRing::fit(std::int64_t slot_bytes) {
   slot_bytes_ = std::max(slot_bytes_, slot_bytes);

@@ -11,7 +11,6 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Storage.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -24,44 +23,13 @@ namespace lowtide::shard {
 
 class GradientRing {
  public:
-  // The default budget, and how many slots share one.
-  static constexpr std::int64_t kDefaultBudget = std::int64_t{64} << 20;
-  // [Note: Latency of a ring]
-  // A reduce-scatter of N ranks takes about 2 us for each of them before its
-  // bytes count; in that time NVLink moves 0.7 MB.  Chunks of a quarter MiB for
-  // each rank keep the wire ahead of a block's backward (docs/time.md).  Among
-  // many ranks the last gradients' way out, which nothing hides, is mostly
-  // latency: two chunks of twice the size then, one written as one leaves.
-  static constexpr std::int64_t kNumSlots = 4;
-  static constexpr std::int64_t kManyRanks = 32;
-  static std::int64_t num_slots(std::int64_t world_size) {
-    return world_size < kManyRanks ? kNumSlots : 2;
-  }
-  static std::int64_t default_budget(std::int64_t world_size) {
-    return std::max(kDefaultBudget, world_size << 20);
-  }
-  // What a ring needs: the budget, but no more than a quarter of the largest
-  // unit's gradients on the wire (a longer ring would hold chunks that have
-  // landed).  Small models are not cut up: at least 2 MiB, and slots that hold
-  // whole units of up to 1 MiB.
-  static std::int64_t bytes_for(std::int64_t budget_bytes,
-                                std::int64_t largest_unit_bytes);
-
-  // The same for a unit with a ring of its own: about `ring_bytes`, such that
-  // its `wire_bytes` leave in chunks of equal size; a short one at the end
-  // would be all latency.  Chunks end with a row of `row_bytes`, of one rank.
-  static std::int64_t bytes_of_equal_chunks(std::int64_t ring_bytes,
-                                            std::int64_t wire_bytes,
-                                            std::int64_t world_size,
-                                            std::int64_t row_bytes);
-
   // `root`: owner of the slots in the ledger.
   GradientRing(std::string root, std::shared_ptr<memory::DeviceMemory> memory);
 
   // Slots leased from now on have at least that many bytes.
   void fit(std::int64_t slot_bytes);
-  // The bytes of slot i, 0 <= i < kNumSlots, at least `bytes`; nothing is on
-  // its way from it.  A longer slot than is needed now is retired.
+  // The bytes of slot i, 0 <= i < kMostRingSlots, at least `bytes`; nothing is
+  // on its way from it.  A longer slot than is needed now is retired.
   const c10::Storage& slot(std::size_t i, std::int64_t bytes);
   // All slots go back in the compute stream's order; nothing is on its way from
   // them.

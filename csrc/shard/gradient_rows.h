@@ -43,12 +43,6 @@ class ColumnTransfers {
   c10::SmallVector<at::Tensor, 4> from_;
 };
 
-// [Note: Small gradients]
-// Up to that many bytes a gradient costs its launch, not its bytes: it waits
-// for those of its chunk, or without sync of its unit, and they are copied
-// together.
-inline constexpr std::size_t kSmallGradientBytes = std::size_t{64} << 10;
-
 // [Note: Negative zero]
 // A gradient that does not exist is sent as -0.0, the neutral element of IEEE
 // addition (x + -0.0 == x for every x, -0.0 included; +0.0 would turn a sum of

@@ -8,6 +8,7 @@
 #include "base/check.h"
 #include "shard/gradient_rows.h"
 #include "shard/gradient_stream.h"
+#include "shard/policy.h"
 #include "shard/storage.h"
 
 namespace lowtide::shard {

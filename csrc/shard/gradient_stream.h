@@ -39,6 +39,7 @@
 #include "comm/collectives.h"
 #include "memory/device_memory.h"
 #include "shard/gradient_ring.h"
+#include "shard/policy.h"
 #include "shard/step_log.h"
 #include "shard/unit_gradients.h"
 
@@ -195,7 +196,7 @@ class GradientStream {
   std::size_t landed_ = 0;  // the first one that has not landed
   std::size_t turn_ = 0;    // of the slots
   // Which place had each slot last.
-  std::array<std::size_t, GradientRing::kNumSlots> last_in_slot_{};
+  std::array<std::size_t, kMostRingSlots> last_in_slot_{};
   const UnitGradients* producing_ = nullptr;  // whose gradient came last
   std::int64_t room_ = 0;  // that units have left whose backward is over
   GradientRing ring_;

@@ -11,6 +11,7 @@
 
 #include "base/check.h"
 #include "ops/foreach.h"
+#include "shard/policy.h"
 
 namespace lowtide::shard {
 namespace {

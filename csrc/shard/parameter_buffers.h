@@ -33,9 +33,6 @@
 
 namespace lowtide::shard {
 
-// A parameter whose full bytes are at most that many may be packed.
-inline constexpr std::int64_t kPackedBytes = std::int64_t{64} << 10;
-
 struct ParameterInfo {
   std::string name;                 // for errors: fully qualified
   std::vector<std::int64_t> sizes;  // global

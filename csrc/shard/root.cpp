@@ -169,7 +169,7 @@ void Root::replan(Unit& unit) {
         "gradients of it that are not reduced yet",
         "Call lowtide.losses.stream_rows before the first backward."));
   }
-  plan_gradients_of(unit, ring_bytes());
+  plan_gradients_of(unit);
 }
 
 void Root::end_forward() {
@@ -232,7 +232,6 @@ void Root::plan_gradients() {
   bool complete = true;
   log_.note({StepNote::What::settings, -1, gradient_budget()},
             base::concat("a gradient budget of ", gradient_budget(), " bytes"));
-  const auto ring = ring_bytes();
   for (std::size_t u = 0; u < units_.size(); ++u) {
     auto* unit = units_[u];
     if (unit == nullptr ||
@@ -244,15 +243,57 @@ void Root::plan_gradients() {
                    std::hash<std::vector<bool>>()(trainable[u]) >> 1)},
               unit->frozen_text());
     if (unit->gradients().accumulating()) {
-      unit->extend_plan(ring);
+      unit->extend_plan(shared_ring_bytes());
       complete = false;  // anew after its slab has been reduced
       continue;
     }
-    plan_gradients_of(*unit, ring);
+    plan_gradients_of(*unit);
     complete = complete && unit->gradients().plans_only(trainable[u]);
   }
   planned_ = complete;
   planned_trainable_ = std::move(trainable);
+}
+
+std::vector<RingUnit> Root::ring_units() const {
+  std::vector<RingUnit> seen(units_.size());
+  for (std::size_t u = 0; u < units_.size(); ++u) {
+    if (const auto* unit = units_[u]) {
+      seen[u] = {unit->groups().reduce->size(), unit->gradients().wire_bytes(),
+                 unit->planned_gathered_bytes(), unit->encloses_units,
+                 unit->streams_rows()};
+    }
+  }
+  return seen;
+}
+
+std::int64_t Root::gradient_budget() const {
+  std::int64_t ranks = 1;
+  for (const auto& unit : ring_units()) {
+    ranks = std::max(ranks, unit.ranks);
+  }
+  return gradient_budget_.value_or(default_ring_budget(ranks));
+}
+
+std::int64_t Root::shared_ring_bytes() const {
+  std::int64_t largest = 0;
+  for (const auto& unit : ring_units()) {
+    largest = std::max(largest, unit.wire_bytes);
+  }
+  return ring_bytes(gradient_budget(), largest);
+}
+
+void Root::plan_gradients_of(Unit& unit) {
+  const auto shared = shared_ring_bytes();
+  const auto bytes = ring_bytes_of(ring_units(), last_order_, unit.number(),
+                                   gradient_budget(), shared);
+  const bool own = bytes > shared;
+  unit.gradients().set_own_slots(own);
+  constexpr auto kItemsize = static_cast<std::int64_t>(sizeof(float));
+  unit.plan_gradients(own ? ring_bytes_of_equal_chunks(
+                                bytes, unit.gradients().wire_bytes(),
+                                unit.groups().reduce->size(),
+                                unit.buffers().slice(0).inner * kItemsize)
+                          : shared);
 }
 
 // A parameter may have been frozen in the last forward, but not in the one
@@ -261,7 +302,7 @@ void Root::extend_plans() {
   for (auto* unit : units_) {
     if (unit != nullptr && unit->plan_lacks_any()) {
       require_reducible(*unit, unit->trainable());
-      unit->extend_plan(ring_bytes());
+      unit->extend_plan(shared_ring_bytes());
       planned_ = false;
     }
   }

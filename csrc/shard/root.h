@@ -14,6 +14,7 @@
 
 #include "memory/device_memory.h"
 #include "shard/gradient_stream.h"
+#include "shard/policy.h"
 #include "shard/schedule.h"
 #include "shard/step_log.h"
 
@@ -91,11 +92,9 @@ class Root : public std::enable_shared_from_this<Root> {
   void close_backward();
   void plan_gradients();
   void extend_plans();
-  std::int64_t ring_bytes() const;
-  std::int64_t ring_bytes_of(const Unit& unit, std::int64_t ring) const;
-  void plan_gradients_of(Unit& unit, std::int64_t ring);
-  const Unit* first_to_reduce() const;
-  std::pair<const Unit*, const Unit*> last_to_reduce() const;
+  std::vector<RingUnit> ring_units() const;
+  std::int64_t shared_ring_bytes() const;
+  void plan_gradients_of(Unit& unit);
   void agree_on_order();
   void compare_ranks();
   void ask_ranks();

@@ -10,6 +10,7 @@
 
 #include "base/check.h"
 #include "base/trace.h"
+#include "shard/policy.h"
 #include "shard/root.h"
 #include "shard/row_stream.h"
 
@@ -89,9 +90,9 @@ void Unit::attach(std::vector<at::Tensor> shards, std::vector<at::Tensor> full,
   seen_shards_.watch(watched);
   watch_gradients();
   if (!gradients_.accumulating()) {
-    plan_gradients(GradientRing::bytes_for(
-        root_ ? root_->gradient_budget() : GradientRing::kDefaultBudget,
-        gradients_.wire_bytes()));
+    plan_gradients(
+        ring_bytes(root_ ? root_->gradient_budget() : kDefaultRingBudget,
+                   gradients_.wire_bytes()));
   }
 }
 

@@ -206,7 +206,7 @@ class Unit final : public BackwardReceiver,
   void begin_rows_forward(bool recorded);
   void begin_rows_backward();
   // What runs before this unit in forward is gathered for its backward, now or
-  // when the point has come (gather_point.h).
+  // when the point has come (policy.h).
   void prefetch_for_backward();
   // What runs after it is gathered, if that has been put off until now.
   void prefetch_for_forward();

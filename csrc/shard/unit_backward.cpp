@@ -9,7 +9,7 @@
 
 #include "base/check.h"
 #include "base/trace.h"
-#include "shard/gather_point.h"
+#include "shard/policy.h"
 #include "shard/root.h"
 #include "shard/unit.h"
 

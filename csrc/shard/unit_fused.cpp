@@ -1,6 +1,7 @@
 // The part of Unit for gradients that are summed in place.
 #include "base/check.h"
 #include "base/trace.h"
+#include "shard/policy.h"
 #include "shard/root.h"
 #include "shard/unit.h"
 
@@ -23,8 +24,7 @@ void Unit::fuse_gradients(const std::vector<bool>& fused) {
   if (root_) {
     root_->replan(*this);
   } else {
-    plan_gradients(GradientRing::bytes_for(GradientRing::kDefaultBudget,
-                                           gradients_.wire_bytes()));
+    plan_gradients(ring_bytes(kDefaultRingBudget, gradients_.wire_bytes()));
   }
 }
 

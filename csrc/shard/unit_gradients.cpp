@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "base/check.h"
+#include "shard/policy.h"
 
 namespace lowtide::shard {
 namespace {
@@ -47,7 +48,7 @@ void UnitGradients::rename_parameters(const std::vector<std::string>& names) {
 }
 
 std::int64_t UnitGradients::num_slots() const {
-  return GradientRing::num_slots(group_->size());
+  return ring_slots(group_->size());
 }
 
 std::int64_t UnitGradients::num_blocks(std::int32_t i) const {

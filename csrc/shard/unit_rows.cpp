@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "base/check.h"
+#include "shard/policy.h"
 #include "shard/root.h"
 #include "shard/row_stream.h"
 #include "shard/unit.h"
@@ -28,8 +29,7 @@ RowStream& Unit::gradient_rows() {
   if (root_) {
     root_->replan(*this);
   } else {
-    plan_gradients(GradientRing::bytes_for(GradientRing::kDefaultBudget,
-                                           gradients_.wire_bytes()));
+    plan_gradients(ring_bytes(kDefaultRingBudget, gradients_.wire_bytes()));
   }
   rows_ = std::make_unique<RowStream>(*this);
   return *rows_;

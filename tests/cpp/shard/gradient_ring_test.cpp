@@ -14,43 +14,6 @@ using memory::Category;
 
 constexpr std::int64_t kMiB = std::int64_t{1} << 20;
 
-TEST(RingBytesTest, TheBudgetGrowsWithTheRanks) {
-  EXPECT_EQ(GradientRing::default_budget(8), 64 * kMiB);
-  EXPECT_EQ(GradientRing::default_budget(64), 64 * kMiB);
-  EXPECT_EQ(GradientRing::default_budget(256), 256 * kMiB);
-}
-
-TEST(RingBytesTest, ManyRanksHaveTwoSlots) {
-  EXPECT_EQ(GradientRing::num_slots(8), 4);
-  EXPECT_EQ(GradientRing::num_slots(31), 4);
-  EXPECT_EQ(GradientRing::num_slots(32), 2);
-}
-
-TEST(RingBytesTest, ARingIsAQuarterOfTheLargestUnitAtMost) {
-  EXPECT_EQ(GradientRing::bytes_for(64 * kMiB, 40 * kMiB), 10 * kMiB);
-  EXPECT_EQ(GradientRing::bytes_for(64 * kMiB, 400 * kMiB), 64 * kMiB);
-  EXPECT_EQ(GradientRing::bytes_for(64 * kMiB, 4 * kMiB), 2 * kMiB);
-  EXPECT_EQ(GradientRing::bytes_for(64 * kMiB, kMiB), 8 * kMiB);
-}
-
-// Llama 8B's embedding: 128256 rows of 4096 in fp32, 2004 MiB.
-TEST(RingBytesTest, EqualChunksOfARingOfItsOwn) {
-  constexpr std::int64_t kRow = std::int64_t{4} * 4096;
-  // 64 ranks, 1248 MiB: 3.26 chunks of a slot each become 3 of 668 rows.
-  EXPECT_EQ(
-      GradientRing::bytes_of_equal_chunks(1248 * kMiB, 2004 * kMiB, 64, kRow),
-      2 * 65 * (668 + 1) * kRow);
-  // 8 ranks, 832 MiB: 10.8 chunks become 11.
-  EXPECT_EQ(
-      GradientRing::bytes_of_equal_chunks(832 * kMiB, 2004 * kMiB, 8, kRow),
-      4 * 9 * (16032 * kRow / 11 + kRow));
-}
-
-TEST(RingBytesTest, AsManyChunksAsSlotsAtLeast) {
-  EXPECT_EQ(GradientRing::bytes_of_equal_chunks(900, 200, 2, 4),
-            4 * 3 * (25 + 4));
-}
-
 class GradientRingTest : public testing::Test {
  protected:
   std::int64_t live() const {

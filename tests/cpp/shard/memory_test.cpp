@@ -6,6 +6,7 @@
 
 #include "base/check.h"
 #include "harness.h"
+#include "shard/policy.h"
 
 namespace lowtide::shard {
 namespace {
@@ -113,7 +114,7 @@ TEST_P(NumLayersTest, TransientBytesAreTwoLayersAndTheRing) {
                 gathered_bytes(model) + 2 * gathered_bytes(layer));
       EXPECT_EQ(rank.peak(Category::gather_input), 2 * input_bytes(layer));
       EXPECT_EQ(rank.peak(Category::gradient_stream),
-                GradientRing::kNumSlots * slot_bytes(layer));
+                kMostRingSlots * slot_bytes(layer));
       EXPECT_EQ(rank.peak(Category::gradient_slab), 0);
       rank.optimize();
       rank.zero_grad();
@@ -179,7 +180,7 @@ TEST(MemoryTest, ASmallBudgetBoundsTheRing) {
   const Scenario scenario = layers(3);
   on_two_ranks(scenario, [&](Rank& rank) {
     const std::int64_t column_bytes =
-        GradientRing::kNumSlots * (kWorldSize + 1) * itemsize(at::kFloat);
+        kMostRingSlots * (kWorldSize + 1) * itemsize(at::kFloat);
     for (const std::int64_t columns : {256, 128}) {
       rank.root->set_gradient_budget(column_bytes * (columns + 100));
       rank.ledger->reset_peaks();

@@ -6,6 +6,7 @@
 
 #include "base/check.h"
 #include "harness.h"
+#include "shard/policy.h"
 
 namespace lowtide::shard {
 namespace {
@@ -258,7 +259,7 @@ TEST_F(UnitTest, ABudgetIsAPositiveNumberOfBytes) {
                 ThrowsMessage<InvalidArgument>(StrEq(
                     "lowtide: gradient budget of 'model': expected a positive "
                     "number of bytes, got 0. The default is 64 MiB.")));
-    EXPECT_EQ(rank.root->gradient_budget(), GradientRing::kDefaultBudget);
+    EXPECT_EQ(rank.root->gradient_budget(), kDefaultRingBudget);
   });
 }
 

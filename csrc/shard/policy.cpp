@@ -1,0 +1,132 @@
+#include "shard/policy.h"
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+#include <optional>
+
+namespace lowtide::shard {
+namespace {
+
+constexpr std::int64_t kMiB = std::int64_t{1} << 20;
+
+// A ring of its own pays from so many times the shared one on.
+constexpr std::int64_t kWorthARing = 4;
+// Latency outweighs bytes for fewer ranks than that.
+constexpr std::int64_t kVeryManyRanks = 128;
+
+constexpr std::int64_t kRanksOfANode = 8;
+constexpr std::int64_t kFlopsPerByteOfMemory = 300;
+constexpr std::int64_t kFlopsPerByteInANode = 3000;
+constexpr std::int64_t kFlopsPerByteBetweenNodes = 20000;
+constexpr std::int64_t kFlopsPerElementAndToken = 4;
+
+// Numbers of units whose gradients leave, but not of those that enclose others:
+// these are small.
+struct Ends {
+  std::optional<std::int32_t> first;
+  std::optional<std::int32_t> before_last;
+  std::optional<std::int32_t> last;
+};
+
+const RingUnit& at(c10::ArrayRef<RingUnit> units, std::int32_t number) {
+  return units[static_cast<std::size_t>(number)];
+}
+
+Ends ends_of(c10::ArrayRef<RingUnit> units, c10::ArrayRef<std::int32_t> order) {
+  Ends ends;
+  for (const auto number : order) {
+    const auto& unit = at(units, number);
+    if (unit.encloses_units || unit.wire_bytes == 0) {
+      continue;
+    }
+    if (!ends.first) {
+      ends.first = number;
+    }
+    ends.before_last = ends.last;
+    ends.last = number;
+  }
+  return ends;
+}
+
+}  // namespace
+
+std::int64_t ring_slots(std::int64_t ranks) {
+  return ranks < kManyRanks ? kMostRingSlots : 2;
+}
+
+std::int64_t default_ring_budget(std::int64_t ranks) {
+  return std::max(kDefaultRingBudget, ranks * kMiB);
+}
+
+std::int64_t ring_bytes(std::int64_t budget_bytes,
+                        std::int64_t largest_unit_bytes) {
+  if (largest_unit_bytes <= kMiB) {
+    return std::min(budget_bytes, kMostRingSlots * 2 * kMiB);
+  }
+  return std::min(budget_bytes, std::max(2 * kMiB, largest_unit_bytes / 4));
+}
+
+std::int64_t ring_bytes_of(c10::ArrayRef<RingUnit> units,
+                           c10::ArrayRef<std::int32_t> order,
+                           std::int32_t number, std::int64_t budget_bytes,
+                           std::int64_t ring_bytes) {
+  const auto& unit = at(units, number);
+  if (budget_bytes < kDefaultRingBudget ||
+      unit.wire_bytes <= kWorthARing * ring_bytes) {
+    return ring_bytes;
+  }
+  const auto ends = ends_of(units, order);
+  if (number == ends.first && !unit.streams_rows && unit.ranks >= kManyRanks) {
+    return std::max(ring_bytes, std::min(unit.wire_bytes, unit.gathered_bytes));
+  }
+  if (number != ends.last || !ends.before_last) {
+    return ring_bytes;
+  }
+  const bool latency = unit.ranks >= kManyRanks && unit.ranks < kVeryManyRanks;
+  auto held = (latency ? 3 : 2) * at(units, *ends.before_last).gathered_bytes;
+  for (const auto& other : units) {
+    if (other.encloses_units) {
+      held -= 2 * other.gathered_bytes;
+    }
+  }
+  return std::max(ring_bytes, std::min(unit.wire_bytes, held));
+}
+
+// A slot is [ranks + 1, columns]: what is reduced and this rank's result.
+std::int64_t ring_bytes_of_equal_chunks(std::int64_t ring_bytes,
+                                        std::int64_t wire_bytes,
+                                        std::int64_t ranks,
+                                        std::int64_t row_bytes) {
+  const auto slots = ring_slots(ranks);
+  const auto of_a_rank = wire_bytes / ranks;
+  const auto in_slot =
+      std::max<std::int64_t>(1, ring_bytes / (slots * (ranks + 1)));
+  const auto chunks = std::max(slots, (of_a_rank + in_slot / 2) / in_slot);
+  return slots * (ranks + 1) * (of_a_rank / chunks + row_bytes);
+}
+
+std::int64_t elements_that_cover(std::int64_t bytes, std::int64_t ranks,
+                                 std::int64_t tokens) {
+  if (tokens <= 0) {
+    return std::numeric_limits<std::int64_t>::max();
+  }
+  const auto rate = ranks == 1               ? kFlopsPerByteOfMemory
+                    : ranks <= kRanksOfANode ? kFlopsPerByteInANode
+                                             : kFlopsPerByteBetweenNodes;
+  const auto received = ranks == 1 ? bytes : bytes / ranks * (ranks - 1);
+  return received * rate / (kFlopsPerElementAndToken * tokens);
+}
+
+std::size_t gradients_before_gather(c10::ArrayRef<std::int64_t> elements,
+                                    std::int64_t cover) {
+  auto to_come =
+      std::accumulate(elements.begin(), elements.end(), std::int64_t{0});
+  std::size_t before = 0;
+  while (before < elements.size() && to_come - elements[before] >= cover) {
+    to_come -= elements[before++];
+  }
+  return before;
+}
+
+}  // namespace lowtide::shard

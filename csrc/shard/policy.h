@@ -1,0 +1,117 @@
+// Every tuned number of sharding, with its source.  Pure functions of numbers
+// that all ranks share: what they decide is the order of collectives, which
+// must not depend on one rank's data.
+#pragma once
+
+#include <c10/util/ArrayRef.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace lowtide::shard {
+
+// --- small tensors ----------------------------------------------------------
+
+// A parameter whose full bytes are at most that many may be packed.
+inline constexpr std::int64_t kPackedBytes = std::int64_t{64} << 10;
+
+// [Note: Small gradients]
+// Up to that many bytes a gradient costs its launch, not its bytes: it waits
+// for those of its chunk, or without sync of its unit, and they are copied
+// together.
+inline constexpr std::size_t kSmallGradientBytes = std::size_t{64} << 10;
+
+// --- the rings of gradient chunks -------------------------------------------
+
+// [Note: Latency of a ring]
+// A reduce-scatter of N ranks takes about 2 us for each of them before its
+// bytes count; in that time NVLink moves 0.7 MB.  Chunks of a quarter MiB for
+// each rank keep the wire ahead of a block's backward (docs/time.md).  Among
+// many ranks the last gradients' way out, which nothing hides, is mostly
+// latency: two chunks of twice the size then, one written as one leaves.
+inline constexpr std::int64_t kDefaultRingBudget = std::int64_t{64} << 20;
+inline constexpr std::int64_t kMostRingSlots = 4;
+inline constexpr std::int64_t kManyRanks = 32;
+
+std::int64_t ring_slots(std::int64_t ranks);
+std::int64_t default_ring_budget(std::int64_t ranks);
+
+// The ring that units share: the budget, but no more than a quarter of the
+// largest unit's gradients on the wire (a longer ring would hold chunks that
+// have landed).  Small models are not cut up: at least 2 MiB, and slots that
+// hold whole units of up to 1 MiB.
+std::int64_t ring_bytes(std::int64_t budget_bytes,
+                        std::int64_t largest_unit_bytes);
+
+// A unit as the rings see it.
+struct RingUnit {
+  std::int64_t ranks = 1;           // that reduce its gradients
+  std::int64_t wire_bytes = 0;      // of its gradients; 0: none leave
+  std::int64_t gathered_bytes = 0;  // of its parameters
+  bool encloses_units = false;
+  bool streams_rows = false;  // see row_stream.h
+};
+
+// The bytes of the ring for gradients of units[number]: more than `ring_bytes`
+// is a ring of its own.  `order`: numbers in the order in which the units'
+// gradients left in the last backward.
+//
+// [Note: The end of backward]
+// Nothing hides the reduction of the last unit, usually the embedding, so it
+// leaves in few collectives.  Where the unit before it held its parameters, its
+// gradients and its activations, a ring three times as long as those parameters
+// fits, less what units that enclose others keep until the end: parameters and
+// gradients.  Among few ranks, where latency counts for little, and among very
+// many twice as long is enough and fits between what other units left.  A
+// budget below the default is kept.
+//
+// [Note: The beginning of backward]
+// The first unit to reduce, usually the head, has no unit before it to hide
+// behind either, and the next one's backward waits for its gradients.  Among
+// many ranks, where a chunk would be all latency, its ring is as long as its
+// own parameters, which go when its backward is over.  How much room its output
+// leaves must not decide that: ranks may differ in it, and a plan may not.
+std::int64_t ring_bytes_of(c10::ArrayRef<RingUnit> units,
+                           c10::ArrayRef<std::int32_t> order,
+                           std::int32_t number, std::int64_t budget_bytes,
+                           std::int64_t ring_bytes);
+
+// About `ring_bytes`, such that a unit's `wire_bytes` leave in chunks of equal
+// size; a short one at the end would be all latency.  Chunks end with a row of
+// `row_bytes`, of one rank.
+std::int64_t ring_bytes_of_equal_chunks(std::int64_t ring_bytes,
+                                        std::int64_t wire_bytes,
+                                        std::int64_t ranks,
+                                        std::int64_t row_bytes);
+
+// --- when the next unit's gather leaves -------------------------------------
+//
+// At the beginning of a unit's backward the gathered bytes would be there while
+// the unit's values have been recomputed and its first gradients come: where
+// the peak of a step is.  A backward that computes long enough does not need
+// them yet, so the gather leaves as late as the rest of the computation still
+// covers it.
+
+// Elements of a unit's parameters whose gradients take as long to compute as
+// gathering `bytes` (of all ranks) takes: 4 FLOPs for each element and token,
+// its own gradient and its share of the input's, at the full bf16 rate, against
+// (ranks - 1) / ranks of the bytes over one link.
+//
+//   900 TFLOP/s, 3 TB/s within a GPU (one rank): 300 FLOPs a byte
+//   900 TFLOP/s, 300 GB/s between the 8 GPUs of a node: 3000 FLOPs a byte
+//   900 TFLOP/s, 45 GB/s between nodes: 20000
+//
+// These are an H100's; kernels reach half of that rate, so the wire has twice
+// the time it needs.  `tokens`: rows of the unit's output; 0: not known, which
+// nothing covers.
+std::int64_t elements_that_cover(std::int64_t bytes, std::int64_t ranks,
+                                 std::int64_t tokens);
+
+// How many gradients of `elements`, in the order they are expected, come before
+// the gather: as many as leave `cover` elements to come when the one after them
+// is there as well.  elements.size() at most: the gather leaves with the unit's
+// last gradients.
+std::size_t gradients_before_gather(c10::ArrayRef<std::int64_t> elements,
+                                    std::int64_t cover);
+
+}  // namespace lowtide::shard

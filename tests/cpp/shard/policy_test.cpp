@@ -1,0 +1,169 @@
+#include "shard/policy.h"
+
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <vector>
+
+namespace lowtide::shard {
+namespace {
+
+constexpr std::int64_t kMiB = std::int64_t{1} << 20;
+
+TEST(RingBytesTest, TheBudgetGrowsWithTheRanks) {
+  EXPECT_EQ(default_ring_budget(8), 64 * kMiB);
+  EXPECT_EQ(default_ring_budget(64), 64 * kMiB);
+  EXPECT_EQ(default_ring_budget(256), 256 * kMiB);
+}
+
+TEST(RingBytesTest, ManyRanksHaveTwoSlots) {
+  EXPECT_EQ(ring_slots(8), 4);
+  EXPECT_EQ(ring_slots(31), 4);
+  EXPECT_EQ(ring_slots(32), 2);
+}
+
+TEST(RingBytesTest, ARingIsAQuarterOfTheLargestUnitAtMost) {
+  EXPECT_EQ(ring_bytes(64 * kMiB, 40 * kMiB), 10 * kMiB);
+  EXPECT_EQ(ring_bytes(64 * kMiB, 400 * kMiB), 64 * kMiB);
+  EXPECT_EQ(ring_bytes(64 * kMiB, 4 * kMiB), 2 * kMiB);
+  EXPECT_EQ(ring_bytes(64 * kMiB, kMiB), 8 * kMiB);
+}
+
+// Llama 8B's embedding: 128256 rows of 4096 in fp32, 2004 MiB.
+TEST(RingBytesTest, EqualChunksOfARingOfItsOwn) {
+  constexpr std::int64_t kRow = std::int64_t{4} * 4096;
+  // 64 ranks, 1248 MiB: 3.26 chunks of a slot each become 3 of 668 rows.
+  EXPECT_EQ(ring_bytes_of_equal_chunks(1248 * kMiB, 2004 * kMiB, 64, kRow),
+            2 * 65 * (668 + 1) * kRow);
+  // 8 ranks, 832 MiB: 10.8 chunks become 11.
+  EXPECT_EQ(ring_bytes_of_equal_chunks(832 * kMiB, 2004 * kMiB, 8, kRow),
+            4 * 9 * (16032 * kRow / 11 + kRow));
+}
+
+TEST(RingBytesTest, AsManyChunksAsSlotsAtLeast) {
+  EXPECT_EQ(ring_bytes_of_equal_chunks(900, 200, 2, 4), 4 * 3 * (25 + 4));
+}
+
+// A Llama 8B as units: the root, the embedding, two blocks, the head.
+class OwnRingTest : public testing::Test {
+ protected:
+  static constexpr std::int64_t kTable = 1002 * kMiB;  // bf16
+  static constexpr std::int64_t kBlockBytes = 416 * kMiB;
+
+  void reduced_by(std::int64_t ranks) {
+    for (auto& unit : units_) unit.ranks = ranks;
+  }
+  std::int64_t of(std::int32_t number,
+                  std::int64_t budget = kDefaultRingBudget) const {
+    return ring_bytes_of(units_, order_, number, budget, 64 * kMiB);
+  }
+
+  std::vector<RingUnit> units_{
+      {8, kMiB, kMiB / 2, /*encloses_units=*/true, false},
+      {8, 2 * kTable, kTable, false, false},
+      {8, 2 * kBlockBytes, kBlockBytes, false, false},
+      {8, 2 * kBlockBytes, kBlockBytes, false, false},
+      {8, 2 * kTable, kTable, false, false},
+  };
+  std::vector<std::int32_t> order_{4, 3, 2, 1, 0};
+};
+
+TEST_F(OwnRingTest, TheLastUnitFillsWhatTheOneBeforeItLeaves) {
+  EXPECT_EQ(of(1), 2 * kBlockBytes - kMiB);
+  EXPECT_EQ(of(2), 64 * kMiB);
+  EXPECT_EQ(of(4), 64 * kMiB);
+}
+
+TEST_F(OwnRingTest, AmongManyRanksItIsLongerAndTheFirstHasOne) {
+  reduced_by(64);
+  EXPECT_EQ(of(1), 3 * kBlockBytes - kMiB);
+  EXPECT_EQ(of(4), kTable);
+  reduced_by(128);
+  EXPECT_EQ(of(1), 2 * kBlockBytes - kMiB);
+  EXPECT_EQ(of(4), kTable);
+}
+
+TEST_F(OwnRingTest, RowsThatAreStreamedNeedNone) {
+  reduced_by(64);
+  units_[4].streams_rows = true;
+  EXPECT_EQ(of(4), 64 * kMiB);
+}
+
+TEST_F(OwnRingTest, ABudgetBelowTheDefaultIsKept) {
+  reduced_by(64);
+  EXPECT_EQ(of(1, kDefaultRingBudget - 1), 64 * kMiB);
+  EXPECT_EQ(of(4, kDefaultRingBudget - 1), 64 * kMiB);
+}
+
+TEST_F(OwnRingTest, NoLongerThanItsGradients) {
+  reduced_by(64);
+  units_[1].wire_bytes = 5 * 64 * kMiB;
+  EXPECT_EQ(of(1), 5 * 64 * kMiB);
+  units_[1].wire_bytes = 4 * 64 * kMiB;  // not worth one
+  EXPECT_EQ(of(1), 64 * kMiB);
+}
+
+TEST_F(OwnRingTest, UnitsWithoutGradientsAreNeitherFirstNorLast) {
+  reduced_by(64);
+  units_[4].wire_bytes = 0;
+  units_[1].wire_bytes = 0;
+  EXPECT_EQ(of(3), kBlockBytes);
+  EXPECT_EQ(of(2), 2 * kBlockBytes);  // less than three of the one before it
+}
+
+// A block of Llama 8B: 218.1 M elements, 416 MiB in bf16.
+constexpr std::int64_t kFfn = 4096 * 14336;
+constexpr std::int64_t kSquare = 4096 * 4096;
+constexpr std::int64_t kKeys = 4096 * 1024;
+constexpr std::int64_t kBlock = 3 * kFfn + 2 * kSquare + 2 * kKeys;
+
+TEST(ElementsThatCover, AreBytesOverTheLinkAtTheRateOfTheDevice) {
+  // 364 MiB arrive; 3000 FLOPs a byte; 4 * 8192 FLOPs an element.
+  EXPECT_EQ(elements_that_cover(416 * kMiB, 8, 8192),
+            364 * kMiB * 3000 / (4 * 8192));
+  EXPECT_EQ(elements_that_cover(2, 2, 1), 750);
+}
+
+TEST(ElementsThatCover, AreMoreBetweenNodes) {
+  EXPECT_EQ(elements_that_cover(416 * kMiB, 64, 8192),
+            416 * kMiB / 64 * 63 * 20000 / (4 * 8192));
+}
+
+TEST(ElementsThatCover, AreThoseOfACopyForOneRank) {
+  EXPECT_EQ(elements_that_cover(416 * kMiB, 1, 8192),
+            416 * kMiB * 300 / (4 * 8192));
+}
+
+TEST(ElementsThatCover, UnknownTokensCoverNothing) {
+  EXPECT_EQ(elements_that_cover(2, 2, 0),
+            std::numeric_limits<std::int64_t>::max());
+}
+
+const std::vector<std::int64_t> kGradients = {kFfn,  kFfn,  kFfn,   kSquare,
+                                              kKeys, kKeys, kSquare};
+
+TEST(GradientsBeforeGather, AreThoseThatLeaveEnoughToCover) {
+  // Behind the three of the MLP 41.9 M are left, 34.9 M needed, 16.8 M come
+  // next.
+  EXPECT_EQ(gradients_before_gather(kGradients,
+                                    elements_that_cover(416 * kMiB, 8, 8192)),
+            3u);
+}
+
+TEST(GradientsBeforeGather, AreNoneWhereTheBackwardIsTooShort) {
+  EXPECT_EQ(gradients_before_gather(kGradients,
+                                    elements_that_cover(416 * kMiB, 8, 1024)),
+            0u);
+  EXPECT_EQ(gradients_before_gather(kGradients,
+                                    elements_that_cover(416 * kMiB, 64, 8192)),
+            0u);
+  EXPECT_EQ(gradients_before_gather({kFfn}, 1), 0u);
+}
+
+TEST(GradientsBeforeGather, AreAllWhereNothingHasToBeCovered) {
+  EXPECT_EQ(gradients_before_gather({kFfn, kSquare}, 0), 2u);
+  EXPECT_EQ(gradients_before_gather({}, 0), 0u);
+}
+
+}  // namespace
+}  // namespace lowtide::shard
