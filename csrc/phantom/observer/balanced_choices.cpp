@@ -61,7 +61,11 @@ std::int64_t integer_at(Values values, std::size_t place, std::int64_t other) {
                                                         : other;
 }
 
-std::int64_t size_along(const at::Tensor& tensor, std::int64_t dimension) {
+// None for a dimension that is not there: the operator will say so.
+std::optional<std::int64_t> size_along(const at::Tensor& tensor,
+                                       std::int64_t dimension) {
+  const auto dimensions = std::max<std::int64_t>(tensor.dim(), 1);
+  if (dimension < -dimensions || dimension >= dimensions) return std::nullopt;
   return tensor.dim() == 0 ? 1 : tensor.size(dimension);
 }
 
@@ -106,11 +110,15 @@ std::optional<BalancedCall> BalancedCall::before(
   BalancedCall call;
   switch (*kind) {
     case Kind::kChooses: {
-      // Behind the number of a topk comes the dimension.
-      const bool is_topk = std::string_view(function.name()) == "aten::topk";
+      // Behind the number of a topk comes the dimension; a multinomial has a
+      // number and chooses along the last.
+      const std::string_view name = function.name();
+      const bool is_topk = name == "aten::topk";
+      const std::size_t place = is_topk ? 2 : 1;
+      const bool is_last = name == "aten::multinomial";
       call.place_ = is_topk ? 1 : 0;
       call.choices_ =
-          size_along(*from, integer_at(inputs, is_topk ? 2 : 1, -1));
+          size_along(*from, is_last ? -1 : integer_at(inputs, place, -1));
       break;
     }
     case Kind::kSame:

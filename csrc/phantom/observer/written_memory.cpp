@@ -94,6 +94,7 @@ std::unique_ptr<at::ObserverContext> before_operator(
 
 void after_operator(const at::RecordFunction& function,
                     at::ObserverContext* context) {
+  if (context == nullptr) return;  // its beginning raised, which torch says
   const auto& call = *static_cast<const Call*>(context);
   if (call.work) driver_leaves(call.work->with_results(function));
   if (call.known && call.known->after(function)) return;

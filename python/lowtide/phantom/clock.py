@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from lowtide.phantom import machines
-from lowtide.phantom.dry import timekeeper
+from lowtide.phantom.dry import timekeeper, triton_work
 from lowtide.phantom.dry.timekeeper import Span
 from lowtide.phantom.machines import Accelerator, Host, Network
 
@@ -126,6 +126,7 @@ class timeline:
                 "driver's, got one without. Start it with `python -m lowtide phantom "
                 "-- PROGRAM`."
             )
+        triton_work.install()
         figures = machines.flat(self.accelerator, self.network, self.host)
         if not timekeeper.start(figures):
             raise RuntimeError(

@@ -54,3 +54,22 @@ def noted() -> dict[str, str]:
     return {
         what: where.rpartition("/")[2].partition(":")[0] for what, where in inside.notes
     }
+
+
+def calls_that_are_refused() -> tuple[list[str], list[list[int]]]:
+    x = torch.ones(8, 16, device="cuda")
+    refused = []
+    for call in (lambda: x.argmax(5), lambda: x.topk(2, dim=7)):
+        try:
+            call()
+        except IndexError as error:
+            refused.append(str(error).partition(" (")[0])
+    drawn = [torch.multinomial(x, 3), torch.multinomial(x[0], 1)]
+    return refused, [list(one.shape) for one in drawn]
+
+
+def test_dimensions_that_are_not_there_are_torchs_to_refuse():
+    """And a multinomial's number is no dimension."""
+    refused, shapes = call_dry(calls_that_are_refused)
+    assert refused == ["Dimension out of range"] * 2
+    assert shapes == [[8, 3], [1]]

@@ -20,8 +20,12 @@ from . import timekeeper
 _HALF = 3  # csrc/phantom/time/machine.h, Rate
 
 
+@functools.cache
 def install() -> None:
-    """For the rest of the process: when one of the two modules is imported."""
+    """For the rest of the process: now, or when one of the two modules is imported."""
+    for name, watch in _WATCHERS.items():
+        if name in sys.modules:
+            watch(sys.modules[name])
     sys.meta_path.insert(0, _Finder())
 
 
