@@ -156,7 +156,8 @@ assumptions.
 
 Packages and the clone of pytorch/torchtitan come from the folder that `LOWTIDE_FOREIGN`
 names, as for the published figures. In Megatron-FSDP the check that asks every rank
-where its parts end is answered without them: the other ranks are not there.
+where its parts end is answered without them, as the other ranks are not there, and the
+`reset_parameters` that it asks of modules on the meta device does nothing.
 
 ![Peak reserved by sharding system](memory.svg)
 """,

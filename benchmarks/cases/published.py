@@ -320,7 +320,11 @@ class _Runs(Points):
         for figure in figures:
             on = Machine(gpu=figure.gpu, world=figure.ranks, memory=figure.memory)
             if self._machines.setdefault(figure.arguments, on) != on:
-                raise ValueError(f"{figure.what}: the same run on another machine")
+                raise ValueError(
+                    f"published: {figure.what}: expected equal arguments on one "
+                    f"machine, got {on} beside {self._machines[figure.arguments]}. "
+                    "Make what differs a setting of its recipe."
+                )
 
     def _machine(self, arguments: Sequence[str]) -> Machine:
         return self._machines[tuple(arguments)]

@@ -18,7 +18,6 @@ from lowtide.phantom.dry import (
     settling,
     sizes,
     timekeeper,
-    triton_work,
     values,
 )
 from lowtide.phantom.dry.untraced import untraced
@@ -71,8 +70,6 @@ class DryDevice:
         if request.snapshot is not None:
             torch.cuda._lazy_call(_record_history)
         self._clock = timeline() if request.time else None
-        if self._clock is not None:
-            triton_work.install()
 
     # -- while the program runs -------------------------------------------------------
 

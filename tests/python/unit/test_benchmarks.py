@@ -15,6 +15,7 @@ import results
 import run as runner
 import tables
 from case import Case, Row
+from cases import published
 
 ROOT = Path(__file__).parents[3]
 RUN = ROOT / "benchmarks" / "run.py"
@@ -87,6 +88,14 @@ def test_what_is_simulated_can_be_computed_again_in_parts() -> None:
     for result in results.read_all(runner.RESULTS, runner.CASES):
         simulated = {row.quantity for row in result.rows if row.kind == "simulated"}
         assert bool(simulated) == bool(runner.load(result.case).parts), result.case
+
+
+def test_equal_arguments_mean_one_run_on_one_machine() -> None:
+    figure = published.FIGURES[0]
+    other = replace(figure, ranks=2)
+    published._Runs([figure, figure])
+    with pytest.raises(ValueError, match="expected equal arguments on one machine"):
+        published._Runs([figure, other])
 
 
 def test_a_row_states_its_kind() -> None:
