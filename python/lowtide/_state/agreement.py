@@ -13,14 +13,23 @@ if TYPE_CHECKING:
 
 
 def require_agreement(states: "list[UnitState]") -> None:
-    """Compares names, shapes, dtypes and order of the units over their mesh and
-    raises RuntimeError showing both sides. One all-gather of 32 bytes a mesh, and
-    the descriptions only if those differ."""
+    """Compares names, shapes, dtypes and order of the units over their mesh, and in
+    which order they have been gathered, and raises RuntimeError showing both sides.
+    One all-gather of 32 bytes a mesh, and the descriptions only if those differ."""
+    gathered = sorted(
+        (state for state in states if state.unit and state.unit.state != "sharded"),
+        key=lambda state: state.gathered_alone,
+    )
     by_group: dict[str, tuple[dist.ProcessGroup, torch.device, list[str]]] = {}
     for state in states:
         for group in mesh_groups(state.mesh):
             entry = by_group.setdefault(group.group_name, (group, state.device, []))
             entry[2].extend(describe(state))
+    for place, state in enumerate(gathered):
+        for group in mesh_groups(state.mesh):
+            by_group[group.group_name][2].append(
+                f"unit '{state.name}' gathered as number {place} before the forward"
+            )
     for group, device, lines in by_group.values():
         require_same_lines(group, device, lines)
 
@@ -37,9 +46,14 @@ def describe(state: "UnitState") -> list[str]:
         lines.append(
             f"parameter '{parameter.name}' {tuple(shard.shape)} {shard.dtype}"
             f"{'' if shard.requires_grad else ' frozen'}, policy {state.policy}"
+            f"{_of_class(parameter.extended_class)}"
             f"{', fused gradient' if state.fuses(parameter) else ''}"
         )
     return lines
+
+
+def _of_class(extended: type[torch.Tensor] | None) -> str:
+    return "" if extended is None else f", a {extended.__name__}"
 
 
 def require_same_lines(

@@ -95,7 +95,10 @@ class _Extended:
         self.dtypes = dtypes
         return sent
 
-    def describe(self) -> str:
+    def describe(self, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> str:
+        """What it sends, as the first time."""
+        if not self.sizes:
+            self.inputs(mesh, policy)
         pairs = zip(self.sizes, self.dtypes, strict=True)
         text = ", ".join(f"{size.numel()} elements {dtype}" for size, dtype in pairs)
         return f"parameter '{self.parameter.name}' sending {text or 'nothing'}"
@@ -189,18 +192,13 @@ class Extensions:
 
     @_undisturbed
     def inputs(self) -> list[Tensor]:
-        try:
-            sent = [
-                tensor
-                for extended in self._extended
-                for tensor in extended.inputs(self._mesh, self._policy)
-            ]
-        except Exception as error:
-            self._agree([f"{type(error).__name__}: {error}"])
-            raise
-        self._agree([extended.describe() for extended in self._extended])
-        self._agreed = True
-        return sent
+        if not self._agreed:  # the unit is gathered before the first forward
+            agree([self])
+        return [
+            tensor
+            for extended in self._extended
+            for tensor in extended.inputs(self._mesh, self._policy)
+        ]
 
     @_undisturbed
     def passing(self) -> list[bool]:
@@ -212,19 +210,9 @@ class Extensions:
             for _ in extended.sizes
         ]
 
-    def _agree(self, lines: list[str]) -> None:
-        """In the first gather: what does not fit together would be exchanged between
-        other places, or wait for ever."""
-        if self._agreed:
-            return
-        require_same_lines(
-            self._mesh.get_group(),
-            torch.device(self._mesh.device_type),
-            lines,
-            who=PRE,
-            expected="as many elements",
-            advice="Pad what it returns to ceil(outer_size[0] / ranks) rows.",
-        )
+    @_undisturbed
+    def _describe(self) -> list[str]:
+        return [each.describe(self._mesh, self._policy) for each in self._extended]
 
     @_undisturbed
     def arrived(
@@ -246,6 +234,42 @@ class Extensions:
             extended.parameter.full = full
             extended.made = True
         return [full for _, full in made], inner
+
+
+def agree(units: list[Extensions]) -> None:
+    """Compares what is sent over the units' ranks before any of it is gathered: what
+    does not fit together would be exchanged between other places, or wait for ever.
+
+    The hooks are asked once more than there are gathers. To keep what they return for
+    those would take bytes that nobody planned, and miss what changes in between; random
+    numbers are drawn again."""
+    failure: Exception | None = None
+    by_group: dict[str, tuple[DeviceMesh, list[str]]] = {}
+    for unit in units:
+        mesh = unit._mesh
+        device = torch.device(mesh.device_type)
+        drawn_from = [] if device.type == "cpu" else [torch.cuda.current_device()]
+        try:
+            with torch.random.fork_rng(drawn_from):
+                lines = unit._describe()
+        except Exception as error:
+            failure = failure or error
+            lines = [f"{type(error).__name__}: {error}"]
+        name = mesh.get_group().group_name
+        by_group.setdefault(name, (mesh, []))[1].extend(lines)
+    for mesh, lines in by_group.values():
+        require_same_lines(
+            mesh.get_group(),
+            torch.device(mesh.device_type),
+            lines,
+            who=PRE,
+            expected="as many elements",
+            advice="Pad what it returns to ceil(outer_size[0] / ranks) rows.",
+        )
+    if failure is not None:
+        raise failure
+    for unit in units:
+        unit._agreed = True
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class FSDPModule(TorchFSDPModule):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this unit's parameters and registers the full ones. Not recursive.
         With ``async_op`` only issues the gather and returns a handle to wait on."""
-        unit = self._get_fsdp_state().materialized()
+        unit = self._get_fsdp_state().to_be_gathered()
         if not async_op:
             unit.unshard()
             return None

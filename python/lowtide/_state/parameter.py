@@ -12,7 +12,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from lowtide._state.subclass import (
-    is_extended,
+    extended_class,
     plain_gradient,
     require_both_hooks,
     shard_of_subclass,
@@ -28,8 +28,8 @@ class UnitParameter:
     shard_dim: int
     sizes: torch.Size  # of the full parameter; of this rank's part if it is parallel
     parallel: DTensorSpec | None  # of a parameter that was a DTensor already
-    # A subclass says what is gathered for it, see subclass.py.
-    extended: bool = False
+    # Of a shard that says what is gathered for it, see subclass.py.
+    extended_class: type[torch.Tensor] | None = None
     # Registered while the unit is unsharded; printing it without bytes would crash.
     full: nn.Parameter | None = dataclasses.field(default=None, repr=False)
 
@@ -53,6 +53,10 @@ class UnitParameter:
     def register(self, parameter: nn.Parameter) -> None:
         for module, name in self.slots:
             module._parameters[name] = parameter
+
+    @property
+    def extended(self) -> bool:
+        return self.extended_class is not None
 
     @property
     def may_stream_rows(self) -> bool:
@@ -126,8 +130,8 @@ def make_shard(
             f"{data.shape[placement.dim]}. Return Shard(0) for it from "
             "shard_placement_fn: only dim 0 may be uneven."
         )
-    extended = is_extended(data)
-    if extended:
+    extended = extended_class(data)
+    if extended is not None:
         require_both_hooks(data, who)
         local = shard_of_subclass(data, size, rank, placement.dim)
     else:
@@ -148,7 +152,7 @@ def make_shard(
         "shard_dim": placement.dim,
         "sizes": data.shape,
         "parallel": parallel,
-        "extended": extended,
+        "extended_class": extended,
     }
 
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from lowtide import _C
 from lowtide._state.agreement import require_agreement
+from lowtide._state.extension import agree
 from lowtide._state.late import warn_of_additions
 from lowtide._state.memory import device_memory
 from lowtide._state.misread import explain_errors
@@ -54,6 +55,7 @@ def build_root(state: UnitState) -> None:
         other.choose_rows()
         other.choose_fused()
     require_agreement(states)
+    agree([other.extensions for other in states if other.extensions is not None])
     root = _C.Root(class_name(root_module), device_memory(state.device))
     root.adopt(units)
     for other in states:

@@ -24,6 +24,10 @@ def is_extended(tensor: Tensor) -> bool:
     return type(detached) is not Tensor and not isinstance(detached, _TRANSPARENT)
 
 
+def extended_class(tensor: Tensor) -> type[Tensor] | None:
+    return type(tensor) if is_extended(tensor) else None
+
+
 def require_both_hooks(tensor: Tensor, who: str) -> None:
     """Neither may still come: they can be set on the sharded tensor, as FSDP2 allows,
     and are asked for in the first forward."""

@@ -1,6 +1,7 @@
 """One ``fully_shard`` call: its modules, its parameters, its C++ unit."""
 
 import functools
+import itertools
 import sys
 import types
 import weakref
@@ -39,7 +40,7 @@ from lowtide._state.parameter import (
     make_shard,
     require_sharded,
 )
-from lowtide._state.subclass import is_extended, require_hooks
+from lowtide._state.subclass import extended_class, require_hooks
 from lowtide._state.ties import (
     owner_of,
     remember_original,
@@ -55,6 +56,7 @@ from lowtide.policies import (
 
 # Where a module keeps the state of its unit.
 _STATE = "_lowtide_state"
+_numbers = itertools.count(1)  # of gathers without a root
 
 
 class UnitState:
@@ -90,6 +92,8 @@ class UnitState:
         self.unit: _C.Unit | None = None
         self.root: _C.Root | None = None  # of the tree this unit is in
         self.tree: list[weakref.ref[UnitState]] = []  # its units
+        # Of the last gather that no root has noted; its ranks have not compared it.
+        self.gathered_alone = 0
         self.embedding_rows: EmbeddingRows | None = None  # of a large nn.Embedding
         self.extensions: Extensions | None = None  # of tensor subclasses
         self.fused = FusedWeights() if grads == "fused" else None
@@ -243,7 +247,7 @@ class UnitState:
         return all(
             parameter.spec.tensor_meta is not None
             and parameter.spec.tensor_meta.dtype == parameter.shard.dtype
-            and parameter.extended == is_extended(local_of(parameter.shard))
+            and parameter.extended_class is extended_class(local_of(parameter.shard))
             for parameter in self.parameters
         )
 
@@ -254,7 +258,7 @@ class UnitState:
             shard = parameter.shard
             parameter.spec = shard._spec
             parameter.full = None
-            parameter.extended = is_extended(local_of(shard))
+            parameter.extended_class = extended_class(local_of(shard))
             dtypes = self.dtypes(parameter)
             infos.append(
                 _C.ParameterInfo(
@@ -298,8 +302,8 @@ class UnitState:
         if self.unit is not None and self.unit.accumulating:
             raise RuntimeError(
                 f"lowtide: unit '{self.name}': expected parameters to keep their dtype "
-                "while gradients accumulate without sync, got other dtypes. Convert "
-                "after a backward that reduces, or after zero_grad()."
+                "and class while gradients accumulate without sync, got others. "
+                "Convert after a backward that reduces, or after zero_grad()."
             )
         for reference in self.tree:
             if (state := reference()) is not None:
@@ -450,6 +454,12 @@ class UnitState:
                 "load a checkpoint with assign=True."
             )
         return self.unit
+
+    def to_be_gathered(self) -> _C.Unit:
+        unit = self.materialized()
+        if self.root is None and unit.state == "sharded":
+            self.gathered_alone = next(_numbers)
+        return unit
 
     def _show_shards(self, *args: Any, **kwargs: Any) -> None:
         if self.unit is not None:

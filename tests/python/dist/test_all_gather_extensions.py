@@ -39,13 +39,14 @@ class Block(nn.Module):
 
 
 class Net(nn.Sequential):
-    """Two blocks and a head, each a unit."""
+    """Blocks and a head, each a unit."""
 
     recomputes = False
+    order: tuple[int, ...] = (0, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         *blocks, head = self
-        for block in blocks:
+        for block in [blocks[i] for i in self.order]:
             if self.recomputes:
                 x = checkpoint(block, x, use_reentrant=False)
             else:
@@ -53,9 +54,9 @@ class Net(nn.Sequential):
         return head(x)
 
 
-def net(kind: type, hidden: int = 16) -> Any:
+def net(kind: type, hidden: int = 16, blocks: int = 2) -> Any:
     torch.manual_seed(0)
-    model = Net(Block(hidden), Block(hidden), nn.Linear(DIM, 4))
+    model = Net(*(Block(hidden) for _ in range(blocks)), nn.Linear(DIM, 4))
     return extended.extend(model, kind)
 
 
@@ -320,7 +321,7 @@ def seen() -> dict[str, Any]:
     return {
         "mesh": (up["mesh"].ndim, up["mesh"].size()),
         "outer": (tuple(up["size"]), tuple(up["stride"])),
-        "gathers": len(pre),
+        "pre": len(pre),
         "made": sum(facts["out"] is None for facts in post),
         "again": [type(f["out"]).__name__ for f in post if f["out"] is not None],
         "dtypes": {facts["dtype"] for facts in post},
@@ -335,8 +336,9 @@ def test_hooks_get_the_mesh_of_shards_and_the_whole_parameters_size(pool_of):
         assert facts == {
             "mesh": (1, 2),
             "outer": ((16, DIM), (DIM, 1)),
-            # Two matrices a block, in forward and in backward; the head stays.
-            "gathers": 9,
+            # Two matrices a block, in forward and in backward; the head stays. Each is
+            # asked for once more, when the ranks compare what they send.
+            "pre": 14,
             "made": 5,
             "again": ["Float8Full"] * 4,
             "dtypes": {torch.bfloat16},
@@ -585,6 +587,114 @@ def test_what_a_hook_must_not_do_is_refused_on_every_rank(
 ):
     for text in pool_of(2).run(refused, kind, rows, **policy):
         assert expected in text
+
+
+# -- ranks that differ --------------------------------------------------------------
+
+
+def units_in_another_order(orders: list[tuple[int, ...]], steps_before: int) -> str:
+    model = wrap(get_system("lowtide"), net(extended.Bf16Weight, blocks=3))
+    model.order = (0, 1, 2)
+    for step in range(steps_before):
+        model(batch(step)).sum().backward()
+        model.zero_grad()
+    model.order = orders[dist.get_rank()]
+    text = error_of(lambda: model(batch(7)).sum().backward())
+    assert all(p.grad is None for p in model.parameters())
+    model.order = (0, 1, 2)
+    train(model, steps=1)  # the ranks go on together
+    return text
+
+
+@pytest.mark.parametrize("orders", [[(0, 1, 2), (2, 1, 0)], [(0,), (2,)]])
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_units_in_another_order_are_named(pool_of, orders, steps_before):
+    """Also in the forward in which each is gathered for the first time."""
+    for text in pool_of(2).run(units_in_another_order, orders, steps_before):
+        assert (
+            "got the all-gather of unit '1' on rank 0 and the all-gather of unit '2' "
+            "on rank 1, call " in text
+        ), text
+
+
+def gathered_before_the_first_forward(kind_name: str) -> str:
+    model = wrap(get_system("lowtide"), net(getattr(extended, kind_name), hidden=15))
+
+    def run() -> None:
+        model[1].unshard()
+        model(batch(0)).sum().backward()
+
+    return error_of(run)
+
+
+def test_a_unit_gathered_alone_compares_what_it_sends(pool_of):
+    pool = pool_of(2)
+    assert pool.run(gathered_before_the_first_forward, "Bf16Weight") == [""] * 2
+    for text in pool.run(gathered_before_the_first_forward, "Unpadded"):
+        assert "fsdp_pre_all_gather: expected as many elements on every rank, " in text
+        assert "'Linear.weight' sending 64 elements torch.bfloat16 on rank 0" in text
+
+
+def raises_on_one_rank() -> str:
+    model = wrap(get_system("lowtide"), net(extended.Bf16Weight))
+    if dist.get_rank() == 1:
+        local = model[1].up.weight._local_tensor
+
+        def fails(mesh: Any) -> Any:
+            raise OSError("no kernel")
+
+        local.fsdp_pre_all_gather = fails
+    return error_of(lambda: model(batch(0)))
+
+
+def test_a_hook_that_raises_on_one_rank_is_heard_of_on_all(pool_of):
+    for text in pool_of(2).run(raises_on_one_rank):
+        assert "parameter '1.up.weight' sending 64 elements torch.bfloat16" in text
+        assert "OSError: no kernel on rank 1" in text
+
+
+def of_another_class_on_one_rank() -> str:
+    odd = dist.get_rank() == 1
+    kind = extended.Float8Weight if odd else extended.Bf16Weight
+    return error_of(lambda: wrap(get_system("lowtide"), net(kind))(batch(0)))
+
+
+def test_classes_that_differ_are_named(pool_of):
+    for text in pool_of(2).run(of_another_class_on_one_rank):
+        assert ", a Bf16Weight on rank 0 and parameter '2.weight'" in text
+        assert ", a Float8Weight on rank 1" in text
+
+
+class DrawsNumbers(extended.Bf16Weight):
+    """As stochastic rounding does."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
+        return (self._data + torch.randn_like(self._data),), None
+
+
+def of_random_numbers(system_name: str) -> Record:
+    torch.manual_seed(3)
+    return train(wrap(get_system(system_name), net(DrawsNumbers)))
+
+
+def test_hooks_draw_the_random_numbers_they_draw_with_fsdp2(pool_of):
+    compare(pool_of(2), of_random_numbers)
+
+
+def loaded_as_another_class() -> tuple[Record, Record]:
+    """What ``load_state_dict`` assigns is gathered as it says itself."""
+    model = wrap(get_system("lowtide"), net(extended.Float8Weight))
+    train(model, steps=1)
+    other = wrap(get_system("lowtide"), net(extended.Bf16Weight))
+    state = {name: value.clone() for name, value in other.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    model.zero_grad()
+    return train(model), train(other)
+
+
+def test_a_checkpoint_of_another_class_trains(pool_of):
+    for ours, expected in pool_of(2).run(loaded_as_another_class):
+        assert_same_tensors(ours, expected, "loaded")
 
 
 def local_parameters_of() -> str:

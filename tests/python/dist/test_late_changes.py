@@ -129,8 +129,8 @@ MISTAKES: dict[Callable[[Any], None], str] = {
     call_functionally: in_its_place("2.weight", "another Tensor of shape (8, 8)"),
     convert: (
         "RuntimeError: lowtide: unit '0': expected parameters to keep their dtype "
-        "while gradients accumulate without sync, got other dtypes. Convert after a "
-        "backward that reduces, or after zero_grad()."
+        "and class while gradients accumulate without sync, got others. Convert after "
+        "a backward that reduces, or after zero_grad()."
     ),
 }
 

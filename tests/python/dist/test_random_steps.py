@@ -170,9 +170,8 @@ class Steps(RuleBasedStateMachine):
     @precondition(lambda self: self.setup.wrap != "root")
     @rule(run=passes, what=st.sampled_from(("order", "frozen", "factor")))
     def disagree(self, run: Pass, what: str) -> None:
-        # Of one size, and that from the first gather on.
-        alike = self.setup.wrap == "blocks" and not self.setup.extended
-        if what != "order" or alike:
+        of_one_size = self.setup.wrap == "blocks"
+        if what != "order" or of_one_size:
             self.then("disagree", self.suited(run), what)
             self.open = 0
 

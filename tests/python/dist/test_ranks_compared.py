@@ -95,6 +95,24 @@ def test_replicas_are_compared_too(pool_of):
         assert "on rank 2, call " in text
 
 
+def gathered_in_another_order() -> str:
+    """By `unshard()` before the root is known, so before anything is compared."""
+    model = sharded()
+    for number in (1, 2) if dist.get_rank() == 0 else (2, 1):
+        model.layers[number].unshard()
+    with pytest.raises(RuntimeError) as error:
+        model(data(0)).sum().backward()
+    return str(error.value)
+
+
+def test_units_gathered_before_the_first_forward_are_compared(pool_of):
+    for text in pool_of(2).run(gathered_in_another_order):
+        assert (
+            "got unit 'layers.1' gathered as number 0 before the forward on rank 0 and "
+            "unit 'layers.2' gathered as number 0 before the forward on rank 1" in text
+        )
+
+
 # -- what may differ ------------------------------------------------------------------
 
 KEPT: list[Any] = []
