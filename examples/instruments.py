@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import lowtide
 from lowtide import _C
-from lowtide._state.memory import ledger
+from lowtide._base.memory import ledger
 
 ELEMENT_SIZES = {
     "bool": 1,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from case import Case, Row, rows_of
 
-from lowtide._state.unit import unit_state
+from lowtide._sharding.unit import unit_state
 from support.model import Llama, ModelConfig, batch, build, loss_fn
 from support.ranks import RankPool
 from support.systems import get_system

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import _C
-from lowtide._state.memory import ledger
+from lowtide._base.memory import ledger
 from support.model import ModelConfig, batch, build, loss_fn
 
 CPU = torch.device("cpu")

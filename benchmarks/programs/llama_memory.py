@@ -240,7 +240,7 @@ def set_sync(model: Any, sync: bool) -> Any:
 
 def tune(model: nn.Module, args: argparse.Namespace) -> None:
     """lowtide's levers one by one, once there is a root."""
-    from lowtide._state.unit import unit_state
+    from lowtide._sharding.unit import unit_state
 
     state = unit_state(model)
     if state is None or state.root is None:
@@ -326,7 +326,7 @@ def main() -> None:
     args = parser().parse_args()
     start(args.world, expandable=args.expandable)
     if args.whole_embedding:
-        from lowtide._state import embedding
+        from lowtide._sharding import embedding
 
         embedding.LARGE_TABLE = 1 << 62
     json.dump(train(args), sys.stdout)

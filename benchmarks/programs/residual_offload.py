@@ -30,7 +30,7 @@ from torch.utils.checkpoint import (
 
 import lowtide
 from lowtide import _C, ActivationPolicy
-from lowtide._state.memory import ledger
+from lowtide._base.memory import ledger
 
 STEPS = 3
 POLICIES = {

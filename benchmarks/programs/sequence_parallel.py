@@ -35,7 +35,7 @@ from torch.utils.checkpoint import (
 )
 
 import lowtide
-from lowtide._state.gather_axes import axis_of
+from lowtide._gather.axes import axis_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from llama import CONFIGS, LlamaConfig, rope_table, rotate
@@ -209,7 +209,7 @@ def train(system: str, dtype: torch.dtype, torch_collectives: bool) -> dict[str,
     blocks = [Block(SMALL, group, torch_collectives).to(dtype) for _ in range(2)]
     rope = rope_table(SMALL)
     axis = axis_of(group, torch.device("cpu"))
-    from lowtide._state.gather_axes import collectives_of
+    from lowtide._gather.axes import collectives_of
 
     counters = collectives_of(group, torch.device("cpu"))
     bits = hashlib.sha256()

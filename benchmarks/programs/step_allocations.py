@@ -14,7 +14,7 @@ import torch.distributed as dist
 from host_models import SYSTEMS, Training, start
 
 from lowtide import _C
-from lowtide._state.memory import ledger
+from lowtide._base.memory import ledger
 from lowtide.memory import CATEGORIES
 
 NUM_STEPS = 4

@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lowtide
 from lowtide import _C
-from lowtide._state.memory import ledger
+from lowtide._base.memory import ledger
 from support.extended import Float8Weight, extend
 from support.model import ModelConfig, batch, build, loss_fn
 from support.systems import System, get_system

@@ -7,8 +7,8 @@
 //   Adds grad_output^T activation to the gradient of the full parameter
 //   `weight`, where it is reduced from.  It stands in the compiled backward,
 //   and what it does is declared to the compiler as an ordered effect
-//   (python/lowtide/_state/fused.py): such calls are neither removed nor merged
-//   nor reordered.
+//   (python/lowtide/_sharding/fused.py): such calls are neither removed nor
+//   merged nor reordered.
 //
 // [Note: Who owns a weight]
 // Equal layers share one graph, so nothing of a layer may be in it.  The

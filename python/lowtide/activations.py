@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _C
-from lowtide._state import activation as state
+from lowtide._activation import regions as state
 from lowtide.policies import INPUT, ActivationPolicy
 
 __all__ = ["checkpoint", "tag"]
@@ -35,7 +35,7 @@ def tag(x: Tensor, name: str) -> Tensor:
                 "a checkpointed module's arguments. Choose another."
             )
         if torch.compiler.is_compiling():
-            from lowtide._state import compiled
+            from lowtide._activation import compiled
 
             return compiled.tag(x, name)
         _C.name_value(_BOOK, x, name)
@@ -121,7 +121,7 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _call_in_graph(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # Dynamo imports it when it traces this, and finds its way around `run_region`.
-    from lowtide._state import compiled  # noqa: F401
+    from lowtide._activation import compiled  # noqa: F401
 
     return state.run_region(self, args, kwargs)
 

@@ -15,15 +15,15 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
-from lowtide._state import arguments
-from lowtide._state import modules as managed
-from lowtide._state.fsdp_module import (
+from lowtide._sharding import arguments
+from lowtide._sharding import modules as managed
+from lowtide._sharding.fsdp_module import (
     FSDPModule,
     become_fsdp_module,
     register_hooks,
 )
-from lowtide._state.late import watch
-from lowtide._state.unit import UnitState, unit_state
+from lowtide._sharding.late import watch
+from lowtide._sharding.unit import UnitState, unit_state
 from lowtide.policies import GradientMode, MixedPrecisionPolicy
 
 __all__ = [

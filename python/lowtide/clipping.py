@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lowtide._state import flat_norm
-from lowtide._state.local_parameter import sharded_of
+from lowtide._sharding import flat_norm
+from lowtide._sharding.local_parameter import sharded_of
 
 __all__ = ["clip_grad_norm_"]
 

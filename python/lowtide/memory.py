@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from lowtide._state import activation_report as activations
-from lowtide._state.activation import device_of
-from lowtide._state.activation_report import ActivationReport
-from lowtide._state.memory import ledger
-from lowtide._state.unit import UnitState, unit_state
+from lowtide._activation import report as activations
+from lowtide._activation.regions import device_of
+from lowtide._activation.report import ActivationReport
+from lowtide._base.memory import ledger
+from lowtide._sharding.unit import UnitState, unit_state
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lowtide._state.local_parameter import LocalParameter, local_parameter_of
-from lowtide._state.subclass import is_extended
-from lowtide._state.unit import unit_state
+from lowtide._sharding.local_parameter import LocalParameter, local_parameter_of
+from lowtide._sharding.subclass import is_extended
+from lowtide._sharding.unit import unit_state
 
 __all__ = ["local_parameters", "sharded_optimizer"]
 

@@ -8,10 +8,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from lowtide._state import arguments, blocks
-from lowtide._state import modules as managed
-from lowtide._state.blocks import Decision
-from lowtide._state.unit import unit_state
+from lowtide._sharding import arguments, blocks
+from lowtide._sharding import modules as managed
+from lowtide._sharding.blocks import Decision
+from lowtide._sharding.unit import unit_state
 from lowtide.activations import checkpoint
 from lowtide.api import default_mesh, fully_shard
 from lowtide.policies import ActivationPolicy, GradientMode, MixedPrecisionPolicy

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lowtide._state.rows import RowChunk
+from lowtide._base.rows import RowChunk
 
 
 def contiguous_chunks(vocab_size: int, chunk_rows: int) -> tuple[RowChunk, ...]:

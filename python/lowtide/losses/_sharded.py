@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _C
-from lowtide._state.modules import class_name
-from lowtide._state.rows import RowChunk, strided_chunks
-from lowtide._state.unit import UnitState, unit_state
+from lowtide._base.classes import class_name
+from lowtide._base.rows import RowChunk, strided_chunks
+from lowtide._sharding.unit import UnitState, unit_state
 from lowtide.losses._rows import accumulate_dtype
 
 

@@ -9,7 +9,7 @@ of it to its dtype per chunk.
 import torch
 from torch import Tensor
 
-from lowtide._state.rows import RowChunk
+from lowtide._base.rows import RowChunk
 from lowtide.losses._objective import Objective, Statistics
 from lowtide.losses._rows import accumulate_dtype
 from lowtide.losses._tiles import Tiles, finish_gradient_, subtract_max_, token_chunks

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowtide._state.rows import RowChunk
+from lowtide._base.rows import RowChunk
 from lowtide.losses._objective import Objective, Statistics
 from lowtide.losses._rows import VocabularyRows, accumulate_dtype
 from lowtide.losses._tiles import Tiles, fold, tile_gradient, token_chunks

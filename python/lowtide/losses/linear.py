@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lowtide._state.fused import has_own_forward
-from lowtide._state.modules import class_name
-from lowtide._state.unit import UnitState, unit_state
+from lowtide._base.classes import class_name
+from lowtide._sharding.fused import has_own_forward
+from lowtide._sharding.unit import UnitState, unit_state
 from lowtide.losses._autograd import loss_of_rows
 from lowtide.losses._objective import Objective
 from lowtide.losses._operators import loss_by_tokens, loss_by_vocabulary

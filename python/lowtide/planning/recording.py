@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from lowtide._state.memory import ledger
+from lowtide._base.memory import ledger
 from lowtide.planning.modules import ModuleTable, clean
 from lowtide.planning.stacks import StackTable
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._pytree import tree_leaves
 
 from lowtide import _C
-from lowtide._state.gather_axes import axis_of
+from lowtide._gather.axes import axis_of
 from lowtide.sequence_parallel.policy import MIN_BYTES, PREFETCH_BYTES
 
 _WHO = "rematerialize_gathers"

@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.tensor import DTensor
 
 from lowtide import _C
-from lowtide._state import open_regions
-from lowtide._state.gather_axes import Group, axis_of, process_group
+from lowtide._base import open_regions
+from lowtide._gather.axes import Group, axis_of, process_group
 from lowtide.sequence_parallel import operators
 from lowtide.sequence_parallel.policy import decide, prefetch_bytes
 

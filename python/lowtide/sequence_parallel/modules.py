@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowtide._state.gather_axes import Group, process_group
+from lowtide._gather.axes import Group, process_group
 from lowtide.sequence_parallel.functions import (
     sp_all_gather,
     sp_gather_linear,

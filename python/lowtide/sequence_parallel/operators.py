@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from lowtide import _C
-from lowtide._state.gather_axes import axis_named, group_named
+from lowtide._gather.axes import axis_named, group_named
 
 
 def _rows(tensor: Tensor, rows: Any, last: Any = None) -> Tensor:

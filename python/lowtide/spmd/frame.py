@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from lowtide import _C
-from lowtide._state import open_regions
+from lowtide._base import open_regions
 from lowtide.spmd.axes import Axis, rank_text
 from lowtide.spmd.types import ReplicationError, error
 

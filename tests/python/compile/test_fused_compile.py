@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide._state.unit import unit_state
+from lowtide._sharding.unit import unit_state
 
 DIM, BLOCKS = 8, 3
 BACKENDS = ("aot_eager", "inductor")

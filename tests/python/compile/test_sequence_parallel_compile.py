@@ -14,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.compile_fx import compile_fx
 
 import lowtide
-from lowtide._state.gather_axes import axis_of
+from lowtide._gather.axes import axis_of
 from support.ranks import RankPool
 
 ROWS, FEATURES, HIDDEN, WORLD = 5, 16, 24, 2

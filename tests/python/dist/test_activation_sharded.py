@@ -13,7 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import lowtide
 from lowtide import ActivationPolicy
-from lowtide._state.memory import ledger
+from lowtide._base.memory import ledger
 from support.bits import same_bits
 from support.model import Llama, ModelConfig, batch, build, loss_fn
 from support.systems import get_system
@@ -83,7 +83,7 @@ def collectives(comm: CommDebugMode, model: Any, system: str) -> dict[str, int]:
         return {str(op): count for op, count in comm.get_comm_counts().items()}
     counts: dict[str, int] = {}
     for module in model.modules():
-        state = lowtide._state.unit.unit_state(module)
+        state = lowtide._sharding.unit.unit_state(module)
         if state is None:
             continue
         for group in {state.groups.gather, state.groups.reduce}:

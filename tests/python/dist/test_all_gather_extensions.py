@@ -17,7 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide._state.unit import unit_state
+from lowtide._sharding.unit import unit_state
 from support import extended
 from support.bits import assert_same_tensors
 from support.systems import System, get_system

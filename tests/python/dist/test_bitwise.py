@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lowtide._state.unit import unit_state
+from lowtide._sharding.unit import unit_state
 from support.bits import assert_follows_rule
 from support.model import TINY, ModelConfig, build
 from support.systems import get_system

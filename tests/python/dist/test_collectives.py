@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lowtide._state.unit import unit_state
+from lowtide._sharding.unit import unit_state
 from support.bits import difference, same_bits
 from support.model import ModelConfig, build, loss_fn
 from support.model import batch as llama_batch

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import lowtide
-from lowtide._state import embedding
-from lowtide._state.unit import unit_state
+from lowtide._sharding import embedding
+from lowtide._sharding.unit import unit_state
 from support.recorder import Record, Recorder, assert_same_records
 from support.systems import get_system
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide._state import embedding
-from lowtide._state.unit import unit_state
+from lowtide._sharding import embedding
+from lowtide._sharding.unit import unit_state
 from support.bits import difference, same_bits
 
 ROWS, DIM = 301, 24  # 301 divides by none of 2, 3, 4

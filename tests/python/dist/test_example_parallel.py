@@ -16,7 +16,7 @@ import llama
 import llama_parallel
 import lowtide
 import parallel_checkpoint
-from lowtide._state.gather_axes import axis_of
+from lowtide._gather.axes import axis_of
 
 CONFIG = dataclasses.replace(llama.CONFIGS["tiny"], max_seq_len=8)
 NAMES = ("attn_in", "ffn_in", "head_in")

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lowtide._state import flat_norm
+from lowtide._sharding import flat_norm
 
 
 def sharded_parameters(replicas: int) -> list[nn.Parameter]:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import lowtide
-from lowtide._state import embedding
+from lowtide._sharding import embedding
 from support.bombs import Boom, Explosion
 from support.fused import Model, data
 from support.recorder import Record, Recorder, assert_same_records

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import lowtide
-from lowtide._state import fused
+from lowtide._sharding import fused
 from support.bits import same_bits
 from support.fused import DIM, HIDDEN, STEPS, Model, data, model_of, plain, uses
 from support.recorder import Record, Recorder, assert_same_records

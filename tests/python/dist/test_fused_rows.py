@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import lowtide
-from lowtide._state import embedding
+from lowtide._sharding import embedding
 from support.fused import DIM
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lowtide._state.unit import unit_state
+from lowtide._sharding.unit import unit_state
 from support.model import ModelConfig, batch, build, loss_fn
 from support.systems import get_system
 from support.training import Run, shard

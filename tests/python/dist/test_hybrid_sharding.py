@@ -207,7 +207,7 @@ def test_use_on_one_replica_counts_on_all(pool_of, later):
 
 
 def describe() -> list[Any]:
-    from lowtide._state.unit import unit_state
+    from lowtide._sharding.unit import unit_state
 
     model = hybrid(get_system("lowtide"), (2, 2))
     weight = model.layers[0].w1.weight

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lowtide
-from lowtide._state.unit import unit_state
+from lowtide._sharding.unit import unit_state
 from lowtide.losses import linear_cross_entropy
 
 VOCAB, DIM = 37, 16

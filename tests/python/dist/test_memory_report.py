@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import lowtide
-from lowtide._state.memory import ledger
+from lowtide._base.memory import ledger
 from lowtide.memory import CATEGORIES
 from support.model import TINY, ModelConfig, batch, build, loss_fn
 from support.systems import get_system

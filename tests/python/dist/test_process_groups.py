@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lowtide import _C
-from lowtide._state import groups
+from lowtide._sharding import groups
 from support.bits import same_bits
 from support.left_fold import left_fold
 from support.ranks import RankPool

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lowtide import fully_shard
-from lowtide._state import groups
+from lowtide._sharding import groups
 from support.layers import Blocks, data
 from support.random_steps import call_log
 from support.ranks import RankPool

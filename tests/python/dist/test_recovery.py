@@ -70,7 +70,7 @@ class Session:
         return {unit.state for unit in self.units()}
 
     def units(self) -> list[Any]:
-        from lowtide._state.unit import unit_state
+        from lowtide._sharding.unit import unit_state
 
         states = [unit_state(m) for m in self.model.modules()]
         return [state.unit for state in states if state is not None]
@@ -157,14 +157,14 @@ def test_exception_equals_a_skipped_step(pool_of, world_size, wrapping, when, sy
 
 
 def device_memory() -> Any:
-    from lowtide._state import memory
+    from lowtide._base import memory
 
     return memory.device_memory(torch.device("cpu"))
 
 
 def lease_points() -> list[tuple[str, str]]:
     """What a step so far leased: (category, name)."""
-    from lowtide._state import memory
+    from lowtide._base import memory
 
     ledger = memory.ledger(torch.device("cpu"))
     return [

@@ -185,7 +185,7 @@ def second_order() -> None:
 
 
 def empty_budget() -> None:
-    from lowtide._state.unit import unit_state
+    from lowtide._sharding.unit import unit_state
 
     module = sharded()
     module(torch.zeros(1, 4))

@@ -22,8 +22,8 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide._state.gather_axes import axis_of
-from lowtide._state.memory import ledger
+from lowtide._base.memory import ledger
+from lowtide._gather.axes import axis_of
 from support.sequence_parallel import bytes_held_after
 
 CPU = torch.device("cpu")

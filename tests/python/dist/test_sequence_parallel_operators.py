@@ -70,7 +70,7 @@ def cases() -> dict[str, list[tuple[Any, ...]]]:
 
 def check_all() -> tuple[dict[str, list[dict[str, str]]], set[str]]:
     """What opcheck found, and which operators there are."""
-    import lowtide._state.compiled
+    import lowtide._activation.compiled
     import lowtide.losses
     import lowtide.sequence_parallel.operators  # noqa: F401
 

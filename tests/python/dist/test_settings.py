@@ -158,7 +158,7 @@ def test_setting_keeps_the_bits(pool_of, name, num_ranks):
 
 
 def placements_and_wire(columns_sharded: bool) -> tuple[list[Any], tuple[int, int]]:
-    from lowtide._state.unit import unit_state
+    from lowtide._sharding.unit import unit_state
 
     wrap = columns if columns_sharded else (lambda model: {})
     model = llama(get_system("lowtide"), Setting(wrap))
@@ -194,7 +194,7 @@ def bytes_between_forward_and_backward(size: int) -> tuple[int, int, list[Any]]:
     rows padded to 4 ranks, 256 B apart), and the calls on the whole and the smaller
     group."""
     import lowtide
-    from lowtide._state.unit import unit_state
+    from lowtide._sharding.unit import unit_state
 
     setting = Setting(lambda model: {"reshard_after_forward": size})
     model = llama(get_system("lowtide"), setting)

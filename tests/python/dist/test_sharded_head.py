@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import lowtide
-from lowtide._state.unit import unit_state
+from lowtide._sharding.unit import unit_state
 from lowtide.losses import linear_cross_entropy, stream_rows
 from lowtide.losses._autograd import loss_of_rows
 from lowtide.losses._objective import Objective

@@ -124,7 +124,7 @@ def test_bad_gradient_stays_in_its_row(pool_of, system, world_size, bad):
 
 def train_poisoned(run: Run) -> Trace:
     """Every buffer lowtide leases starts as NaN and is NaN once given back."""
-    from lowtide._state.memory import device_memory
+    from lowtide._base.memory import device_memory
 
     memory = device_memory(torch.device("cpu"))
     memory.set_poison(True)

@@ -28,7 +28,7 @@ from torchao.prototype.quantized_training import (
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
 import lowtide
-from lowtide._state.unit import unit_state
+from lowtide._sharding.unit import unit_state
 from support.recorder import Record, Recorder, assert_same_records
 from support.reference import average
 from support.systems import get_system

@@ -145,7 +145,7 @@ def test_decision_is_printed_with_its_reasons(pool_of):
 def wrap_with(**settings: Any) -> tuple[list[str], list[str], str]:
     """Which modules became units and regions, or the error."""
     import lowtide
-    from lowtide._state.activation import region_state
+    from lowtide._activation.regions import region_state
 
     model = Net()
     with contextlib.redirect_stdout(io.StringIO()):

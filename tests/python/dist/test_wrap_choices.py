@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import lowtide
-from lowtide._state import blocks
+from lowtide._sharding import blocks
 from support.bits import same_bits
 
 

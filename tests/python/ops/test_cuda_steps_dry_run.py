@@ -227,7 +227,7 @@ def test_no_block_is_recorded_on_another_stream() -> None:
 def test_an_unknown_setting_of_communicators_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from lowtide._state import groups
+    from lowtide._sharding import groups
 
     monkeypatch.setenv("LOWTIDE_COMMUNICATORS", "one")
     with pytest.raises(ValueError) as caught:  # noqa: PT011  the text is compared

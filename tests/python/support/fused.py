@@ -60,7 +60,7 @@ def data(seed: int, *, grad: bool = False, rows: int = 5) -> torch.Tensor:
 
 def uses(model: nn.Module) -> int:
     """Products that were added in place."""
-    from lowtide._state.unit import unit_state
+    from lowtide._sharding.unit import unit_state
 
     states = {unit_state(module) for module in model.modules()} - {None}
     return sum(use.added for state in states for use in state.unit.fused_uses)

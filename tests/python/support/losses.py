@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowtide._state.rows import RowChunk, strided_chunks
+from lowtide._base.rows import RowChunk, strided_chunks
 from lowtide.losses._objective import Objective
 from lowtide.losses._rows import accumulate_dtype
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide._state import embedding
+from lowtide._sharding import embedding
 from support.bombs import Boom
 from support.extended import Bf16Weight
 from support.left_fold import left_fold

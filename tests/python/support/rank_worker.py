@@ -59,7 +59,7 @@ def drop_groups() -> None:
     from torch.distributed import distributed_c10d
 
     world = dist.group.WORLD
-    groups = sys.modules.get("lowtide._state.groups")
+    groups = sys.modules.get("lowtide._sharding.groups")
     kept = {world}
     if groups is not None:
         for names, (theirs, made) in list(groups._known.items()):

@@ -18,8 +18,8 @@ from torch.distributed._functional_collectives import (
 )
 
 from lowtide import _C
-from lowtide._state.gather_axes import axis_of
-from lowtide._state.memory import ledger
+from lowtide._base.memory import ledger
+from lowtide._gather.axes import axis_of
 
 ROWS, FEATURES = 6, 8
 CPU = torch.device("cpu")

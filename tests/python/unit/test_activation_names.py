@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import (
 from torch.utils.flop_counter import FlopCounterMode
 
 from lowtide import ActivationPolicy, checkpoint, tag
-from lowtide._state.activation import region_state
+from lowtide._activation.regions import region_state
 from support.blocks import (
     DIM,
     HIDDEN,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import _C, ActivationPolicy, checkpoint
-from lowtide._state.activation import region_state
+from lowtide._activation.regions import region_state
 from support.blocks import (
     HIDDEN_BYTES,
     RESIDUAL_BYTES,

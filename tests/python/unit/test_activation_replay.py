@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from lowtide import _C, ActivationPolicy, checkpoint, tag
-from lowtide._state.activation import region_state
-from lowtide._state.interior import NOT_REPEATED
+from lowtide._activation.interior import NOT_REPEATED
+from lowtide._activation.regions import region_state
 
 WIDTH = 8
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from lowtide import ActivationPolicy, checkpoint
-from lowtide._state.activation import region_state
-from lowtide._state.activation_report import planned_bytes
+from lowtide._activation.regions import region_state
+from lowtide._activation.report import planned_bytes
 from support.blocks import Mlp, assert_same_bits, gradients, rows, stack, step
 from support.regions import leaf, region
 

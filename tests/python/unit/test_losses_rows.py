@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowtide._state.rows import RowChunk, strided_chunks
+from lowtide._base.rows import RowChunk, strided_chunks
 from lowtide.losses import linear_cross_entropy
 from lowtide.losses._autograd import loss_of_rows
 from lowtide.losses._rows import contiguous_chunks

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import OffloadPolicy
 
-from lowtide._state import modules as managed
-from lowtide._state.fsdp_module import FSDPModule
+from lowtide._sharding import modules as managed
+from lowtide._sharding.fsdp_module import FSDPModule
 from lowtide.policies import GradientMode, MixedPrecisionPolicy
 
 

@@ -19,7 +19,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from lowtide import _C
-from lowtide._state.parameter import UnitParameter
+from lowtide._sharding.parameter import UnitParameter
 from lowtide.policies import ParameterDtypes
 
 # Where a layer keeps its FusedWeight.

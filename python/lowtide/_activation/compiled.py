@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from lowtide._state import activation as state
+from lowtide._activation import regions as state
 from lowtide.policies import INPUT, ActivationPolicy
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lowtide._base.classes import class_name
+
 
 @dataclasses.dataclass
 class ManagedParameter:
@@ -39,7 +41,7 @@ def managed_modules(roots: tuple[nn.Module, ...]) -> list[nn.Module]:
 
 
 def is_unit(module: nn.Module) -> bool:
-    from lowtide._state.unit import unit_state
+    from lowtide._sharding.unit import unit_state
 
     return unit_state(module) is not None
 
@@ -56,17 +58,6 @@ def managed_parameters(
             managed = found.setdefault(id(parameter), ManagedParameter(parameter, []))
             managed.slots.append((module, name))
     return list(found.values())
-
-
-def original_class(module: nn.Module) -> type:
-    """The program's, also of a module that ``fully_shard`` made an ``FSDPModule``."""
-    kind = type(module)
-    original: type = getattr(kind, "_original_class", kind)
-    return original
-
-
-def class_name(module: nn.Module) -> str:
-    return original_class(module).__name__
 
 
 def require_initialized(

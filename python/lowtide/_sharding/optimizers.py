@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lowtide._state.local_parameter import sharded_of
-from lowtide._state.ties import became, replacements
-from lowtide._state.unit import UnitState
+from lowtide._sharding.local_parameter import sharded_of
+from lowtide._sharding.ties import became, replacements
+from lowtide._sharding.unit import UnitState
 
 _units: "weakref.WeakSet[UnitState]" = weakref.WeakSet()  # of every root
 _known: "weakref.WeakKeyDictionary[Optimizer, _Known]" = weakref.WeakKeyDictionary()

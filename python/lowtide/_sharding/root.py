@@ -6,15 +6,15 @@ import weakref
 from torch import nn
 
 from lowtide import _C
-from lowtide._state.agreement import require_agreement
-from lowtide._state.extension import agree
-from lowtide._state.late import warn_of_additions
-from lowtide._state.memory import device_memory
-from lowtide._state.misread import explain_errors
-from lowtide._state.modules import class_name, original_class
-from lowtide._state.optimizers import watch_optimizers
-from lowtide._state.ties import move_shared_parameters
-from lowtide._state.unit import UnitState, unit_state
+from lowtide._base.classes import class_name, original_class
+from lowtide._base.memory import device_memory
+from lowtide._sharding.agreement import require_agreement
+from lowtide._sharding.extension import agree
+from lowtide._sharding.late import warn_of_additions
+from lowtide._sharding.misread import explain_errors
+from lowtide._sharding.optimizers import watch_optimizers
+from lowtide._sharding.ties import move_shared_parameters
+from lowtide._sharding.unit import UnitState, unit_state
 
 
 def build_root(state: UnitState) -> None:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowtide import _C
-from lowtide._state.rows import RowChunk, strided_chunks
+from lowtide._base.rows import RowChunk, strided_chunks
 
 # Bytes of a table, in fp32, from which on it is read, and its gradient comes, in
 # blocks. Below, the kernels that a block takes cost more than the bytes are worth.

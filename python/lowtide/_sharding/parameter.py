@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from lowtide._state.subclass import (
+from lowtide._sharding.subclass import (
     extended_class,
     plain_gradient,
     require_both_hooks,

@@ -18,9 +18,9 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from lowtide import _C
-from lowtide._state.interior import Recorder, Replayer
-from lowtide._state.memory import device_memory
-from lowtide._state.modules import class_name
+from lowtide._activation.interior import Recorder, Replayer
+from lowtide._base.classes import class_name
+from lowtide._base.memory import device_memory
 from lowtide.policies import INPUT, ActivationPolicy
 
 # Where a checkpointed module keeps its region.

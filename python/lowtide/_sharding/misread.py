@@ -20,12 +20,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from lowtide._state.modules import class_name
-from lowtide._state.ties import owner_of
+from lowtide._base.classes import class_name
+from lowtide._sharding.ties import owner_of
 
 if TYPE_CHECKING:
-    from lowtide._state.parameter import UnitParameter
-    from lowtide._state.unit import UnitState
+    from lowtide._sharding.parameter import UnitParameter
+    from lowtide._sharding.unit import UnitState
 
 _MIXED = "got mixed torch.Tensor and DTensor"
 # A name and what follows it: attributes, places in containers.

@@ -16,9 +16,9 @@ from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lowtide._state.agreement import require_same_lines
-from lowtide._state.parameter import UnitParameter, over_parallel
-from lowtide._state.subclass import (
+from lowtide._base.agreement import require_same_lines
+from lowtide._sharding.parameter import UnitParameter, over_parallel
+from lowtide._sharding.subclass import (
     POST,
     PRE,
     plain_gradient,

@@ -9,8 +9,8 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from lowtide import _C
-from lowtide._state.agreement import require_same_lines
-from lowtide._state.memory import device_memory
+from lowtide._base.agreement import require_same_lines
+from lowtide._base.memory import device_memory
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh
 

@@ -10,12 +10,12 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from lowtide._state.buffers_of_group import (
+from lowtide._base.classes import class_name
+from lowtide._sharding.buffers_of_group import (
     GroupBufferAllGather,
     GroupBufferReduceScatter,
 )
-from lowtide._state.modules import class_name
-from lowtide._state.unit import UnitState, unit_state
+from lowtide._sharding.unit import UnitState, unit_state
 
 
 class _PlaceOfOriginal:

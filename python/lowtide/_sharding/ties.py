@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lowtide._state.modules import managed_modules
+from lowtide._sharding.modules import managed_modules
 
 if TYPE_CHECKING:
-    from lowtide._state.parameter import UnitParameter
-    from lowtide._state.unit import UnitState
+    from lowtide._sharding.parameter import UnitParameter
+    from lowtide._sharding.unit import UnitState
 
 # Parameters as they were before sharding -> what they became.
 _became: WeakIdKeyDictionary = WeakIdKeyDictionary()

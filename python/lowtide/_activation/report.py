@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowtide._state.activation import (
+from lowtide._activation.regions import (
     RegionState,
     names_in_graphs,
     problems,

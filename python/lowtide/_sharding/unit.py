@@ -22,26 +22,22 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from lowtide import _C
-from lowtide._state.embedding import EmbeddingRows, wants_rows
-from lowtide._state.extension import Extensions
-from lowtide._state.fused import FusedWeights
-from lowtide._state.groups import groups_of, smaller_group
-from lowtide._state.late import warn_of_additions
-from lowtide._state.memory import device_memory
-from lowtide._state.modules import (
-    ManagedParameter,
-    check_shardable,
-    class_name,
-    original_class,
-)
-from lowtide._state.parameter import (
+from lowtide._base.classes import class_name, original_class
+from lowtide._base.memory import device_memory
+from lowtide._sharding.embedding import EmbeddingRows, wants_rows
+from lowtide._sharding.extension import Extensions
+from lowtide._sharding.fused import FusedWeights
+from lowtide._sharding.groups import groups_of, smaller_group
+from lowtide._sharding.late import warn_of_additions
+from lowtide._sharding.modules import ManagedParameter, check_shardable
+from lowtide._sharding.parameter import (
     UnitParameter,
     local_gradient,
     make_shard,
     require_sharded,
 )
-from lowtide._state.subclass import extended_class, require_hooks
-from lowtide._state.ties import (
+from lowtide._sharding.subclass import extended_class, require_hooks
+from lowtide._sharding.ties import (
     owner_of,
     remember_original,
     remember_replaced,
@@ -481,7 +477,7 @@ def unit_state(module: nn.Module) -> UnitState | None:
 
 
 def _lazy_init(state: "weakref.ref[UnitState]") -> None:
-    from lowtide._state.root import build_root
+    from lowtide._sharding.root import build_root
 
     alive = state()
     assert alive is not None

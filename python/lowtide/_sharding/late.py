@@ -14,11 +14,11 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from lowtide._state.modules import managed_modules
-from lowtide._state.ties import sharded_places
+from lowtide._sharding.modules import managed_modules
+from lowtide._sharding.ties import sharded_places
 
 if TYPE_CHECKING:
-    from lowtide._state.unit import UnitState
+    from lowtide._sharding.unit import UnitState
 
 _unit_of: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[UnitState]]" = (
     weakref.WeakKeyDictionary()

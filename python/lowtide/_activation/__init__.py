@@ -1,0 +1,1 @@
+"""Checkpointed regions, around the engine in csrc/activation."""

@@ -1,0 +1,1 @@
+"""What every room may use: memory of a device, lines that ranks compare, names."""

@@ -1,0 +1,1 @@
+"""Gathers that backward does again, around the engine in csrc/gather."""
