@@ -23,6 +23,7 @@ from lowtide._sharding.fsdp_module import (
     register_hooks,
 )
 from lowtide._sharding.late import watch
+from lowtide._sharding.root import before_first_forward
 from lowtide._sharding.unit import UnitState, unit_state
 from lowtide.policies import GradientMode, MixedPrecisionPolicy
 
@@ -125,7 +126,9 @@ def fully_shard(
     managed.require_initialized(roots, parameters, "fully_shard")
     managed.move_to_device(modules, parameters, device)
 
-    state = UnitState(roots, mesh, device, mp_policy, reshard, grads)
+    state = UnitState(
+        roots, mesh, device, mp_policy, reshard, grads, before_first_forward
+    )
     state.shard(parameters, shard_placement_fn)
     for one in modules:
         # torch.compile then treats parameters as it does FSDP2's.

@@ -6,7 +6,7 @@ nothing: a unit looks again before its next forward.
 
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import (
@@ -15,17 +15,15 @@ from torch.nn.modules.module import (
 )
 
 from lowtide._sharding.modules import managed_modules
-from lowtide._sharding.ties import sharded_places
-
-if TYPE_CHECKING:
-    from lowtide._sharding.unit import UnitState
+from lowtide._sharding.owners import sharded_places
+from lowtide._sharding.unit import UnitState
 
 _unit_of: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[UnitState]]" = (
     weakref.WeakKeyDictionary()
 )
 
 
-def watch(state: "UnitState") -> None:
+def watch(state: UnitState) -> None:
     """Notices what is registered in the unit's modules from now on."""
     if not _unit_of:
         register_module_parameter_registration_hook(_registered)
@@ -45,7 +43,7 @@ def _registered(module: nn.Module, name: str, value: Any) -> None:
             _unit_of.setdefault(inside, unit)
 
 
-def warn_of_additions(state: "UnitState") -> None:
+def warn_of_additions(state: UnitState) -> None:
     """FSDP2 leaves them to the rank, too, and says nothing."""
     known = sharded_places()
     managed = set(managed_modules(state.modules))

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,11 +21,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lowtide._base.classes import class_name
-from lowtide._sharding.ties import owner_of
-
-if TYPE_CHECKING:
-    from lowtide._sharding.parameter import UnitParameter
-    from lowtide._sharding.unit import UnitState
+from lowtide._sharding.owners import owner_of
+from lowtide._sharding.parameter import UnitParameter
+from lowtide._sharding.unit import UnitState
 
 _MIXED = "got mixed torch.Tensor and DTensor"
 # A name and what follows it: attributes, places in containers.
@@ -35,7 +33,7 @@ _LINES_OF_A_CALL = 4
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
-def explain_errors(state: "UnitState") -> None:
+def explain_errors(state: UnitState) -> None:
     """Of the forwards of ``state``'s module, the root, from the one that begins on."""
     watch: _Watch | None = _Watch(state)
 
@@ -56,7 +54,7 @@ def explain_errors(state: "UnitState") -> None:
     state.modules[0].register_forward_hook(look, always_call=True)
 
 
-def _tree(root: "UnitState") -> "list[UnitState]":
+def _tree(root: UnitState) -> list[UnitState]:
     return [unit for reference in root.tree if (unit := reference())]
 
 
@@ -64,7 +62,7 @@ def _tree(root: "UnitState") -> "list[UnitState]":
 class _Read:
     """Of a sharded parameter, somewhere in a program."""
 
-    owner: "UnitParameter"
+    owner: UnitParameter
     file: str
     function: str
     line: int
@@ -74,9 +72,7 @@ class _Read:
         return f"{code!r} in {self.function} (line {self.line} of {self.file})"
 
 
-def _explain(
-    error: RuntimeError, read: "_Read | None", units: "list[UnitState]"
-) -> None:
+def _explain(error: RuntimeError, read: _Read | None, units: list[UnitState]) -> None:
     unit = next((u for u in units if read and read.owner in u.parameters), None)
     if read is None or unit is None:
         return
@@ -137,14 +133,14 @@ def _note(shard: Any) -> None:
         _reads.append(_Read(owner, code.co_filename, code.co_name, frame.f_lineno))
 
 
-def _read_last(watch: "_Watch | None") -> "_Read | None":
+def _read_last(watch: "_Watch | None") -> _Read | None:
     return watch.reads[-1] if watch is not None and watch.reads else None
 
 
 class _Watch:
     """Over the shards of every unit below ``root``."""
 
-    def __init__(self, root: "UnitState") -> None:
+    def __init__(self, root: UnitState) -> None:
         self._root = root
         self.reads: list[_Read] = []
         self._shards: list[Any] = []
@@ -184,7 +180,7 @@ class _Watch:
 # -- where an error came from, in later forwards -------------------------------------
 
 
-def _read_in(error: BaseException) -> "_Read | None":
+def _read_in(error: BaseException) -> _Read | None:
     for frame, line in _frames(error):
         for owner in _weights(frame, line):
             code = frame.f_code
@@ -201,7 +197,7 @@ def _frames(error: BaseException) -> list[tuple[FrameType, int]]:
     return frames[::-1]
 
 
-def _weights(frame: FrameType, line: int) -> "Iterator[UnitParameter]":
+def _weights(frame: FrameType, line: int) -> Iterator[UnitParameter]:
     """Sharded parameters that the code from ``line`` on names."""
     for number in range(line, line + _LINES_OF_A_CALL):
         code = linecache.getline(frame.f_code.co_filename, number)

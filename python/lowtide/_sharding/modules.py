@@ -12,6 +12,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowtide._base.classes import class_name
 
+# Where a module keeps the state of its unit.
+UNIT_STATE = "_lowtide_state"
+
 
 @dataclasses.dataclass
 class ManagedParameter:
@@ -41,9 +44,8 @@ def managed_modules(roots: tuple[nn.Module, ...]) -> list[nn.Module]:
 
 
 def is_unit(module: nn.Module) -> bool:
-    from lowtide._sharding.unit import unit_state
-
-    return unit_state(module) is not None
+    """Whether ``module`` was passed to ``fully_shard``."""
+    return UNIT_STATE in module.__dict__
 
 
 def managed_parameters(

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowtide._sharding.local_parameter import sharded_of
-from lowtide._sharding.ties import became, replacements
+from lowtide._sharding.owners import became, replacements
 from lowtide._sharding.unit import UnitState
 
 _units: "weakref.WeakSet[UnitState]" = weakref.WeakSet()  # of every root

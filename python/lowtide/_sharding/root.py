@@ -1,8 +1,10 @@
 """The first forward: which units are in the tree, what they are called, and whether
 all ranks agree."""
 
+import sys
 import weakref
 
+import torch
 from torch import nn
 
 from lowtide import _C
@@ -15,6 +17,16 @@ from lowtide._sharding.misread import explain_errors
 from lowtide._sharding.optimizers import watch_optimizers
 from lowtide._sharding.ties import move_shared_parameters
 from lowtide._sharding.unit import UnitState, unit_state
+
+
+def before_first_forward(state: UnitState) -> None:
+    """Of a unit that has no root yet, or in whose modules something was registered."""
+    if state.root is not None:
+        warn_of_additions(state)
+    elif "torch._dynamo" in sys.modules:  # the root's own forward may be compiled
+        torch.compiler.disable(build_root)(state)
+    else:
+        build_root(state)
 
 
 def build_root(state: UnitState) -> None:

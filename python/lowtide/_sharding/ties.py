@@ -6,75 +6,15 @@ that read it, so the first forward moves it to the innermost such unit: the root
 a rule. Its gradient is then complete when that unit's are.
 """
 
-import weakref
-from typing import TYPE_CHECKING
-
-from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
+from torch import nn
 
 from lowtide._sharding.modules import managed_modules
-
-if TYPE_CHECKING:
-    from lowtide._sharding.parameter import UnitParameter
-    from lowtide._sharding.unit import UnitState
-
-# Parameters as they were before sharding -> what they became.
-_became: WeakIdKeyDictionary = WeakIdKeyDictionary()
-# By the id of a shard. Not by a weak reference to it: `Module._apply` refuses to swap
-# a tensor that has one.
-_by_shard: "weakref.WeakValueDictionary[int, UnitParameter]" = (
-    weakref.WeakValueDictionary()
-)
+from lowtide._sharding.owners import owner_of
+from lowtide._sharding.parameter import UnitParameter
+from lowtide._sharding.unit import UnitState
 
 
-# Parameters that are registered nowhere any more -> the names of what replaced them.
-_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_num_replacements = 0
-
-
-def remember_original(parameter: nn.Parameter, became: "UnitParameter") -> None:
-    _became[parameter] = weakref.ref(became)
-
-
-def remember_replaced(shard: nn.Parameter, owner: "UnitParameter") -> None:
-    """``owner`` has got another shard."""
-    global _num_replacements
-    _replaced[shard] = weakref.ref(owner)
-    _num_replacements += 1
-
-
-def replacements() -> int:
-    """How many shards have been replaced."""
-    return _num_replacements
-
-
-def became(parameter: Tensor) -> str | None:
-    """The name of what replaced ``parameter``; ``None`` if nothing did."""
-    reference = _became.get(parameter) or _replaced.get(parameter)
-    owner = reference() if reference is not None else None
-    return owner.name if owner is not None and owner.shard is not parameter else None
-
-
-def remember_shard(owner: "UnitParameter") -> None:
-    _by_shard[id(owner.shard)] = owner
-
-
-def owner_of(parameter: nn.Parameter) -> "UnitParameter | None":
-    """What ``parameter`` became, or is the shard of."""
-    owner = _by_shard.get(id(parameter))
-    if owner is not None and owner.shard is parameter:
-        return owner
-    reference = _became.get(parameter)
-    became: UnitParameter | None = reference() if reference is not None else None
-    return became
-
-
-def sharded_places() -> set[tuple[nn.Module, str]]:
-    """Where parameters of units are registered."""
-    return {slot for owner in _by_shard.values() for slot in owner.slots}
-
-
-def move_shared_parameters(root: nn.Module, states: "list[UnitState]") -> None:
+def move_shared_parameters(root: nn.Module, states: list[UnitState]) -> None:
     """Before the first forward of ``root``; ``states``: the units in it."""
     _join_slots(states)
     _drop_removed(root, states)
@@ -92,7 +32,7 @@ def move_shared_parameters(root: nn.Module, states: "list[UnitState]") -> None:
                     home.take(parameter)
 
 
-def _join_slots(states: "list[UnitState]") -> None:
+def _join_slots(states: list[UnitState]) -> None:
     """A weight that was tied after it had been sharded: what it was before goes."""
     for state in states:
         for parameter in list(state.parameters):
@@ -102,7 +42,7 @@ def _join_slots(states: "list[UnitState]") -> None:
                 owner.slots.extend(parameter.slots)
 
 
-def _drop_removed(root: nn.Module, states: "list[UnitState]") -> None:
+def _drop_removed(root: nn.Module, states: list[UnitState]) -> None:
     """Parameters of modules that have been taken out since, as a head is that another
     replaces. A parameter that one of them shared stays with the others."""
     inside = set(root.modules())
@@ -112,9 +52,7 @@ def _drop_removed(root: nn.Module, states: "list[UnitState]") -> None:
                 state.give_up(parameter)
 
 
-def _innermost_around(
-    modules: set[nn.Module], states: "list[UnitState]"
-) -> "UnitState":
+def _innermost_around(modules: set[nn.Module], states: list[UnitState]) -> UnitState:
     around = [
         (len(below), number)
         for number, state in enumerate(states)
@@ -125,7 +63,7 @@ def _innermost_around(
 
 
 def _require_inside(
-    root: nn.Module, parameter: "UnitParameter", modules: set[nn.Module]
+    root: nn.Module, parameter: UnitParameter, modules: set[nn.Module]
 ) -> None:
     inside = set(root.modules())
     outside = [type(module).__name__ for module in modules if module not in inside]

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import sys
 import types
 import weakref
 from collections.abc import Callable
@@ -28,8 +27,13 @@ from lowtide._sharding.embedding import EmbeddingRows, wants_rows
 from lowtide._sharding.extension import Extensions
 from lowtide._sharding.fused import FusedWeights
 from lowtide._sharding.groups import groups_of, smaller_group
-from lowtide._sharding.late import warn_of_additions
-from lowtide._sharding.modules import ManagedParameter, check_shardable
+from lowtide._sharding.modules import UNIT_STATE, ManagedParameter, check_shardable
+from lowtide._sharding.owners import (
+    owner_of,
+    remember_original,
+    remember_replaced,
+    remember_shard,
+)
 from lowtide._sharding.parameter import (
     UnitParameter,
     local_gradient,
@@ -37,12 +41,6 @@ from lowtide._sharding.parameter import (
     require_sharded,
 )
 from lowtide._sharding.subclass import extended_class, require_hooks
-from lowtide._sharding.ties import (
-    owner_of,
-    remember_original,
-    remember_replaced,
-    remember_shard,
-)
 from lowtide.policies import (
     GradientMode,
     MixedPrecisionPolicy,
@@ -50,8 +48,6 @@ from lowtide.policies import (
     parameter_dtypes,
 )
 
-# Where a module keeps the state of its unit.
-_STATE = "_lowtide_state"
 _numbers = itertools.count(1)  # of gathers without a root
 
 
@@ -69,7 +65,8 @@ class UnitState:
         device: torch.device,
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | int | None,
-        grads: GradientMode = "exact",
+        grads: GradientMode,
+        before_forward: "Callable[[UnitState], None]",
     ) -> None:
         self.modules = modules
         self.mesh = mesh
@@ -117,11 +114,11 @@ class UnitState:
             cast_inputs=policy.param_dtype if policy.cast_forward_inputs else None,
             cast_outputs=policy.output_dtype,
             # Bound weakly: the garbage collector does not see through C++.
-            lazy_init=functools.partial(_lazy_init, weakref.ref(self)),
+            lazy_init=functools.partial(_with_alive, weakref.ref(self), before_forward),
             modules=modules,
         )
         for module in modules:
-            module.__dict__[_STATE] = self
+            module.__dict__[UNIT_STATE] = self
             # So that torch.distributed.fsdp.fully_shard.state(module) finds it.
             states = module.__dict__.setdefault(STATE_KEY, {})
             states[torch_fully_shard.__wrapped__] = self
@@ -472,22 +469,16 @@ def local_of(parameter: nn.Parameter) -> torch.Tensor:
 
 def unit_state(module: nn.Module) -> UnitState | None:
     """The state of the unit that ``module`` was passed to ``fully_shard`` for."""
-    state: UnitState | None = module.__dict__.get(_STATE)
+    state: UnitState | None = module.__dict__.get(UNIT_STATE)
     return state
 
 
-def _lazy_init(state: "weakref.ref[UnitState]") -> None:
-    from lowtide._sharding.root import build_root
-
-    alive = state()
-    assert alive is not None
-    if alive.root is not None:
-        warn_of_additions(alive)
-        return
-    if "torch._dynamo" in sys.modules:  # the root's own forward may be compiled
-        torch.compiler.disable(build_root)(alive)
-    else:
-        build_root(alive)
+def _with_alive(
+    reference: weakref.ref[UnitState], function: Callable[[UnitState], None]
+) -> None:
+    state = reference()
+    assert state is not None
+    function(state)
 
 
 def _refuse_replaced(state: "weakref.ref[UnitState]", index: int, name: str) -> None:

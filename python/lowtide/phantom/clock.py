@@ -7,12 +7,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lowtide.phantom import machines
+from lowtide.phantom import machines, streams
 from lowtide.phantom.dry import timekeeper, triton_work
 from lowtide.phantom.dry.timekeeper import Span
 from lowtide.phantom.machines import Accelerator, Host, Network
 
-COMPUTE_STREAM = 0
 _started = 0  # timelines of this process; the driver keeps the last one
 
 
@@ -212,14 +211,10 @@ class timeline:
 
     def chrome_trace(self, path: str | Path, step: int | None = None) -> None:
         """For chrome://tracing and https://ui.perfetto.dev; one step or all."""
-        from lowtide.phantom import streams
-
         streams.write_chrome_trace(self, path, self._marks_of(step))
 
     def picture(self, path: str | Path, step: int = -1) -> None:
         """The streams of one step over time; needs matplotlib."""
-        from lowtide.phantom import streams
-
         streams.draw(self, path, self._marks_of(step))
 
     def _ended(self) -> list[Span]:

@@ -3,10 +3,12 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from lowtide.phantom import clock
-from lowtide.phantom.clock import COMPUTE_STREAM, Span
+from lowtide.phantom.dry.timekeeper import Span
+from lowtide.phantom.machines import Accelerator
+
+COMPUTE_STREAM = 0
 
 _PHASES = -1  # the thread of the trace that shows them
 _MICROSECONDS = 1e6
@@ -22,9 +24,17 @@ _COLOURS = {
 Marks = list[tuple[str, float]]
 
 
-def write_chrome_trace(
-    timeline: "clock.timeline", path: str | Path, marks: Marks
-) -> None:
+class Timeline(Protocol):
+    """What is asked of a ``lowtide.phantom.timeline`` that has ended."""
+
+    accelerator: Accelerator
+
+    def spans(self, begin: float, end: float) -> list[Span]: ...
+
+    def assumptions(self) -> dict[str, Any]: ...
+
+
+def write_chrome_trace(timeline: Timeline, path: str | Path, marks: Marks) -> None:
     """Trace Event Format: a thread for each stream, one for the phases."""
     begin, end = marks[0][1], marks[-1][1]
     spans = timeline.spans(begin, end)
@@ -84,7 +94,7 @@ def _event(
     }
 
 
-def draw(timeline: "clock.timeline", path: str | Path, marks: Marks) -> None:
+def draw(timeline: Timeline, path: str | Path, marks: Marks) -> None:
     from matplotlib.figure import Figure
 
     begin, end = marks[0][1], marks[-1][1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,10 +14,8 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from lowtide import _C
 from lowtide._base import open_regions
 from lowtide.spmd.axes import Axis, rank_text
+from lowtide.spmd.replicas import Replicas
 from lowtide.spmd.types import ReplicationError, error
-
-if TYPE_CHECKING:
-    from lowtide.spmd.replicas import Replicas
 
 
 class Frame:

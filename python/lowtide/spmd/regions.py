@@ -140,7 +140,7 @@ class _Run:
         self._task: int | None = None
 
     def __enter__(self) -> _Run:
-        self._frame.replicas = comparing(self._frame)
+        self._frame.replicas = comparing(self._frame.name, self._frame.axes)
         self._frame.record.open()
         push(self._frame)
         if self._checker is not None:

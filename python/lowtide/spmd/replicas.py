@@ -14,16 +14,12 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
 from lowtide import _C
 from lowtide.spmd.axes import Axis, rank_text
 from lowtide.spmd.types import error
-
-if TYPE_CHECKING:
-    from lowtide.spmd.frame import Frame
 
 _REPLICAS = ("R", "I", "constant")
 
@@ -57,8 +53,8 @@ def compare_replicas() -> Iterator[None]:
         _mode.on = outer
 
 
-def comparing(frame: Frame) -> Replicas | None:
-    return Replicas(frame.name, frame.axes) if _mode.on else None
+def comparing(region: str, axes: tuple[Axis, ...]) -> Replicas | None:
+    return Replicas(region, axes) if _mode.on else None
 
 
 class Replicas:

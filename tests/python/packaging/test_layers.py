@@ -1,12 +1,14 @@
-"""A lower layer never includes a higher one, and some rooms never meet.
+"""A lower layer never includes a higher one, some rooms never meet, and no Python
+modules import each other in a circle.
 
-Reads the `#include "..."` lines of csrc and the import lines of python/lowtide.
-Add a new room or module to the table of its language.
+Reads the `#include "..."` lines of csrc and the import lines of python/lowtide, also
+those for types alone and those inside functions. Add a new room or module to the table
+of its language.
 """
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 import pytest
@@ -88,6 +90,48 @@ def python_violations(package: Path) -> list[str]:
     ]
 
 
+def python_circles(package: Path) -> list[str]:
+    """Modules that lead back to themselves, and over which others."""
+    names = {name_of(source, package): source for source in package.rglob("*.py")}
+    imports = {
+        name: {
+            other
+            for _, imported in own_imports(source)
+            if (other := module_in(imported, names)) is not None
+        }
+        for name, source in names.items()
+    }
+    back = {name: reachable(name, imports) for name in names}
+    return [
+        f"{name}: {sorted(o for o in back[name] if name in back[o])}"
+        for name in sorted(names)
+        if name in back[name]
+    ]
+
+
+def name_of(source: Path, package: Path) -> str:
+    parts = source.relative_to(package).with_suffix("").parts
+    return ".".join(("lowtide", *(p for p in parts if p != "__init__")))
+
+
+def module_in(imported: str, modules: Container[str]) -> str | None:
+    """The module that ``imported``, itself or an attribute of one, stands in."""
+    while imported and imported not in modules:
+        imported = imported.rpartition(".")[0]
+    of_extension = imported == "lowtide"  # lowtide._C, or what the package passes on
+    return None if of_extension or not imported else imported
+
+
+def reachable(start: str, imports: dict[str, set[str]]) -> set[str]:
+    found: set[str] = set()
+    pending = [start]
+    while pending:
+        new = imports[pending.pop()] - found
+        found |= new
+        pending += new
+    return found
+
+
 def own_imports(source: Path) -> Iterator[tuple[int, str]]:
     """(line, "lowtide.room.module"), also inside functions; all are absolute."""
     for node in ast.walk(ast.parse(source.read_text())):
@@ -122,6 +166,33 @@ def test_cpp_layers():
 
 def test_python_layers():
     assert python_violations(ROOT / "python/lowtide") == []
+
+
+def test_python_has_no_import_circles():
+    assert python_circles(ROOT / "python/lowtide") == []
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from lowtide._sharding.unit import UnitState",
+        "from lowtide._sharding import unit",
+        "if TYPE_CHECKING:\n    from lowtide._sharding.unit import UnitState",
+        "def late():\n    import lowtide._sharding.unit",
+    ],
+)
+def test_import_circles_are_found(tmp_path, statement):
+    files = {
+        "_sharding/unit.py": "from lowtide._sharding.root import build_root",
+        "_sharding/root.py": "from lowtide._sharding import _C, ties",
+        "_sharding/ties.py": statement,
+        "api.py": "from lowtide._sharding.unit import UnitState",
+    }
+    for file, text in files.items():
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(text)
+    three = [f"lowtide._sharding.{name}" for name in ("root", "ties", "unit")]
+    assert python_circles(tmp_path) == [f"{name}: {three}" for name in three]
 
 
 def test_model_of_time_includes_neither_torch_nor_cuda():
