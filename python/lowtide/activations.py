@@ -2,7 +2,6 @@
 
 import functools
 import types
-import weakref
 from typing import Any, TypeVar
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from lowtide import _C
 from lowtide._activation import regions as state
+from lowtide._base.classes import ClassSwap
 from lowtide.policies import INPUT, ActivationPolicy
 
 __all__ = ["checkpoint", "tag"]
@@ -88,7 +88,7 @@ def checkpoint(module: _Module, policy: ActivationPolicy = _RECOMPUTE_ALL) -> _M
                 f"{state.nearest(listed, state.descendant_names(module))}"
             )
     state.attach(module, policy)
-    _become_checkpointed(module)
+    _checkpointed.apply(module)
     for listed, modules in named.items():
         for submodule in modules:
             submodule.register_forward_hook(functools.partial(_tag_output, listed))
@@ -135,19 +135,18 @@ def _compile(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         nn.Module.compile(self, *args, **kwargs)
 
 
-_classes: "weakref.WeakKeyDictionary[type, type]" = weakref.WeakKeyDictionary()
+def _checkpointed_class(original: type) -> type:
+    """Calls of its modules, hooks and compiled code included, run in the region."""
+    return type(
+        f"Checkpointed{original.__name__}",
+        (original,),
+        {
+            "__call__": _call,
+            "compile": _compile,
+            "__module__": original.__module__,
+            "_lowtide_original": original,
+        },
+    )
 
 
-def _become_checkpointed(module: nn.Module) -> None:
-    """Its calls, hooks and compiled code included, run in the region."""
-    original = type(module)
-    checkpointed = _classes.get(original)
-    if checkpointed is None:
-        checkpointed = type(
-            f"Checkpointed{original.__name__}",
-            (original,),
-            {"__call__": _call, "compile": _compile, "_lowtide_original": original},
-        )
-        checkpointed.__module__ = original.__module__
-        _classes[original] = checkpointed
-    module.__class__ = checkpointed
+_checkpointed = ClassSwap(_checkpointed_class)

@@ -7,7 +7,6 @@ import difflib
 import functools
 import itertools
 import os
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
@@ -19,6 +18,7 @@ from torch.utils._device import DeviceContext
 
 from lowtide import _C
 from lowtide._activation.interior import Recorder, Replayer
+from lowtide._base.backward import PerBackward, in_backward
 from lowtide._base.classes import class_name
 from lowtide._base.memory import device_memory
 from lowtide.policies import INPUT, ActivationPolicy
@@ -209,40 +209,23 @@ def transfers_in_use(states: Iterable[RegionState]) -> _C.Transfers | None:
 # -- the check after the first backward ---------------------------------------------
 
 
-class _FirstBackward:
-    """Modules that compute again in one graph task. Its callback owns this, which
-    autograd drops with a backward that raises: the next one is looked at then."""
-
-    def __init__(self) -> None:
-        self.modules: dict[nn.Module, RegionState] = {}
-
-
-_first_backwards: weakref.WeakValueDictionary[int, _FirstBackward] = (
-    weakref.WeakValueDictionary()
-)
+_computed_again: PerBackward[dict[nn.Module, RegionState]] = PerBackward()
 
 
 def _check_after_backward(module: nn.Module) -> bool:
     """Returns whether its names have been checked."""
-    task = torch._C._current_graph_task_id()
     state = region_state(module)
-    if task == -1 or state is None:
+    if not in_backward() or state is None:
         return False
-    if state.names_checked:
-        return True
-    first = _first_backwards.get(task)
-    if first is None:
-        first = _first_backwards[task] = _FirstBackward()
-        engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(functools.partial(_check_modules, first))
-    first.modules[module] = state
-    return False
+    if not state.names_checked:
+        _computed_again.get(dict, _check_modules)[module] = state
+    return state.names_checked
 
 
-def _check_modules(first: _FirstBackward) -> None:
-    for state in first.modules.values():
+def _check_modules(modules: dict[nn.Module, RegionState]) -> None:
+    for state in modules.values():
         state.names_checked = True
-    for problem in _problems(first.modules):
+    for problem in _problems(modules):
         raise ValueError(problem)
 
 

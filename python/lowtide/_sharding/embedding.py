@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lowtide import _C
+from lowtide._base.backward import PerBackward, in_backward
 from lowtide._base.rows import RowChunk, strided_chunks
 
 # Bytes of a table, in fp32, from which on it is read, and its gradient comes, in
@@ -66,15 +67,14 @@ class EmbeddingRows:
         unit.look_up_rows(-(-shard // -(-shard // most)))
         # Recorded calls whose graphs are alive.
         self._calls: list[weakref.ref[Any]] = []
-        # Those whose gradients came in this backward: its graph task, and
-        # (indices, gradient of the output) in the order they came.
-        self._task = -1
-        self._arrived: dict[Any, tuple[Tensor, Tensor]] = {}
+        # (indices, gradient of the output) of those whose gradients came, in the order
+        # they came.
+        self._arrived: PerBackward[dict[Any, tuple[Tensor, Tensor]]] = PerBackward()
 
     def forward(self, module: nn.Embedding, indices: Tensor) -> Tensor:
         """Not for torch.compile: it is a loop of collectives."""
         # Inside a backward it is a recomputation: the first call delivers.
-        recomputed = torch._C._current_graph_task_id() != -1
+        recomputed = in_backward()
         if not (torch.is_grad_enabled() and self._weight.requires_grad):
             return self.look_up(indices)
         output = _Lookup.apply(
@@ -118,16 +118,15 @@ class EmbeddingRows:
     def deliver(
         self, node: Any, indices: Tensor, gradient: Tensor, padding_idx: int | None
     ) -> None:
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._task, self._arrived = task, {}
+        of_backward = self._arrived.get(dict)
         of_rows = gradient.reshape(indices.numel(), gradient.shape[-1])
-        self._arrived[node] = _rows_of(indices), of_rows
+        of_backward[node] = _rows_of(indices), of_rows
         calls = (call() for call in self._calls)
-        waiting = (c for c in calls if c is not None and c not in self._arrived)
+        waiting = (c for c in calls if c is not None and c not in of_backward)
         if any(torch._C._will_engine_execute_node(call) for call in waiting):
             return
-        arrived, self._arrived = self._arrived, {}
+        arrived = dict(of_backward)
+        of_backward.clear()
         self._stream.begin_backward()
         for block, chunk in enumerate(self._chunks()):
             if self._fused:

@@ -1,6 +1,5 @@
 """What ``fully_shard`` turns a module into: FSDP2's methods on lowtide's units."""
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -10,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from lowtide._base.classes import class_name
+from lowtide._base.classes import ClassSwap, class_name
 from lowtide._sharding.buffers_of_group import (
     GroupBufferAllGather,
     GroupBufferReduceScatter,
@@ -271,23 +270,23 @@ def _states_of(modules: Iterable[Any]) -> list[UnitState]:
 
 # -- becoming an FSDPModule ---------------------------------------------------------
 
-_fsdp_classes: "weakref.WeakKeyDictionary[type, type]" = weakref.WeakKeyDictionary()
+
+def _fsdp_class(original: type) -> type:
+    """:class:`FSDPModule` in front of the program's class."""
+    members: dict[str, Any] = {
+        "__deepcopy__": _refuse_deepcopy,
+        "_original_class": original,
+    }
+    if original is nn.Embedding:
+        members["forward"] = _embedding_forward
+    return type(f"FSDP{original.__name__}", (FSDPModule, original), members)
+
+
+_sharded = ClassSwap(_fsdp_class)
 
 
 def become_fsdp_module(module: nn.Module) -> None:
-    """Puts :class:`FSDPModule` first in the module's class."""
-    original = type(module)
-    fsdp_class = _fsdp_classes.get(original)
-    if fsdp_class is None:
-        members: dict[str, Any] = {
-            "__deepcopy__": _refuse_deepcopy,
-            "_original_class": original,
-        }
-        if original is nn.Embedding:
-            members["forward"] = _embedding_forward
-        fsdp_class = type(f"FSDP{original.__name__}", (FSDPModule, original), members)
-        _fsdp_classes[original] = fsdp_class
-    module.__class__ = fsdp_class
+    _sharded.apply(module)
 
 
 # `input`, as in nn.Embedding.forward: callers may pass it by name.

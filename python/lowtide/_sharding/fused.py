@@ -19,6 +19,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from lowtide import _C
+from lowtide._base.classes import ClassSwap
 from lowtide._sharding.parameter import UnitParameter
 from lowtide.policies import ParameterDtypes
 
@@ -285,20 +286,16 @@ def _obstacle_of_call(input: Tensor, weight: Tensor, bias: Tensor | None) -> str
 
 # -- taking over --------------------------------------------------------------------
 
-_fused_classes: "weakref.WeakKeyDictionary[type, type]" = weakref.WeakKeyDictionary()
+
+def _fused_class(original: type) -> type:
+    members = {"forward": _linear_forward, "__module__": original.__module__}
+    return type(original.__name__, (original,), members)
+
+
+_fused = ClassSwap(_fused_class)
 
 
 def _take_over(module: nn.Module, weight: FusedWeight) -> None:
     module.__dict__[_WEIGHT] = weight
-    original = type(module)
-    if original.forward is _linear_forward:
-        return
-    fused = _fused_classes.get(original)
-    if fused is None:
-        fused = type(
-            original.__name__,
-            (original,),
-            {"forward": _linear_forward, "__module__": original.__module__},
-        )
-        _fused_classes[original] = fused
-    module.__class__ = fused
+    if type(module).forward is not _linear_forward:
+        _fused.apply(module)

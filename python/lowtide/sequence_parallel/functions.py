@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lowtide import _C
 from lowtide._base import open_regions
+from lowtide._base.backward import in_backward
 from lowtide._gather.axes import Group, axis_of, process_group
 from lowtide.sequence_parallel import operators
 from lowtide.sequence_parallel.policy import decide, prefetch_bytes
@@ -42,8 +43,8 @@ def sp_all_gather(
                 "sp_gather_linear, or pass regather=False."
             )
         return operators.all_gather(shard, pg.group_name, name)
-    recomputing = torch._C._current_graph_task_id() != -1
-    if regather and again and not recomputing and _C.active_gather_hooks() == "none":
+    unseen = again and not in_backward() and _C.active_gather_hooks() == "none"
+    if regather and unseen:
         raise RuntimeError(
             f"lowtide: sp_all_gather '{name}': expected `with "
             "lowtide.gather_policy(...):` around the forward for regather=True, got "

@@ -21,6 +21,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from lowtide import _C
+from lowtide._base.backward import PerBackward
 from lowtide.spmd import annotation
 from lowtide.spmd.axes import rank_text
 from lowtide.spmd.checker import Checker
@@ -137,7 +138,7 @@ class _Run:
         self._checker = Checker(self._frame) if spec.check else None
         self._inputs: list[tuple[str, weakref.ref[torch.Tensor], int]] = []
         self._finished = False
-        self._task: int | None = None
+        self._backward: PerBackward[None] = PerBackward()
 
     def __enter__(self) -> _Run:
         self._frame.replicas = comparing(self._frame.name, self._frame.axes)
@@ -279,15 +280,9 @@ class _Run:
             tensor.register_hook(self._backward_begins)
 
     def _backward_begins(self, _gradient: torch.Tensor) -> None:
-        task = torch._C._current_graph_task_id()
-        if task == self._task:
-            return
-        self._task = task
-        self._refuse_changed_inputs()
-        torch.autograd.Variable._execution_engine.queue_callback(self._settle)
+        self._backward.get(self._refuse_changed_inputs, self._settle)
 
-    def _settle(self) -> None:
-        self._task = None
+    def _settle(self, _begun: None) -> None:
         self._frame.raise_for_backward(self._frame.record.settle())
         if self._frame.replicas is not None:
             self._frame.replicas.compare_backward()
