@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import lowtide
 from llama import CONFIGS, LlamaConfig, generator, rope_table, rotate
-from lowtide import ColumnParallelLinear, RowParallelLinear, fully_shard
+from lowtide import fully_shard
+from lowtide.sequence_parallel import ColumnParallelLinear, RowParallelLinear
 
 
 class SumOfGradients(torch.autograd.Function):
@@ -115,7 +116,7 @@ class Embedding(nn.Module):
         row = tokens.t() - self.first  # [seq, batch]
         mine = row.ge(0) & row.lt(len(self.weight))
         x = F.embedding(row.where(mine, 0), self.weight) * mine.unsqueeze(-1)
-        return lowtide.sp_reduce_scatter(x, self.tp)
+        return lowtide.sequence_parallel.sp_reduce_scatter(x, self.tp)
 
 
 class SplitCrossEntropy(torch.autograd.Function):
@@ -228,7 +229,9 @@ def train(config: LlamaConfig, mesh: DeviceMesh, steps: int) -> list[float]:
         random = generator(step, f"batch of {mesh['dp'].get_local_rank()}")
         start = torch.randint(0, config.vocab_size, (2, 1), generator=random)
         tokens = (start + torch.arange(config.max_seq_len + 1)) % config.vocab_size
-        with lowtide.gather_policy(regather=["attn_in", "ffn_in"], min_bytes=0):
+        with lowtide.sequence_parallel.gather_policy(
+            regather=["attn_in", "ffn_in"], min_bytes=0
+        ):
             loss = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         optimizer.step()

@@ -87,13 +87,15 @@ class Block(nn.Module):
     def linears(self, x: Tensor, layers: list[nn.Linear], name: str) -> Any:
         weights = [layer.weight for layer in layers]
         if not self.torch_collectives:
-            return lowtide.sp_gather_linear(x, weights, group=self.group, name=name)
+            return lowtide.sequence_parallel.sp_gather_linear(
+                x, weights, group=self.group, name=name
+            )
         whole = all_gather_tensor_autograd(x, 0, self.group)
         return [F.linear(whole, weight) for weight in weights]
 
     def scatter(self, partial_sum: Tensor) -> Tensor:
         if not self.torch_collectives:
-            return lowtide.sp_reduce_scatter(partial_sum, self.group)
+            return lowtide.sequence_parallel.sp_reduce_scatter(partial_sum, self.group)
         return reduce_scatter_tensor_autograd(partial_sum, "sum", 0, self.group)
 
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
@@ -112,7 +114,7 @@ class Block(nn.Module):
 def run(system: str, blocks: list[Block], x: Tensor, rope: Tensor) -> Tensor:
     again = SITES if system == LOWTIDE else ()
     extra = {"context_fn": products_kept} if system == SELECTIVE else {}
-    with lowtide.gather_policy(regather=again, min_bytes=0):
+    with lowtide.sequence_parallel.gather_policy(regather=again, min_bytes=0):
         for block in blocks:
             if system in (CHECKPOINT, SELECTIVE):
                 x = checkpoint(block, x, rope, use_reentrant=False, **extra)

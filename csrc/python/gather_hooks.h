@@ -1,5 +1,5 @@
-// The saved-tensor hooks of `lowtide.gather_policy`: what autograd saves of
-// gathered values is their shard.
+// The saved-tensor hooks of `lowtide.sequence_parallel.gather_policy`: what
+// autograd saves of gathered values is their shard.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -17,7 +17,7 @@ _version_check.check_torch(built_for=_built_for.TORCH, built_for_cuda=_built_for
 from lowtide import _C  # noqa: E402
 
 if TYPE_CHECKING:
-    from lowtide import losses, spmd
+    from lowtide import losses, phantom, sequence_parallel, spmd
     from lowtide.activations import checkpoint, tag
     from lowtide.api import (
         FSDPModule,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         share_comm_ctx,
     )
     from lowtide.clipping import clip_grad_norm_
-    from lowtide.memory import MemoryReport, memory_report
+    from lowtide.memory import memory_report
     from lowtide.optimizing import local_parameters, sharded_optimizer
     from lowtide.planning import plan
     from lowtide.policies import (
@@ -36,15 +36,6 @@ if TYPE_CHECKING:
         CPUOffloadPolicy,
         MixedPrecisionPolicy,
         OffloadPolicy,
-    )
-    from lowtide.sequence_parallel import (
-        ColumnParallelLinear,
-        RowParallelLinear,
-        gather_policy,
-        rematerialize_gathers,
-        sp_all_gather,
-        sp_gather_linear,
-        sp_reduce_scatter,
     )
     from lowtide.wrapping import wrap
 
@@ -64,50 +55,36 @@ _PUBLIC = {
     "clip_grad_norm_": "lowtide.clipping",
     "local_parameters": "lowtide.optimizing",
     "sharded_optimizer": "lowtide.optimizing",
-    "MemoryReport": "lowtide.memory",
     "memory_report": "lowtide.memory",
     "ActivationPolicy": "lowtide.policies",
     "CPUOffloadPolicy": "lowtide.policies",
     "MixedPrecisionPolicy": "lowtide.policies",
     "OffloadPolicy": "lowtide.policies",
     "plan": "lowtide.planning",
-    "ColumnParallelLinear": "lowtide.sequence_parallel",
-    "RowParallelLinear": "lowtide.sequence_parallel",
-    "gather_policy": "lowtide.sequence_parallel",
-    "rematerialize_gathers": "lowtide.sequence_parallel",
-    "sp_all_gather": "lowtide.sequence_parallel",
-    "sp_gather_linear": "lowtide.sequence_parallel",
-    "sp_reduce_scatter": "lowtide.sequence_parallel",
     "wrap": "lowtide.wrapping",
 }
-_PUBLIC_MODULES = ("losses", "spmd")
+_PUBLIC_MODULES = ("losses", "phantom", "sequence_parallel", "spmd")
 
 __all__ = [
     "ActivationPolicy",
     "CPUOffloadPolicy",
-    "ColumnParallelLinear",
     "FSDPModule",
-    "MemoryReport",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
-    "RowParallelLinear",
     "UnshardHandle",
     "abort_step",
     "checkpoint",
     "clip_grad_norm_",
     "fully_shard",
-    "gather_policy",
     "local_parameters",
     "losses",
     "memory_report",
+    "phantom",
     "plan",
     "register_fsdp_forward_method",
-    "rematerialize_gathers",
-    "sharded_optimizer",
+    "sequence_parallel",
     "share_comm_ctx",
-    "sp_all_gather",
-    "sp_gather_linear",
-    "sp_reduce_scatter",
+    "sharded_optimizer",
     "spmd",
     "tag",
     "wrap",

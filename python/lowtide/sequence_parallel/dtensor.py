@@ -49,7 +49,7 @@ def rematerialize_gathers(
             gathered for, or the first forward raises and names the module. None: every
             module whose inputs turn out to be gathered.
         min_bytes: Smaller gathered tensors are kept.
-        prefetch_bytes: As for :class:`lowtide.gather_policy`.
+        prefetch_bytes: As for :class:`gather_policy`.
 
     Returns:
         The same model.

@@ -26,7 +26,7 @@ def sp_all_gather(
     [rows, ...] to [size * rows, ...]; every rank has as many rows. Backward is a
     reduce-scatter. With ``regather`` autograd saves the shard where consumers save the
     result, or views of it, and backward gathers once for all of them; that needs
-    ``with lowtide.gather_policy(...)`` around the forward.
+    ``with lowtide.sequence_parallel.gather_policy(...)`` around the forward.
 
     Args:
         group: A process group, or a 1-D mesh.
@@ -47,9 +47,9 @@ def sp_all_gather(
     if regather and unseen:
         raise RuntimeError(
             f"lowtide: sp_all_gather '{name}': expected `with "
-            "lowtide.gather_policy(...):` around the forward for regather=True, got "
-            "none: what consumers save could not be seen. Add it, or use "
-            "sp_gather_linear."
+            "lowtide.sequence_parallel.gather_policy(...):` around the forward for "
+            "regather=True, got none: what consumers save could not be seen. Add it, "
+            "or use sp_gather_linear."
         )
     return _C.sp_all_gather(
         axis_of(pg, shard.device),
@@ -136,8 +136,8 @@ def _checked(who: str, name: str | None, tensor: Tensor, group: Group) -> Any:
     if isinstance(tensor, DTensor):
         raise ValueError(
             f"lowtide: {who}: expected this rank's part as a plain tensor, got a "
-            "DTensor. Pass x.to_local(), or use lowtide.rematerialize_gathers on the "
-            "parallelised model."
+            "DTensor. Pass x.to_local(), or use "
+            "lowtide.sequence_parallel.rematerialize_gathers on the parallelised model."
         )
     if tensor.dim() == 0:
         raise ValueError(

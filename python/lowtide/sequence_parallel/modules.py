@@ -30,8 +30,8 @@ class ColumnParallelLinear(nn.Module):
         in_features: Features of the shard.
         out_features: Outputs of the whole layer; several, such as those of Q, K and V,
             for several layers, whose outputs come as a tuple.
-        name: Of the gather; see :func:`lowtide.sp_gather_linear`, likewise
-            ``regather`` and ``addmm``.
+        name: Of the gather; see :func:`sp_gather_linear`, likewise ``regather`` and
+            ``addmm``.
 
     ``weights`` (and ``biases``) are parameter lists in the order of ``out_features``:
     [outputs / size, in_features] each. They are this rank's rows, started differently

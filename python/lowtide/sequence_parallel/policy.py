@@ -40,7 +40,7 @@ class gather_policy(contextlib.ContextDecorator):
     """Around a forward: gathers whose name is listed, or all, keep their shard and
     are done again in backward, unless the call itself says otherwise.
 
-    ``with lowtide.gather_policy(regather=["attn_in", "ffn_in"], min_bytes=0): ...``
+    ``with gather_policy(regather=["attn_in", "ffn_in"], min_bytes=0): ...``
 
     Contexts nest; the innermost decides. Inside a checkpoint, and under any other
     saved-tensor hooks, these hold the gathered value: a recomputation has it anyway.

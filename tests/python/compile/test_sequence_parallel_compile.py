@@ -26,7 +26,7 @@ class Block(nn.Module):
         super().__init__()
         assert dist.group.WORLD is not None
         self.norm = nn.RMSNorm(FEATURES)
-        self.up = lowtide.ColumnParallelLinear(
+        self.up = lowtide.sequence_parallel.ColumnParallelLinear(
             FEATURES,
             (HIDDEN, HIDDEN),
             bias=True,
@@ -34,7 +34,9 @@ class Block(nn.Module):
             name="ffn_in",
             regather=regather,
         )
-        self.down = lowtide.RowParallelLinear(HIDDEN, FEATURES, group=dist.group.WORLD)
+        self.down = lowtide.sequence_parallel.RowParallelLinear(
+            HIDDEN, FEATURES, group=dist.group.WORLD
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.up(self.norm(x))
@@ -143,7 +145,7 @@ def under_a_policy() -> list[int]:
     counts = []
     for names in (["ffn_in"], ["ffn_in"], []):
         axis_of(dist.group.WORLD, CPU).reset_figures()
-        with lowtide.gather_policy(regather=names, min_bytes=0):
+        with lowtide.sequence_parallel.gather_policy(regather=names, min_bytes=0):
             loss = (call(shard()) ** 2).sum()
         loss.backward()
         counts.append(axis_of(dist.group.WORLD, CPU).figures()["ffn_in"]["regathers"])
@@ -159,8 +161,10 @@ def gathers_generically() -> list[str]:
     torch._dynamo.reset()
 
     def forward(x: Tensor, regather: bool | None) -> Tensor:
-        y = lowtide.sp_all_gather(x, dist.group.WORLD, "x", regather=regather)
-        return lowtide.sp_reduce_scatter(y.sin(), dist.group.WORLD)
+        y = lowtide.sequence_parallel.sp_all_gather(
+            x, dist.group.WORLD, "x", regather=regather
+        )
+        return lowtide.sequence_parallel.sp_reduce_scatter(y.sin(), dist.group.WORLD)
 
     call = torch.compile(forward, backend="aot_eager", fullgraph=True)
     x, same = shard(), shard()

@@ -43,7 +43,7 @@ def step_of(
 ) -> tuple[torch.Tensor, dict[str, int]]:
     tokens = batch(step, dp)
     names = ["attn_in", "ffn_in"] if regather else []
-    with lowtide.gather_policy(regather=names, min_bytes=0):
+    with lowtide.sequence_parallel.gather_policy(regather=names, min_bytes=0):
         loss = model(tokens[:, :-1], tokens[:, 1:])
     loss.backward()
     axis = axis_of(model.tp.get_group(), torch.device("cpu"))

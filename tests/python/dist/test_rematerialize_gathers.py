@@ -97,7 +97,7 @@ def train(model: nn.Module, mesh: Any, dim: int, dtype: torch.dtype) -> list[Ten
 def against_dtensor(dim: int, dtype: torch.dtype, names: Any) -> dict[str, Any]:
     model, mesh = build(dim, dtype)
     expected = train(model, mesh, dim, dtype)
-    lowtide.rematerialize_gathers(model, names, min_bytes=0)
+    lowtide.sequence_parallel.rematerialize_gathers(model, names, min_bytes=0)
     axis = axis_of(mesh.get_group(), CPU)
     axis.reset_figures()
     got = train(model, mesh, dim, dtype)
@@ -123,7 +123,7 @@ def test_the_same_bits_and_one_gather_a_module(pool_of, dim, dtype, names):
 def held_between(again: bool) -> int:
     model, mesh = build(1)
     if again:
-        lowtide.rematerialize_gathers(model, ["*.ffn"], min_bytes=0)
+        lowtide.sequence_parallel.rematerialize_gathers(model, ["*.ffn"], min_bytes=0)
     local = torch.randn(BATCH, 64, DIM)
     x = DTensor.from_local(local, mesh, (Shard(1),)).requires_grad_()
     return bytes_held_after(lambda: model(x).sum())
@@ -143,7 +143,7 @@ def under_a_checkpoint() -> dict[str, Any]:
     expected = train(model, mesh, 1, torch.float32)
     for block in model:
         block.checkpointed = True
-    lowtide.rematerialize_gathers(model, ["*.ffn"], min_bytes=0)
+    lowtide.sequence_parallel.rematerialize_gathers(model, ["*.ffn"], min_bytes=0)
     axis = axis_of(mesh.get_group(), CPU)
     axis.reset_figures()
     got = train(model, mesh, 1, torch.float32)
@@ -170,15 +170,15 @@ def refusals() -> list[str]:
         except ValueError as error:
             texts.append(str(error))
 
-    said(lambda: lowtide.rematerialize_gathers(model, ["*.fnn"]))
-    said(lambda: lowtide.rematerialize_gathers(nn.Linear(2, 2)))
+    said(lambda: lowtide.sequence_parallel.rematerialize_gathers(model, ["*.fnn"]))
+    said(lambda: lowtide.sequence_parallel.rematerialize_gathers(nn.Linear(2, 2)))
     plain = nn.Sequential(nn.Linear(2, 2))
-    said(lambda: lowtide.rematerialize_gathers(plain, ["0"]))
+    said(lambda: lowtide.sequence_parallel.rematerialize_gathers(plain, ["0"]))
     wrong, _ = build(1)
-    lowtide.rematerialize_gathers(wrong, ["0.ffn.w2"], min_bytes=0)
+    lowtide.sequence_parallel.rematerialize_gathers(wrong, ["0.ffn.w2"], min_bytes=0)
     said(lambda: train(wrong, mesh, 1, torch.float32))
     uneven, _ = build(1)
-    lowtide.rematerialize_gathers(uneven, ["0.ffn"], min_bytes=0)
+    lowtide.sequence_parallel.rematerialize_gathers(uneven, ["0.ffn"], min_bytes=0)
     whole = torch.randn(BATCH, 7, DIM)
     x = dist.tensor.distribute_tensor(whole, mesh, (Shard(1),))
     said(lambda: uneven(x))
@@ -204,7 +204,7 @@ def test_what_can_not_be_done_is_refused_by_name(pool_of):
 
 def writes_to_a_saved_tensor() -> str:
     model, mesh = build(1)
-    lowtide.rematerialize_gathers(model, ["*.ffn"], min_bytes=0)
+    lowtide.sequence_parallel.rematerialize_gathers(model, ["*.ffn"], min_bytes=0)
     model[1].ffn.writes = True
     try:
         train(model, mesh, 1, torch.float32)

@@ -37,7 +37,7 @@ def linears_against_naive(dtype: str, regather: bool, addmm: bool) -> dict[str, 
     bias = torch.arange(4.0).to(DTYPES[dtype]).requires_grad_()
     biases = [None, bias, None]
     with fresh_figures():
-        outputs = lowtide.sp_gather_linear(
+        outputs = lowtide.sequence_parallel.sp_gather_linear(
             shard * 1,
             weights,
             biases,
@@ -85,8 +85,8 @@ def generic_against_naive(dtype: str) -> dict[str, Any]:
     shard = shard_of(rank, DTYPES[dtype])
     weights = weights_of((8,), rank, DTYPES[dtype])
     with fresh_figures():
-        with lowtide.gather_policy(**EVERYTHING):
-            x = lowtide.sp_all_gather(shard * 1, group(), "x")
+        with lowtide.sequence_parallel.gather_policy(**EVERYTHING):
+            x = lowtide.sequence_parallel.sp_all_gather(shard * 1, group(), "x")
             loss = consumers(x, weights)
             del x
         loss.backward()
@@ -112,7 +112,7 @@ def autocast_against_naive() -> list[bool]:
     rank = dist.get_rank()
     shard, weights = shard_of(rank), weights_of(SIZES, rank)
     with torch.autocast("cpu", torch.bfloat16):
-        outputs = lowtide.sp_gather_linear(
+        outputs = lowtide.sequence_parallel.sp_gather_linear(
             shard * 1, weights, group=group(), name="auto", regather=True
         )
         sum((y.float() ** 2).sum() for y in outputs).backward()
@@ -138,7 +138,7 @@ def saved_bytes(regather: bool) -> int:
     weights = weights_of((1,), 0)
 
     def forward() -> torch.Tensor:
-        (y,) = lowtide.sp_gather_linear(
+        (y,) = lowtide.sequence_parallel.sp_gather_linear(
             shard * 1, weights, group=group(), name="big", regather=regather
         )
         return y.sum()

@@ -26,10 +26,12 @@ from support.sequence_parallel import (
 
 
 def two_sites(shard: Tensor, weights: list[Tensor]) -> Tensor:
-    with lowtide.gather_policy(**EVERYTHING):
-        x = lowtide.sp_all_gather(shard * 1, group(), "first")
-        hidden = lowtide.sp_reduce_scatter(F.linear(x, weights[0]).sin(), group())
-        (y,) = lowtide.sp_gather_linear(
+    with lowtide.sequence_parallel.gather_policy(**EVERYTHING):
+        x = lowtide.sequence_parallel.sp_all_gather(shard * 1, group(), "first")
+        hidden = lowtide.sequence_parallel.sp_reduce_scatter(
+            F.linear(x, weights[0]).sin(), group()
+        )
+        (y,) = lowtide.sequence_parallel.sp_gather_linear(
             hidden, weights[1:], group=group(), name="second"
         )
     return (y**2).sum()
@@ -101,7 +103,11 @@ def survives_an_exception() -> list[bool]:
     with fresh_figures():
         with pytest.raises(ArithmeticError):
             two_sites(Bomb.apply(shard), weights).backward()
-    with fresh_figures(), pytest.raises(ArithmeticError), lowtide.gather_policy():
+    with (
+        fresh_figures(),
+        pytest.raises(ArithmeticError),
+        lowtide.sequence_parallel.gather_policy(),
+    ):
         raise ArithmeticError
     for tensor in (shard, *weights):
         tensor.grad = None
@@ -158,8 +164,8 @@ def test_a_checkpoint_gathers_once_in_backward(pool_of, kind):
 def escapes() -> dict[str, Any]:
     shard, weights = shard_of(dist.get_rank()), weights_of((8,), 0)
     with fresh_figures():
-        with lowtide.gather_policy(**EVERYTHING):
-            x = lowtide.sp_all_gather(shard * 1, group(), "x")
+        with lowtide.sequence_parallel.gather_policy(**EVERYTHING):
+            x = lowtide.sequence_parallel.sp_all_gather(shard * 1, group(), "x")
             y = F.linear(x, weights[0])
         text = ""
         try:
@@ -196,13 +202,13 @@ def writes_in_place() -> list[str]:
         shard = shard_of(dist.get_rank()) * 1
         weights = weights_of((8,), 0)
         try:
-            with lowtide.gather_policy(**EVERYTHING):
+            with lowtide.sequence_parallel.gather_policy(**EVERYTHING):
                 if what == "linear":
-                    (y,) = lowtide.sp_gather_linear(
+                    (y,) = lowtide.sequence_parallel.sp_gather_linear(
                         shard, weights, group=group(), name="x"
                     )
                 else:
-                    x = lowtide.sp_all_gather(shard, group(), "x")
+                    x = lowtide.sequence_parallel.sp_all_gather(shard, group(), "x")
                     if what == "before":
                         x = x.mul_(2)
                     y = F.linear(x, weights[0])
@@ -243,7 +249,7 @@ def test_a_write_in_place_names_the_site_and_the_tensor(pool_of):
 def writes_to_another_saved_tensor() -> str:
     """One that is not gathered: hooks switch off autograd's own check of versions."""
     shard = shard_of(dist.get_rank())
-    with lowtide.gather_policy(**EVERYTHING):
+    with lowtide.sequence_parallel.gather_policy(**EVERYTHING):
         hidden = shard * 1
         loss = (hidden**2).sum()
     with torch.no_grad():
@@ -268,14 +274,14 @@ def with_create_graph() -> list[str]:
     texts = []
     weights = weights_of((8,), 0)
     calls = {
-        "generic": lambda x: lowtide.sp_all_gather(x, group(), "x"),
-        "linear": lambda x: lowtide.sp_gather_linear(
+        "generic": lambda x: lowtide.sequence_parallel.sp_all_gather(x, group(), "x"),
+        "linear": lambda x: lowtide.sequence_parallel.sp_gather_linear(
             x, weights, group=group(), name="x"
         )[0],
-        "scatter": lambda x: lowtide.sp_reduce_scatter(x, group()),
+        "scatter": lambda x: lowtide.sequence_parallel.sp_reduce_scatter(x, group()),
     }
     for call in calls.values():
-        with lowtide.gather_policy(**EVERYTHING):
+        with lowtide.sequence_parallel.gather_policy(**EVERYTHING):
             loss = (call(shard_of(dist.get_rank()) * 1) ** 2).sum()
         try:
             torch.autograd.backward(loss, create_graph=True)

@@ -24,14 +24,18 @@ def decided(**policy: Any) -> dict[str, int]:
     rank = dist.get_rank()
     shard, weights = shard_of(rank), weights_of((8,), rank)
     with fresh_figures():
-        with lowtide.gather_policy(**policy):
+        with lowtide.sequence_parallel.gather_policy(**policy):
             outputs = [
-                *lowtide.sp_gather_linear(shard, weights, group=group(), name="a"),
-                *lowtide.sp_gather_linear(shard, weights, group=group(), name="b"),
-                *lowtide.sp_gather_linear(
+                *lowtide.sequence_parallel.sp_gather_linear(
+                    shard, weights, group=group(), name="a"
+                ),
+                *lowtide.sequence_parallel.sp_gather_linear(
+                    shard, weights, group=group(), name="b"
+                ),
+                *lowtide.sequence_parallel.sp_gather_linear(
                     shard, weights, group=group(), name="always", regather=True
                 ),
-                *lowtide.sp_gather_linear(
+                *lowtide.sequence_parallel.sp_gather_linear(
                     shard, weights, group=group(), name="never", regather=False
                 ),
             ]
@@ -62,17 +66,19 @@ def test_name_and_size_decide_unless_the_call_does(pool_of, policy, again):
 
 def no_policy() -> dict[str, Any]:
     shard, weights = shard_of(dist.get_rank()), weights_of((8,), 0)
-    (y,) = lowtide.sp_gather_linear(shard, weights, group=group(), name="plain")
+    (y,) = lowtide.sequence_parallel.sp_gather_linear(
+        shard, weights, group=group(), name="plain"
+    )
     y.sum().backward()
     text = ""
     try:
-        lowtide.sp_all_gather(shard, group(), "x", regather=True)
+        lowtide.sequence_parallel.sp_all_gather(shard, group(), "x", regather=True)
     except RuntimeError as error:
         text = str(error)
     unmatched = ""
     try:
-        with lowtide.gather_policy(regather=["atn_in"]):
-            lowtide.sp_all_gather(shard, group(), "attn_in")
+        with lowtide.sequence_parallel.gather_policy(regather=["atn_in"]):
+            lowtide.sequence_parallel.sp_all_gather(shard, group(), "attn_in")
     except ValueError as error:
         unmatched = str(error)
     return {
@@ -86,9 +92,10 @@ def test_without_a_policy_nothing_is_gathered_again(pool_of):
     for seen in pool_of(2).run(no_policy):
         assert seen["regathers"] == 0
         assert seen["text"] == (
-            "lowtide: sp_all_gather 'x': expected `with lowtide.gather_policy(...):` "
-            "around the forward for regather=True, got none: what consumers save could "
-            "not be seen. Add it, or use sp_gather_linear."
+            "lowtide: sp_all_gather 'x': expected `with "
+            "lowtide.sequence_parallel.gather_policy(...):` around the forward for "
+            "regather=True, got none: what consumers save could not be seen. Add it, "
+            "or use sp_gather_linear."
         )
         assert seen["unmatched"] == (
             "lowtide: gather_policy.regather: expected 'atn_in' to name a gather in "
@@ -101,12 +108,14 @@ def test_without_a_policy_nothing_is_gathered_again(pool_of):
 
 def uneven(group: dist.ProcessGroup) -> None:
     rank = dist.get_rank()
-    lowtide.sp_all_gather(shard_of(rank, rows=ROWS + rank), group, "uneven")
+    lowtide.sequence_parallel.sp_all_gather(
+        shard_of(rank, rows=ROWS + rank), group, "uneven"
+    )
 
 
 def decides_alone(group: dist.ProcessGroup) -> None:
     shard, weights = shard_of(0), weights_of((8,), 0)
-    lowtide.sp_gather_linear(
+    lowtide.sequence_parallel.sp_gather_linear(
         shard, weights, group=group, name="alone", regather=dist.get_rank() == 0
     )
 
@@ -115,7 +124,7 @@ def orders_differ(group: dist.ProcessGroup) -> None:
     shard, weights = shard_of(0), weights_of((8,), 0)
     loss: Any = 0.0
     for regather in (True, False, dist.get_rank() == 0):
-        (y,) = lowtide.sp_gather_linear(
+        (y,) = lowtide.sequence_parallel.sp_gather_linear(
             shard, weights, group=group, name="order", regather=regather
         )
         loss = loss + y.sum()

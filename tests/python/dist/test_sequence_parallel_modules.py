@@ -28,10 +28,12 @@ def modules_against_one_process() -> dict[str, Any]:
     full_up = [torch.randn(8, FEATURES, generator=generator) for _ in range(2)]
     full_down = torch.randn(FEATURES, 8, generator=generator)
     bias = torch.randn(FEATURES, generator=generator)
-    up = lowtide.ColumnParallelLinear(
+    up = lowtide.sequence_parallel.ColumnParallelLinear(
         FEATURES, (8, 8), group=group(), name="ffn_in", regather=True
     )
-    down = lowtide.RowParallelLinear(8, FEATURES, bias=True, group=group())
+    down = lowtide.sequence_parallel.RowParallelLinear(
+        8, FEATURES, bias=True, group=group()
+    )
     with torch.no_grad():
         for weight, full in zip(up.weights, full_up, strict=True):
             weight.copy_(full.chunk(size)[rank])
@@ -80,17 +82,25 @@ def refusals() -> list[str]:
     tensor = dist.tensor.DTensor.from_local(x, mesh["tp"], (Shard(0),))
     texts = []
     for call in (
-        lambda: lowtide.sp_all_gather(x, mesh, "x"),
-        lambda: lowtide.sp_all_gather(tensor, mesh["tp"], "x"),
-        lambda: lowtide.sp_all_gather(x.sum(), mesh["tp"], "x"),
-        lambda: lowtide.sp_gather_linear(x, [], group=mesh["tp"], name="x"),
-        lambda: lowtide.sp_gather_linear(x, [x.t()], group=mesh["tp"], name="x"),
-        lambda: lowtide.sp_gather_linear(x, [tensor], group=mesh["tp"], name="x"),
-        lambda: lowtide.ColumnParallelLinear(8, 7, group=mesh["tp"], name="x"),
-        lambda: lowtide.RowParallelLinear(7, 8, group=mesh["tp"]),
-        lambda: lowtide.RowParallelLinear(8, 7, group=mesh["tp"]),
-        lambda: lowtide.gather_policy(min_bytes=-1),
-        lambda: lowtide.gather_policy(regather="attn_in"),
+        lambda: lowtide.sequence_parallel.sp_all_gather(x, mesh, "x"),
+        lambda: lowtide.sequence_parallel.sp_all_gather(tensor, mesh["tp"], "x"),
+        lambda: lowtide.sequence_parallel.sp_all_gather(x.sum(), mesh["tp"], "x"),
+        lambda: lowtide.sequence_parallel.sp_gather_linear(
+            x, [], group=mesh["tp"], name="x"
+        ),
+        lambda: lowtide.sequence_parallel.sp_gather_linear(
+            x, [x.t()], group=mesh["tp"], name="x"
+        ),
+        lambda: lowtide.sequence_parallel.sp_gather_linear(
+            x, [tensor], group=mesh["tp"], name="x"
+        ),
+        lambda: lowtide.sequence_parallel.ColumnParallelLinear(
+            8, 7, group=mesh["tp"], name="x"
+        ),
+        lambda: lowtide.sequence_parallel.RowParallelLinear(7, 8, group=mesh["tp"]),
+        lambda: lowtide.sequence_parallel.RowParallelLinear(8, 7, group=mesh["tp"]),
+        lambda: lowtide.sequence_parallel.gather_policy(min_bytes=-1),
+        lambda: lowtide.sequence_parallel.gather_policy(regather="attn_in"),
     ):
         try:
             call()
@@ -106,8 +116,8 @@ def test_refusals(pool_of):
         "lowtide: sp_all_gather 'x': expected a process group or a 1-D mesh, got a "
         "mesh of 2 dimensions ('dp', 'tp'). Pass one axis: mesh['tp'].",
         "lowtide: sp_all_gather 'x': expected this rank's part as a plain tensor, got "
-        "a DTensor. Pass x.to_local(), or use lowtide.rematerialize_gathers on the "
-        "parallelised model.",
+        "a DTensor. Pass x.to_local(), or use "
+        "lowtide.sequence_parallel.rematerialize_gathers on the parallelised model.",
         "lowtide: sp_all_gather 'x': expected a tensor with a dim 0 to gather along, "
         "got a scalar. Reshape it to [1].",
         "lowtide: sp_gather_linear 'x': expected at least one weight and a bias or "
@@ -151,10 +161,12 @@ class Mlp(nn.Module):
             whole = naive_all_gather(x, tp)
             up, gate = F.linear(whole, self.up), F.linear(whole, self.gate)
             return naive_reduce_scatter(F.linear(up * gate.sin(), self.down), tp)
-        up, gate = lowtide.sp_gather_linear(
+        up, gate = lowtide.sequence_parallel.sp_gather_linear(
             x, [self.up, self.gate], group=self.tp, name="in", regather=True
         )
-        return lowtide.sp_reduce_scatter(F.linear(up * gate.sin(), self.down), tp)
+        return lowtide.sequence_parallel.sp_reduce_scatter(
+            F.linear(up * gate.sin(), self.down), tp
+        )
 
 
 def train_on_two_axes(naive: bool) -> dict[str, Any]:

@@ -80,9 +80,13 @@ def test_sequence_parallel_calls_are_refused_inside(
 ) -> None:
     weight = torch.randn(3, 4)
     calls: dict[str, Callable[[torch.Tensor], Any]] = {
-        "sp_all_gather 'x'": lambda x: lowtide.sp_all_gather(x, model, "x"),
-        "sp_reduce_scatter": lambda x: lowtide.sp_reduce_scatter(x, model),
-        "sp_gather_linear 'x'": lambda x: lowtide.sp_gather_linear(
+        "sp_all_gather 'x'": lambda x: lowtide.sequence_parallel.sp_all_gather(
+            x, model, "x"
+        ),
+        "sp_reduce_scatter": lambda x: lowtide.sequence_parallel.sp_reduce_scatter(
+            x, model
+        ),
+        "sp_gather_linear 'x'": lambda x: lowtide.sequence_parallel.sp_gather_linear(
             x, [weight], group=model, name="x"
         ),
     }

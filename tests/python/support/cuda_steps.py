@@ -141,10 +141,14 @@ class SequenceParallel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         group = dist.group.WORLD
-        gathered = lowtide.sp_all_gather(x, group, name="plain")
-        (up,) = lowtide.sp_gather_linear(x, [self.up], group=group, name="up")
+        gathered = lowtide.sequence_parallel.sp_all_gather(x, group, name="plain")
+        (up,) = lowtide.sequence_parallel.sp_gather_linear(
+            x, [self.up], group=group, name="up"
+        )
         hidden = torch.tanh(up) * (gathered @ self.gate.t())
-        return x + lowtide.sp_reduce_scatter(hidden @ self.down.t(), group)
+        return x + lowtide.sequence_parallel.sp_reduce_scatter(
+            hidden @ self.down.t(), group
+        )
 
 
 def sequence_parallel(*, capturable: bool = False) -> Step:
@@ -153,7 +157,7 @@ def sequence_parallel(*, capturable: bool = False) -> Step:
     x = torch.zeros(16, 32, device="cuda")
 
     def step() -> None:
-        with lowtide.gather_policy(regather="all", min_bytes=0):
+        with lowtide.sequence_parallel.gather_policy(regather="all", min_bytes=0):
             model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-import lowtide
 from lowtide import ActivationPolicy, checkpoint
 from support.blocks import assert_same_bits, gradients, rows, stack, step
 from support.regions import Call, leaf, region
@@ -367,7 +366,3 @@ def test_deepcopy_and_pickle_keep_the_policy():
     buffer = io.BytesIO()
     torch.save(model.state_dict(), buffer)
     assert list(model.state_dict()) == list(stack(2).state_dict())
-
-
-def test_public_names():
-    assert {"tag", "checkpoint", "ActivationPolicy"} <= set(lowtide.__all__)

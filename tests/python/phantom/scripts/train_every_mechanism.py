@@ -29,9 +29,11 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = lowtide.tag(x, "residual")
         group = dist.group.WORLD
-        tokens = lowtide.sp_all_gather(self.norm(x), group, name="tokens")
+        tokens = lowtide.sequence_parallel.sp_all_gather(
+            self.norm(x), group, name="tokens"
+        )
         hidden = lowtide.tag(F.gelu(self.up(tokens)), "hidden")
-        return x + lowtide.sp_reduce_scatter(self.down(hidden), group)
+        return x + lowtide.sequence_parallel.sp_reduce_scatter(self.down(hidden), group)
 
 
 class Model(nn.Module):
@@ -65,7 +67,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(lowtide.local_parameters(model), fused=True)
     tokens = torch.randint(VOCABULARY, (TOKENS,), device="cuda")
     for _ in range(3):
-        with lowtide.gather_policy(regather="all", min_bytes=0):
+        with lowtide.sequence_parallel.gather_policy(regather="all", min_bytes=0):
             loss = model(tokens)
         loss.backward()
         lowtide.clip_grad_norm_(model.parameters(), 1.0)
