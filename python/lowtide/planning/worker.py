@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from types import TracebackType
 
 from lowtide.phantom.dry import calls, driver, ends, launch
 from lowtide.planning.analysis import Analysis
@@ -39,7 +40,7 @@ def main(connection: Connection, request: Request) -> None:
         plan = run(request, lambda number: connection.send(("step", number)))
         answer: tuple[object, ...] = ("plan", plan.to_dict())
     except BaseException as error:
-        answer = ("error", message_of(error), _stack_of(error))
+        answer = ("error", message_of(error), stack_of(error))
     if request.calls:
         connection.send(("calls", calls.collect()))
     connection.send(answer)
@@ -178,10 +179,21 @@ def message_of(error: BaseException) -> str:
     )
 
 
-def _stack_of(error: BaseException) -> str:
-    """Without the error itself, which the message has."""
-    text = "".join(traceback.format_exception(error))
+def stack_of(error: BaseException) -> str:
+    """From the program's first line on, without the error itself, which the message
+    has; empty for an error that no line of the program led to."""
+    begin = error.__traceback__
+    while begin is not None and not _is_in_program(begin):
+        begin = begin.tb_next
+    if begin is None:
+        return ""
+    text = "".join(traceback.format_exception(type(error), error, begin))
     return text.removesuffix("".join(traceback.format_exception_only(error)))
+
+
+def _is_in_program(entry: TracebackType) -> bool:
+    code = entry.tb_frame.f_code
+    return Line(code.co_filename, entry.tb_lineno, code.co_name).is_in_program
 
 
 def _next_step(error: BaseException, lacking: list[str]) -> str:

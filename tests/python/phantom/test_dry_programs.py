@@ -230,6 +230,8 @@ def test_a_program_ends_as_it_would_alone(tmp_path, end, status, error):
     done = run(str(tmp_path / "end.py"), status=status)
     assert done.stdout == "program thread\nat exit\n"
     assert done.stderr.endswith(error) and bool(done.stderr) == bool(error)
+    files = [line for line in done.stderr.splitlines() if line.startswith("  File")]
+    assert files == files[:1] and all(str(tmp_path) in line for line in files)
 
 
 def test_a_device_that_is_full_says_what_cuda_says(tmp_path):

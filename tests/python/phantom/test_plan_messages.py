@@ -15,15 +15,18 @@ from lowtide.planning import model_file
 from lowtide.planning.request import ModelFile, Module, Script
 from lowtide.planning.run import PlanError
 from lowtide.planning.script import run_module, run_script
-from lowtide.planning.worker import message_of
+from lowtide.planning.worker import message_of, stack_of
 from support import planned
 from support.planned import plan_text
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The last line on stderr of `python -m lowtide plan ...`."""
+    """The last line on stderr of `python -m lowtide plan ...`, which shows none of our
+    own lines with it."""
     assert main(["plan", *arguments]) == 1
-    return capsys.readouterr().err.strip().splitlines()[-1]
+    said = capsys.readouterr().err.strip()
+    assert "Traceback" not in said
+    return said.splitlines()[-1]
 
 
 # -- of the command, before anything runs --------------------------------------------
@@ -232,6 +235,27 @@ def failure(monkeypatch, tmp_path) -> Callable[..., str]:
         return message_of(raised.value).replace(str(script), "train.py")
 
     return failure
+
+
+def test_traceback_begins_in_the_program(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    script = tmp_path / "train.py"
+    script.write_text("def train():\n    1 / 0\n\ntrain()\n")
+    with pytest.raises(ZeroDivisionError) as raised:
+        run_script(Script(str(script)))
+    assert raised.tb.tb_next is not None  # without this test's own line
+    error = raised.value.with_traceback(raised.tb.tb_next)
+    first, *lines = stack_of(error).splitlines()
+    assert first == "Traceback (most recent call last):"
+    assert [line for line in lines if line.startswith("  File")] == [
+        f'  File "{script}", line 4, in <module>',
+        f'  File "{script}", line 2, in train',
+    ]
+    assert "ZeroDivisionError" not in "\n".join(lines)  # the message has it
+    with pytest.raises(FileNotFoundError) as refused:
+        run_script(Script("nowhere.py"))
+    assert stack_of(refused.value.with_traceback(refused.tb.tb_next)) == ""
 
 
 def test_program_that_raises(failure):

@@ -17,7 +17,7 @@ import runpy
 import sys
 import threading
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, TracebackType
 
 
 def main() -> None:
@@ -56,9 +56,19 @@ def _status_of(program: list[str]) -> int:
         print(asked.code, file=sys.stderr)
         return 1
     except BaseException as error:
-        sys.excepthook(*sys.exc_info())
+        error.__traceback__ = _of_program(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
         return 130 if isinstance(error, KeyboardInterrupt) else 1
     return 0
+
+
+def _of_program(entry: TracebackType | None) -> TracebackType | None:
+    """Without what started the program, which a traceback of the interpreter's lacks
+    too."""
+    starters = (__file__, "<frozen runpy>", runpy.__file__)
+    while entry is not None and entry.tb_frame.f_code.co_filename in starters:
+        entry = entry.tb_next
+    return entry
 
 
 def _end(status: int) -> None:
