@@ -142,7 +142,8 @@ def fully_shard(
     return module
 
 
-# As torch's composable APIs have it: what this call attached to a module, or None.
+# torch's composable APIs have such an attribute: what this call attached to a module,
+# or None.
 fully_shard.state = unit_state
 
 

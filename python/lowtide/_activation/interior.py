@@ -45,7 +45,7 @@ NOT_REPEATED = (
 
 
 class _Geometry(NamedTuple):
-    """Of a value that is not held while nobody has named it."""
+    """How a value lies in memory, which is not held while nobody has named it."""
 
     dtype: torch.dtype
     sizes: tuple[int, ...]
@@ -63,13 +63,13 @@ class _Geometry(NamedTuple):
 
 
 class _Produced(NamedTuple):
-    """What an operator returned; holds none of the large values."""
+    """What an operator returned, without the large values themselves."""
 
     call: Call
     operator: Any
     several: bool
     values: list[Any]  # the largest one's geometry, the others themselves
-    largest: int  # its place
+    largest: int  # the place of the largest one
     random_state: list[tuple[torch.Generator, Tensor]]
     refusal: str
     in_function: bool  # without grad mode: of an autograd.Function, if it requires grad
@@ -88,8 +88,8 @@ class Skip:
 
 
 class _Mode(TorchDispatchMode):
-    """Over one forward with these tensor arguments; ``num_saved`` says how many tensors
-    autograd has saved in it so far."""
+    """Watches one forward with these tensor arguments; ``num_saved`` says how many
+    tensors autograd has saved in it so far."""
 
     supports_higher_order_operators = True
 
@@ -372,7 +372,8 @@ _TO_COPY = torch.ops.aten._to_copy.default
 
 
 def _casts_parameter(operator: Any, args: Any) -> bool:
-    """As autocast does; it may find the result in its cache the next time."""
+    """Whether the call is a cast as autocast makes them, which may find the result in
+    its cache the next time."""
     return operator is _TO_COPY and isinstance(args[0], nn.Parameter)
 
 

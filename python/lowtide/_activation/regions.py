@@ -23,16 +23,16 @@ from lowtide._base.classes import class_name
 from lowtide._base.memory import device_memory
 from lowtide.policies import INPUT, ActivationPolicy
 
-# Where a checkpointed module keeps its region.
+# The attribute that a checkpointed module keeps its region in.
 REGION = "_lowtide_region"
 
 
-# Told of every name given without grad mode.
+# Functions that are told of every name given without grad mode.
 observers: list[Callable[[torch.Tensor, str], None]] = []
 
 # Names that compiled code gave to values outside of any region in the same graph.
 names_in_compiled_code: set[str] = set()
-# Of regions inside compiled graphs: in the latest graph of a policy, name -> values.
+# How many values had a name in the latest compiled graph of a policy.
 names_in_graphs: dict[ActivationPolicy, dict[str, int]] = {}
 # Dynamo sees constants, and the same ones in all modules of a class and policy, so that
 # they share a graph.
@@ -70,7 +70,7 @@ class RegionState:
 
     def _make(self, call: Any) -> _C.Region:
         self.call = call  # the module's own
-        # The region as one compiled graph.
+        # Runs the region as one compiled graph, once `compile` was called.
         self.compiled_call: Callable[..., Any] | None = None
         self.policy_key = repr(self.policy)
         policies_by_key[self.policy_key] = self.policy

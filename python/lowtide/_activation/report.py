@@ -42,7 +42,8 @@ class NameReport:
 
 @dataclasses.dataclass(frozen=True)
 class ActivationReport:
-    """Of all regions that offload on this device; several models share the bytes."""
+    """What all regions that offload on this device hold; several models share the
+    bytes."""
 
     num_regions: int
     names: dict[str, NameReport]
@@ -110,8 +111,8 @@ def _keeps_time() -> bool:
 
 
 def planned_bytes(model: nn.Module) -> int:
-    """Of the buffers that values are copied back to: those of the region in use and
-    of the ``prefetch`` ones before it. 0 before the first forward."""
+    """Bytes of the buffers that values are copied back to: those of the region in use
+    and of the ``prefetch`` ones before it. 0 before the first forward."""
     peak = 0
     for _, state in regions(model):
         calls = max(state.region.num_calls, 1)

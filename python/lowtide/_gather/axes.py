@@ -14,8 +14,8 @@ from lowtide._base.memory import device_memory
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh
 
-# By name of the group and device. The group itself tells whether it is still that one:
-# names come again after destroy_process_group.
+# Axes have the name of their group and a device for a key. The group itself tells
+# whether it is still that one: names come again after destroy_process_group.
 _axes: dict[
     tuple[str, torch.device],
     tuple[dist.ProcessGroup, _C.GatherAxis, _C.Collectives],
@@ -36,7 +36,7 @@ def process_group(group: Group, *, who: str) -> dist.ProcessGroup:
 
 
 def axis_of(group: dist.ProcessGroup, device: torch.device) -> _C.GatherAxis:
-    """Of tensors on ``device``."""
+    """The axis for tensors on ``device``."""
     return _axis_and_collectives(group, device)[0]
 
 

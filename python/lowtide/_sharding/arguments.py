@@ -15,8 +15,9 @@ from lowtide.policies import GradientMode, MixedPrecisionPolicy
 
 
 def modules_of(module: Any, who: str) -> tuple[nn.Module, ...]:
-    """Of a module or a list of modules, none of them sharded yet. A module that
-    another of the list contains belongs to that one, as in FSDP2."""
+    """The modules that a unit is made of, from a module or a list of modules, none of
+    them sharded yet. A module that another of the list contains belongs to that one, as
+    in FSDP2."""
     several = isinstance(module, Iterable) and not isinstance(module, str | nn.Module)
     roots = tuple(module) if several else (module,)
     if not roots:
@@ -103,7 +104,8 @@ def check_settings(
 def post_forward(
     reshard_after_forward: bool | int | None, mesh: DeviceMesh
 ) -> bool | int | None:
-    """As given, but an int only if it is a smaller group than all shards."""
+    """The setting as given, but an int only if it is a smaller group than all
+    shards."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward
     size = mesh.size(mesh.ndim - 1)

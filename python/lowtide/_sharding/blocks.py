@@ -112,7 +112,7 @@ def _require_module(model: nn.Module, name: str, modules: dict[str, nn.Module]) 
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Nobody can call the others, so nothing would gather them."""
+    """Whether anybody can call it: nothing would gather the others."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
@@ -252,7 +252,8 @@ def describe(
     mesh: DeviceMesh,
     policy: MixedPrecisionPolicy,
 ) -> str:
-    """Before the model is sharded; counts are of full parameters."""
+    """The decision in words, before the model is sharded: counts are of full
+    parameters."""
     dtypes = ", ".join(
         f"{what} {str(dtype).removeprefix('torch.')}"
         for what, dtype in (
@@ -289,7 +290,7 @@ def _unit_lines(units: Iterable[PlannedUnit]) -> Iterator[str]:
 
 
 def _runs(units: Iterable[PlannedUnit]) -> Iterator[list[PlannedUnit]]:
-    """Of equal blocks, one behind the other."""
+    """Runs of equal blocks that stand one behind the other."""
     run: list[PlannedUnit] = []
     for unit in units:
         if run and not _alike(run[-1], unit):

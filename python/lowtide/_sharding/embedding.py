@@ -21,14 +21,14 @@ from lowtide import _C
 from lowtide._base.backward import PerBackward, in_backward
 from lowtide._base.rows import RowChunk, strided_chunks
 
-# Bytes of a table, in fp32, from which on it is read, and its gradient comes, in
-# blocks. Below, the kernels that a block takes cost more than the bytes are worth.
+# A table of that many bytes in fp32 or more is read, and its gradient comes, in blocks.
+# Below, the kernels that a block takes cost more than the bytes are worth.
 LARGE_TABLE = 256 << 20
-# Of a block that forward reads, two of which live at once. It costs a pass over the
-# output and a collective, which is long enough to be limited by bandwidth: its latency
-# grows with the number of ranks.
+# Bytes of a block that forward reads, two of which live at once. It costs a pass over
+# the output and a collective, which is long enough to be limited by bandwidth: its
+# latency grows with the number of ranks.
 LOOKUP_BYTES = 128 << 20
-# A block has that for every so many ranks, four times at most.
+# A block has LOOKUP_BYTES for every so many ranks, four times that at most.
 LOOKUP_RANKS = 64
 
 
@@ -63,7 +63,7 @@ class EmbeddingRows:
         grown = self._stream.world_size // LOOKUP_RANKS
         at_once = LOOKUP_BYTES * min(max(1, grown), 4)
         most = max(1, at_once // (self._stream.world_size * row_bytes))
-        # Of equal size: one's bytes then serve the next.
+        # Blocks are of equal size, so that one's bytes serve the next.
         unit.look_up_rows(-(-shard // -(-shard // most)))
         # Recorded calls whose graphs are alive.
         self._calls: list[weakref.ref[Any]] = []
@@ -72,7 +72,8 @@ class EmbeddingRows:
         self._arrived: PerBackward[dict[Any, tuple[Tensor, Tensor]]] = PerBackward()
 
     def forward(self, module: nn.Embedding, indices: Tensor) -> Tensor:
-        """Not for torch.compile: it is a loop of collectives."""
+        """The module's forward, which torch.compile leaves alone: a loop of
+        collectives."""
         # Inside a backward it is a recomputation: the first call delivers.
         recomputed = in_backward()
         if not (torch.is_grad_enabled() and self._weight.requires_grad):

@@ -23,14 +23,14 @@ from lowtide._base.classes import ClassSwap
 from lowtide._sharding.parameter import UnitParameter
 from lowtide.policies import ParameterDtypes
 
-# Where a layer keeps its FusedWeight.
+# The attribute that a layer keeps its FusedWeight in.
 _WEIGHT = "_lowtide_fused"
-# Settings of layers that write gradients to their weight's `main_grad`: Megatron's and
-# TransformerEngine's.
+# Settings by which layers of Megatron and TransformerEngine write gradients to their
+# weight's `main_grad`.
 _WRITES_MAIN_GRAD = ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")
 _HALF = (torch.bfloat16, torch.float16)
 
-# Why the node's products were left to autograd; names of FusedUses.
+# Fields of FusedUses -> why the node's products were left to autograd.
 _OF_BACKWARD = {
     "hooks": "hooks on the parameter or its gradient",
     "repeated": "used more than once in a backward",
@@ -38,21 +38,21 @@ _OF_BACKWARD = {
     "recorded": "create_graph",
     "elsewhere": "on another stream than the forward began on",
 }
-# Its gradient came, but no product.
+# Said of a weight whose gradient came though no product did.
 _UNSEEN = "not by its layer's forward"
 
 
 class FusedWeights:
-    """Those of one unit."""
+    """The weights of one unit whose gradients are summed in place."""
 
     def __init__(self) -> None:
         self._unit: _C.Unit | None = None
         self._chosen: list[bool] = []
         self._parameters: list[UnitParameter] = []
         self._weights: dict[UnitParameter, FusedWeight] = {}
-        # Of weights that are not fused: why.
+        # Why weights are not fused.
         self._reasons: dict[UnitParameter, str] = {}
-        # Of other layers that add to `main_grad` themselves.
+        # Weights whose layers add to `main_grad` themselves.
         self._main: set[UnitParameter] = set()
 
     def choose(
@@ -61,7 +61,7 @@ class FusedWeights:
         dtypes: list[ParameterDtypes],
         device: torch.device,
     ) -> None:
-        """Of a unit's parameters, in its order; again when they change."""
+        """Looks at a unit's parameters, in its order; called again when they change."""
         self._parameters = list(parameters)
         self._reasons.clear()
         self._main.clear()
@@ -144,7 +144,7 @@ class FusedWeights:
 
 
 class FusedWeight:
-    """Of one layer: where its products go, and how often they did not and why."""
+    """Where the products of one layer go, and how often they did not and why."""
 
     def __init__(self, parameter: UnitParameter) -> None:
         self._parameter = weakref.ref(parameter)
@@ -175,13 +175,13 @@ class FusedWeight:
 
 
 def _linear_forward(self: nn.Linear, input: Tensor) -> Tensor:
-    # None in a layer that was built from the class of this one.
+    # There is none in a layer that was built from the class of this one.
     fused: FusedWeight | None = self.__dict__.get(_WEIGHT)
     weight = self.weight
     if fused is None:
         return F.linear(input, weight, self.bias)
     if torch.compiler.is_compiling():
-        # Of the layer nothing but its tensors goes into the graph, which others share.
+        # Nothing of the layer but its tensors goes into the graph, which others share.
         if fused.fuses and _may_fuse_compiled(input, weight):
             return torch.ops.lowtide.fused_linear(input, weight, self.bias)
         return F.linear(input, weight, self.bias)
@@ -189,7 +189,7 @@ def _linear_forward(self: nn.Linear, input: Tensor) -> Tensor:
 
 
 def _may_fuse_compiled(input: Tensor, weight: Tensor) -> bool:
-    """What ``_obstacle_of_call`` asks eagerly; the answer is guarded."""
+    """Asks what ``_obstacle_of_call`` asks eagerly; the answer is guarded."""
     return (
         torch.is_grad_enabled()
         and weight.requires_grad

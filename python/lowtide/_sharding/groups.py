@@ -34,15 +34,15 @@ class Groups:
     reduce: _C.Collectives
     replicas: _C.Collectives | None
     host: _C.HostChannel | None  # over all ranks of the mesh
-    # What they stand for.
+    # The process groups that these issue on.
     gather_process_group: dist.ProcessGroup
     reduce_process_group: dist.ProcessGroup
     host_process_group: dist.ProcessGroup | None
 
 
-# By the names of the mesh's groups, so every unit on a mesh shares them. The groups
-# themselves tell whether they are still those: names come again after
-# destroy_process_group.
+# Communicators have the names of the mesh's groups for a key, so every unit on a mesh
+# shares them. The groups themselves tell whether they are still those: names come again
+# after destroy_process_group.
 _known: dict[tuple[str, ...], tuple[list[dist.ProcessGroup], Groups]] = {}
 
 
@@ -137,7 +137,7 @@ def _second_group(shards: dist.ProcessGroup, device: torch.device) -> dist.Proce
 
 @contextlib.contextmanager
 def _no_split() -> Iterator[torch.device | None]:
-    """Groups made meanwhile are no splits of the default group.
+    """Lets groups that are made meanwhile be no splits of the default group.
 
     Where that one is bound to a device, new_group makes NCCL's communicators by
     ncclCommSplit, which waits for every rank of the job; only the mesh's come here."""
@@ -154,13 +154,13 @@ def _no_split() -> Iterator[torch.device | None]:
 def _nccl_options(
     group: dist.ProcessGroup, device: torch.device, timeout: datetime.timedelta | None
 ) -> Any:
-    """For another communicator like the group's; None if it is not NCCL's."""
+    """Options for another communicator like the group's; None if it is not NCCL's."""
     theirs = _options(group, device)
     if not dist.is_nccl_available() or not isinstance(
         theirs, dist.ProcessGroupNCCL.Options
     ):
         return None
-    # Not a copy, which would be a split of what the group is a split of.
+    # These are new, since a copy would be a split of what the group is a split of.
     options = dist.ProcessGroupNCCL.Options()
     options.config = theirs.config
     options.is_high_priority_stream = theirs.is_high_priority_stream
@@ -170,12 +170,13 @@ def _nccl_options(
 
 
 def mesh_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """Of every dimension: replicas, if there are any, then shards."""
+    """The group of every dimension: replicas, if there are any, then shards."""
     return [mesh.get_group(dim) for dim in range(mesh.ndim)]
 
 
 def smaller_group(mesh: DeviceMesh, size: int, device: torch.device) -> _C.Collectives:
-    """Over runs of ``size`` ranks of shards: where parameters stay after forward.
+    """A communicator over each run of ``size`` ranks of shards, where parameters stay
+    after forward.
     Collective over the mesh."""
     runs = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size))
     return _C.Collectives(runs.get_group(1).group_name, device)

@@ -34,7 +34,8 @@ _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 def explain_errors(state: UnitState) -> None:
-    """Of the forwards of ``state``'s module, the root, from the one that begins on."""
+    """Watches the forwards of ``state``'s module, the root, from the one that begins
+    on."""
     watch: _Watch | None = _Watch(state)
 
     def look(module: nn.Module, args: Any, output: Any) -> None:
@@ -60,7 +61,7 @@ def _tree(root: UnitState) -> list[UnitState]:
 
 @dataclasses.dataclass(frozen=True)
 class _Read:
-    """Of a sharded parameter, somewhere in a program."""
+    """A read of a sharded parameter, somewhere in a program."""
 
     owner: UnitParameter
     file: str
@@ -138,7 +139,7 @@ def _read_last(watch: "_Watch | None") -> _Read | None:
 
 
 class _Watch:
-    """Over the shards of every unit below ``root``."""
+    """Watches the shards of every unit below ``root``."""
 
     def __init__(self, root: UnitState) -> None:
         self._root = root

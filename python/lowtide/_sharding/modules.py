@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowtide._base.classes import class_name
 
-# Where a module keeps the state of its unit.
+# The attribute that a module keeps the state of its unit in.
 UNIT_STATE = "_lowtide_state"
 
 
@@ -65,7 +65,8 @@ def managed_parameters(
 def require_initialized(
     roots: Iterable[nn.Module], managed: Iterable[ManagedParameter], who: str
 ) -> None:
-    """Of lazy modules, whose parameters have no shape before the first forward."""
+    """Raises for lazy modules, whose parameters have no shape before the first
+    forward."""
     places = {item.slots[0] for item in managed if is_lazy(item.parameter)}
     lazy = [
         (f"{path}.{name}" if path else name, class_name(module))

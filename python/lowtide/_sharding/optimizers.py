@@ -24,7 +24,7 @@ _num_roots = 0
 
 @dataclass(frozen=True)
 class _Known:
-    """Of an optimizer, as long as `stamp` is the same."""
+    """What is known of an optimizer as long as `stamp` is the same."""
 
     stamp: tuple[int, int, int]
     units: list["weakref.ref[UnitState]"]  # one for every root it steps

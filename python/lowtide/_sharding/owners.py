@@ -8,14 +8,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lowtide._sharding.parameter import UnitParameter
 
-# Parameters as they were before sharding -> what they became.
+# What parameters became, by the parameters as they were before sharding.
 _became: WeakIdKeyDictionary = WeakIdKeyDictionary()
-# By the id of a shard. Not by a weak reference to it: `Module._apply` refuses to swap
-# a tensor that has one.
+# Owners by the id of their shard: a weak reference to the shard itself would do, but
+# `Module._apply` refuses to swap a tensor that has one.
 _by_shard: "weakref.WeakValueDictionary[int, UnitParameter]" = (
     weakref.WeakValueDictionary()
 )
-# Parameters that are registered nowhere any more -> the names of what replaced them.
+# Owners of parameters that are registered nowhere any more: they have other shards.
 _replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _num_replacements = 0
 

@@ -7,8 +7,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 # FSDP2's names for the hooks of an all-gather extension.
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
-# Since torch 2.15, and optional: whether what was gathered is over when the second hook
-# returns.
+# FSDP2 has it since torch 2.15, and it is optional: whether what was gathered is over
+# when the second hook returns.
 RELEASES = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 # Subclasses that stand for the plain tensor they will be.
 _TRANSPARENT = (FakeTensor, AsyncCollectiveTensor)
@@ -81,7 +81,7 @@ def shard_of_subclass(data: Tensor, world_size: int, rank: int, dim: int) -> Ten
 
 
 def plain_gradient(gradient: Tensor) -> Tensor:
-    """Of a subclass: what it writes into a plain tensor, as FSDP2's copies do."""
+    """What a subclass writes into a plain tensor, as FSDP2's copies do."""
     if type(gradient) is Tensor or isinstance(gradient, _TRANSPARENT):
         return gradient
     plain = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)

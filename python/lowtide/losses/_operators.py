@@ -241,7 +241,7 @@ def _or_empty(
 def _empty_gradients(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[object, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the shapes and dtypes that :func:`_or_empty` gives."""
+    """Gradients of the shapes and dtypes that :func:`_or_empty` gives."""
     dx, dw, db = (
         owner.new_empty(owner.shape)
         if needed and owner is not None

@@ -34,7 +34,7 @@ class VocabularyRows(Protocol):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Of the rows :meth:`read` yields; logits are rounded to it."""
+        """The dtype of the rows :meth:`read` yields; logits are rounded to it."""
 
     @property
     def chunks(self) -> tuple[RowChunk, ...]:
@@ -113,5 +113,5 @@ class TensorRows:
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of statistics and of sums over tiles."""
+    """The dtype of statistics and of sums over tiles."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -266,7 +266,7 @@ def _check_shapes(
 
 
 def _compute_dtype(hidden: Tensor, weight: torch.dtype) -> torch.dtype:
-    """Of the logits. Autocast leaves fp64 alone."""
+    """The dtype of the logits. Autocast leaves fp64 alone."""
     device, both = hidden.device.type, (hidden.dtype, weight)
     if torch.is_autocast_enabled(device) and torch.float64 not in both:
         return torch.get_autocast_dtype(device)

@@ -170,11 +170,11 @@ class timeline:
     # -- afterwards -------------------------------------------------------------------
 
     def report(self, step: int = -1) -> StepTime:
-        """Of one step; the last one is the steady one."""
+        """The times of one step; the last one is the steady one."""
         return self.report_of(self._marks_of(step))
 
     def report_of(self, marks: list[tuple[str, float]]) -> StepTime:
-        """The same for phases that begin at these seconds; the last mark ends it."""
+        """The times of phases that begin at these seconds; the last mark ends them."""
         self._ended()
         if self._number != _started:
             raise RuntimeError(
@@ -226,7 +226,7 @@ class timeline:
         return self._spans
 
     def _marks_of(self, step: int | None) -> list[tuple[str, float]]:
-        """Of a step, with the mark that ends it; None: of all."""
+        """The marks of a step, with the one that ends it; of all steps for None."""
         self._ended()
         marks = self._marks
         if step is None:

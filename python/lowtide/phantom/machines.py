@@ -36,7 +36,8 @@ class Accelerator:
     kernel_floor: float = 2 * _MICRO
     host_bandwidth: float = _PCIE5  # each way
     multiprocessors: int = 132
-    # Of a kernel, on one multiprocessor: what the dry driver answers, too (assumption).
+    # How many of a kernel fit on one multiprocessor: what the dry driver answers, too
+    # (assumption).
     resident_blocks: int = 2
     # How long a block runs of a kernel whose blocks nobody counted, a library's: a tile
     # of 128 x 256 in half precision over 4096 (assumption).
@@ -170,10 +171,10 @@ class Network:
     ranks_per_node: int
     rings: tuple[Protocol, ...]
     trees: tuple[Protocol, ...]
-    # Of a communicator; one holds a multiprocessor while it runs.
+    # How many a communicator has; one holds a multiprocessor while it runs.
     channels_in_node: int = 24
     channels_between_nodes: int = 16
-    # Of what passes between two ranks of a communicator.
+    # How many carry what passes between two ranks of a communicator.
     channels_of_pair_in_node: int = 32
     channels_of_pair_between_nodes: int = 2
     channel_bandwidth: float = 25 * _GIGA  # most that one carries
@@ -257,7 +258,7 @@ def _rings(of: _Generation, hops: tuple[float, float, float]) -> tuple[Protocol,
 
 
 def _trees(of: _Generation, hops: tuple[float, float, float]) -> tuple[Protocol, ...]:
-    """The same of trees, which have no overhead beside the network."""
+    """The protocols of trees, which have no overhead beside the network."""
     ll, ll128, simple = hops
     most = [n * gb for n, gb in zip(of.found, of.tree, strict=True)]
     lls = zip(most, (of.ll_in_node, *_LL_BETWEEN_NODES), strict=True)
@@ -333,7 +334,7 @@ def accelerator_named(name: str) -> Accelerator:
 
 
 def network_of(name: str) -> Network:
-    """Of machines that have such accelerators; raises ValueError like
+    """The network of machines that have such accelerators; raises ValueError like
     :func:`accelerator_named`."""
     accelerator_named(name)
     return _NETWORKS[name.lower()]

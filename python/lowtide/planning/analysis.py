@@ -80,7 +80,7 @@ class Analysis:
         return max(places, key=lambda place: (self.allocated[place], place))
 
     def steps(self) -> list[range]:
-        """Of operations. The first begins with the program."""
+        """The operations of each step. The first step begins with the program."""
         ends = zip(self.recorder.step_ends, self.recorder.step_frees, strict=True)
         counts = {"allocate": 0, "free": 0}
         result: list[range] = []
@@ -97,7 +97,7 @@ class Analysis:
         return result
 
     def moment_at(self, operation: int) -> str:
-        """Of the newest allocation then."""
+        """The moment that the newest allocation then was made in."""
         place = bisect.bisect_right(self.lives, operation, key=lambda life: life.begin)
         return self.lives[max(place - 1, 0)].moment
 

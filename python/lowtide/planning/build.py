@@ -74,7 +74,7 @@ def _fits(analysis: Analysis, device_memory: int | None) -> tuple[bool | None, i
 
 
 def _late(analysis: Analysis) -> Replayed:
-    """Of a host that is always ahead of the device."""
+    """What the allocator makes of a host that is always ahead of the device."""
     settings = dataclasses.replace(analysis.history.settings, events="at_sync")
     return analysis.history.replay(settings, None)
 

@@ -42,7 +42,7 @@ _CASTS = {"aten::_to_copy", "aten::to", "aten::copy_"}
 
 
 def wrapper_category(lines: Sequence[Line]) -> str | None:
-    """Of an allocation made by torch's wrappers and not by the program."""
+    """The category of an allocation that torch's wrappers made and not the program."""
     for line in lines:
         if not line.is_in_torch:
             break

@@ -112,7 +112,7 @@ class DryDevice:
         return found
 
     def _settings(self) -> Settings:
-        """Of the allocator as it was in the end."""
+        """The allocator's settings as they were in the end."""
         reported = torch.cuda.memory._snapshot()["allocator_settings"]
         return Settings(
             conf=reported["PYTORCH_CUDA_ALLOC_CONF"],

@@ -36,7 +36,7 @@ class Settings:
 
 
 class Replayed(NamedTuple):
-    """The same requests, of an allocator with other settings."""
+    """What an allocator with other settings makes of the requests."""
 
     fits: bool
     reserved: int  # bytes at its peak, as far as it came
@@ -46,7 +46,8 @@ class Replayed(NamedTuple):
 @dataclass
 class History:
     settings: Settings
-    # The same operations with other settings, on a device of so many bytes, or of any.
+    # Does the operations again with other settings, on a device of so many bytes, or of
+    # any.
     replay: Callable[[Settings, int | None], Replayed]
     operations: list[Operation] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)  # of allocations, by id
@@ -112,7 +113,8 @@ class _Builder:
         self._append(Operation("allocate", number, bytes=bytes, stream=stream))
 
     def _use(self, stream: int) -> None:
-        """Of the block that was freed last: torch tells of it behind the free."""
+        """Notes a use of the block that was freed last: torch tells of it behind the
+        free."""
         place = len(self.operations) - 1
         while self.operations[place] != Operation("free", self._freed):
             place -= 1

@@ -24,8 +24,8 @@ class ModuleTable:
     _parameters: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def path(self, calls: list[nn.Module]) -> str | None:
-        """Of the innermost of ``calls``, which lie inside each other; "" for a root,
-        None without one."""
+        """The path of the innermost of ``calls``, which lie inside each other; "" for a
+        root, None without one."""
         if not calls:
             return None
         path = self._paths.get(id(calls[0]))

@@ -26,7 +26,7 @@ class RanksPlan:
     verdict: Verdict
 
     def notes(self) -> list[str]:
-        """Those of the first rank, and what others say beside."""
+        """The notes of the first rank, and what others say beside."""
         found: dict[str, str] = {}
         for number, (rank, plan) in enumerate(self.plans.items()):
             for note in plan.notes:
@@ -49,8 +49,8 @@ def plan_ranks(
     ranks: Sequence[int],
     progress: Callable[[], None] = lambda: None,
 ) -> RanksPlan:
-    """As :func:`plan_request`, of each of ``ranks``; ``lowtide.phantom.dry.ranks`` says
-    how many run at once. ``progress`` hears of each that is done."""
+    """Does :func:`plan_request` for each of ``ranks``; ``lowtide.phantom.dry.ranks``
+    says how many run at once. ``progress`` hears of each that is done."""
     asked: dict[int, dict[str, Any]] = {}
     failed: dict[int, PlanError] = {}
 

@@ -77,12 +77,12 @@ class Instrument(Protocol):
         """To every allocation; None: no longer."""
 
     def tell(self) -> None:
-        """Of all allocations that the listener has not heard of yet."""
+        """Tells the listener of all allocations that it has not heard of yet."""
 
     def num_frees(self) -> int: ...
 
     def clear_workspaces(self) -> None:
-        """Of cuBLAS."""
+        """Frees those of cuBLAS."""
 
     def moment(self) -> int:
         """On the compute stream; its time is known when the program has ended."""
@@ -273,7 +273,8 @@ def _has_gradients(optimizer: Optimizer) -> bool:
 
 
 def _addresses(tensor: torch.Tensor) -> Iterator[int]:
-    """Of the device's memory behind it, also inside of wrapper subclasses."""
+    """Where the device's memory behind it begins, also inside of wrapper
+    subclasses."""
     local = getattr(tensor, "_local_tensor", None)
     if local is not None:
         yield from _addresses(local)

@@ -93,8 +93,8 @@ def plan(
 
 
 def allocator_conf(asked: str | None) -> str:
-    """As PYTORCH_ALLOC_CONF; of None what the environment has. ``expandable`` is
-    short for its setting."""
+    """What is asked for as PYTORCH_ALLOC_CONF says it; for None what the environment
+    has. ``expandable`` is short for its setting."""
     if asked is None:
         short = os.environ.get("PYTORCH_ALLOC_CONF", "")
         return os.environ.get("PYTORCH_CUDA_ALLOC_CONF", short)

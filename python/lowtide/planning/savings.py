@@ -53,8 +53,8 @@ def _saving(analysis: Analysis, what: str, advice: str, gone: Fractions) -> Savi
 
 
 def _with_link(saving: Saving, analysis: Analysis, step_time: StepTime) -> Saving:
-    """Of an offload: whether its copies out hide behind forward. In backward, which is
-    longer, as many bytes come back."""
+    """Says of an offload whether its copies out hide behind forward. In backward, which
+    is longer, as many bytes come back."""
     forward = step_time.phases.get("forward")
     if saving.what != "offload" or forward is None or not forward.seconds:
         return saving
@@ -73,7 +73,7 @@ def _with_link(saving: Saving, analysis: Analysis, step_time: StepTime) -> Savin
 
 
 def _other_allocator(analysis: Analysis) -> Iterable[Saving]:
-    """The same requests, asked of an allocator with expandable segments."""
+    """What an allocator with expandable segments makes of the requests."""
     settings = analysis.history.settings
     if settings.expandable:
         return
@@ -100,7 +100,7 @@ def _checkpoint(analysis: Analysis, live: list[Life], world: int) -> Proposal:
     fraction = 1 - (kept + again) / all_bytes
     if fraction <= 0:
         return None
-    # Of the whole run, not only of the moment: what would be kept less, always.
+    # These are the whole run's, not only the moment's: less would be kept always.
     lives = [
         life
         for life in analysis.lives
@@ -246,7 +246,7 @@ _PROPOSALS: dict[str, Callable[[Analysis, list[Life], int], Proposal]] = {
 
 
 def _activations_at_the_worst(analysis: Analysis) -> list[Life]:
-    """Those live when forward ends: when most of them are."""
+    """The activations that are live when forward ends, when most of them are."""
     step = analysis.steps()[-1]
     change: dict[int, int] = {}
     for life in analysis.lives:
@@ -263,7 +263,7 @@ def _activations_at_the_worst(analysis: Analysis) -> list[Life]:
 
 
 def _by_block(analysis: Analysis, lives: list[Life]) -> dict[str, list[Life]]:
-    """Of repeated blocks: modules with a number in their path."""
+    """What lives in each repeated block: a module with a number in its path."""
     result: dict[str, list[Life]] = {}
     for life in lives:
         block = _block_of(life.module)

@@ -123,7 +123,8 @@ def _verdict(plan: Plan) -> Text:
 
 
 class _Table(Table):
-    """Of texts as they are: a line of the program's may look like rich's markup."""
+    """A table that shows texts as they are: a line of the program's may look like
+    rich's markup."""
 
     def add_row(self, *cells: RenderableType | None, **settings: Any) -> None:
         texts = (Text(cell) if isinstance(cell, str) else cell for cell in cells)

@@ -152,6 +152,6 @@ def _part(who: str, what: str, count: int, size: int) -> int:
 
 @torch.no_grad()
 def _start(parameter: Tensor, fan_in: int) -> None:
-    """As nn.Linear does for the whole layer."""
+    """Fills the parameter as nn.Linear does for the whole layer."""
     bound = fan_in**-0.5
     parameter.uniform_(-bound, bound)

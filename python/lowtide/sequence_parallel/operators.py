@@ -253,8 +253,8 @@ def gather_linear(
     return tuple(outputs)
 
 
-# For rule books that are exported. Inside a region lowtide's own functions refuse the
-# call: what the pair sends in backward follows from no type.
+# These rules are for rule books that are exported. Inside a region lowtide's own
+# functions refuse the call: what the pair sends in backward follows from no type.
 _C.register_rule("lowtide::sp_all_gather", _C.rule_collective("V", "R"))
 _C.register_rule("lowtide::sp_reduce_scatter", _C.rule_collective("P", "V"))
 for _name in ("lowtide::sp_gather_linear", "lowtide::sp_gather_linear_backward"):

@@ -21,7 +21,7 @@ class _Active(threading.local):
     """What the innermost context decides. Plain values: compiled code is guarded on
     them."""
 
-    # Not of the class: Dynamo would read those.
+    # These are the instance's, since Dynamo would read those of the class.
     def __init__(self) -> None:
         self.inside = False
         self.every = False  # every name is listed

@@ -18,8 +18,8 @@ from lowtide import _C
 class Axis:
     name: str
     group: dist.ProcessGroup
-    # Of annotations: the group's name. All axes of one rank share a group, so these
-    # have their own, too.
+    # What annotations have for a key: the group's name. All axes of one rank share a
+    # group, so these have their own, too.
     key: str = field(init=False)
 
     def __post_init__(self) -> None:

@@ -165,7 +165,8 @@ class Checker(TorchFunctionMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Axis | None:
-        """Of a collective: what its arguments, its registration or its input say."""
+        """The axis of a collective, as its arguments, its registration or its input
+        say."""
         if not rule.communicates:
             return None
         axes = self._frame.axes

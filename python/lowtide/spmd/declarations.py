@@ -13,7 +13,7 @@ from lowtide.spmd.types import Type
 
 
 def region_axes(name: str, mesh: DeviceMesh | None, declared: Any) -> tuple[Axis, ...]:
-    """Those of the mesh, else of the current mesh, else those declared by group."""
+    """The axes of the mesh, else of the current mesh, else those declared by group."""
     mesh = mesh or axes.current_mesh()
     if mesh is not None:
         return axes.axes_of(mesh)

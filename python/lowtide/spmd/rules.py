@@ -140,7 +140,7 @@ def registered_name(op: Any) -> str:
 
 
 def function_name(function: type) -> str:
-    """Of an autograd function; never that of an operator."""
+    """The name of an autograd function; never that of an operator."""
     return f"{function.__module__}.{function.__qualname__}"
 
 

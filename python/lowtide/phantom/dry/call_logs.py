@@ -16,8 +16,8 @@ _OF_UNITS = ("FSDP::", "lowtide::")
 
 @dataclass(frozen=True)
 class Communicator:
-    """The same on each of its ranks: the group's name, its ranks of the world, and how
-    many of the same name and ranks were made before it."""
+    """What is equal on each of its ranks: the group's name, its ranks of the world, and
+    how many of that name and those ranks were made before it."""
 
     name: str
     ranks: tuple[int, ...]
@@ -81,8 +81,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Log:
-    """Of communicators whose group has a name; what a process does alone is left out.
-    ``complete``: the program did not fail."""
+    """Calls on communicators whose group has a name; what a process does alone is left
+    out. ``complete``: the program did not fail."""
 
     rank: int
     calls: tuple[Call, ...]

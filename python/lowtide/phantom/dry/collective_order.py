@@ -10,7 +10,7 @@ from .divergences import Calls, Difference, Divergence, Entry
 
 
 class Replay:
-    """Of collectives, on all communicators at once."""
+    """Plays collectives on all communicators at once."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
@@ -59,8 +59,8 @@ class Replay:
         return len({self._call(rank).signature for rank in ranks}) > 1
 
     def _cause(self, rank: int) -> Divergence:
-        """Of a rank's waiting: two that have come to different calls on a communicator,
-        one that asks nothing more, or some that wait for each other in a circle."""
+        """Why a rank waits: two have come to different calls on a communicator, one
+        asks nothing more, or some wait for each other in a circle."""
         waiting = [rank]
         while True:
             on = self._call(waiting[-1]).communicator

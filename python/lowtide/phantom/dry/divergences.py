@@ -92,7 +92,7 @@ class Divergence:
 
 
 class Calls:
-    """Of the ranks that ran."""
+    """What the ranks that ran have called."""
 
     def __init__(self, logs: Sequence[Log]) -> None:
         self._logs = {log.rank: log for log in sorted(logs, key=lambda log: log.rank)}

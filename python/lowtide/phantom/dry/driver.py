@@ -53,8 +53,8 @@ def set_bounds(device: int, limit: int, immediate: bool) -> None:
 
 
 class Communicator(NamedTuple):
-    """Of NCCL; ``ranks`` are those of the world, by rank in the group. ``name`` is
-    that of the group, and empty where nobody named it."""
+    """One of NCCL's; ``ranks`` are those of the world, by rank in the group. ``name``
+    is that of the group, and empty where nobody named it."""
 
     number: int
     rank: int
@@ -144,7 +144,7 @@ def is_known(address: int, num_bytes: int) -> bool:
 
 
 def write_zeros(address: int, num_bytes: int) -> None:
-    """As if the host had made them."""
+    """Writes zeros as if the host had made them."""
     arguments = (ctypes.c_void_p, ctypes.c_int64)
     _function("write_zeros", None, *arguments)(address, num_bytes)
 

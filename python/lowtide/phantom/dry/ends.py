@@ -52,7 +52,7 @@ class End:
         return 128 - self.status if self.status < 0 else self.status
 
     def complaint(self, command: str, program: str, limit: float | None) -> str:
-        """Of a program that did not end by itself; else empty."""
+        """What is said of a program that did not end by itself; else empty."""
         where = f" at {self.line}" if self.line else ""
         if self.expired:
             return f"lowtide: {command}: {at_limit(program, limit or 0, self.line)}"

@@ -72,9 +72,9 @@ def _of_program(entry: TracebackType | None) -> TracebackType | None:
 
 
 def _end(status: int) -> None:
-    """As the interpreter ends, but for what then goes wrong in threads that a program
-    leaves behind. Autograd's let go of a backward's Python callbacks after the host
-    went on, and the host never waits for kernels here."""
+    """Ends as the interpreter does, but for what then goes wrong in threads that a
+    program leaves behind. Autograd's let go of a backward's Python callbacks after the
+    host went on, and the host never waits for kernels here."""
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()

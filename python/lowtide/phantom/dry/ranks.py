@@ -23,8 +23,8 @@ from .call_logs import Log
 from .comparison import Verdict
 from .stores import Meeting
 
-# Of the host's memory for a process: torch's libraries take 0.8 GiB, and a recording
-# of a large model as much again.
+# The host's memory that a process takes: torch's libraries take 0.8 GiB, and a
+# recording of a large model as much again.
 _MEMORY_OF_PROCESS = 2 << 30
 _MOST_ALONE = 2
 _MOST_LINES = 40

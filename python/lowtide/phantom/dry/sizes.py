@@ -52,7 +52,7 @@ def _hear(what: bytes) -> None:
 
 
 def _ask(name: str, result: Any, tensor: Tensor) -> Any:
-    """Of the storage; -1 where nothing is known of it."""
+    """What the observer knows of the storage; -1 where that is nothing."""
     function = getattr(values.observer(), f"lowtide_dry_{name}")
     function.restype = result
     function.argtypes = (ctypes.c_void_p, ctypes.c_int64)

@@ -70,7 +70,8 @@ def mark(phase: str) -> None:
 
 
 def moment() -> int:
-    """Of what was issued on the compute stream so far, for :func:`time_of`."""
+    """The moment when what was issued on the compute stream so far is done, for
+    :func:`time_of`."""
     return int(_function("record_moment", ctypes.c_int64)())
 
 
@@ -92,7 +93,7 @@ def leave(flops: float, bytes: float, rate: int = 1) -> None:
 
 
 def spans() -> list[Span]:
-    """Of the timeline that ended last."""
+    """What the timeline that ended last has seen."""
     first = ctypes.POINTER(_Span)()
     function = _function(
         "read_spans", ctypes.c_int64, ctypes.POINTER(ctypes.POINTER(_Span))
