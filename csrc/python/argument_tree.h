@@ -5,8 +5,9 @@
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 
-#include <cstdint>
 #include <vector>
+
+#include "python/container.h"
 
 namespace lowtide::python {
 
@@ -21,13 +22,15 @@ class ArgumentTree {
   pybind11::object with(const std::vector<at::Tensor>& tensors) const;
 
  private:
-  enum class Kind : std::uint8_t { object, tensor, tuple, list, dict, pytree };
   ArgumentTree() = default;
   void read(pybind11::handle tree, std::vector<at::Tensor>& tensors);
   void read_pytree(pybind11::handle tree, std::vector<at::Tensor>& tensors);
-  void read_items(pybind11::handle items, std::vector<at::Tensor>& tensors);
+  void read_items(pybind11::handle items, TreeKind kind,
+                  std::vector<at::Tensor>& tensors);
 
-  Kind kind_ = Kind::object;
+  // `other` is what is registered with torch's pytree, `plain` any object that
+  // is kept as it is.
+  TreeKind kind_ = TreeKind::plain;
   std::size_t tensor_ = 0;
   pybind11::object object_;  // the object, a dict's keys, or a pytree's spec
   std::vector<ArgumentTree> children_;
