@@ -35,7 +35,7 @@ LIBRARIES = {
     "curand": (999, ("curand.h",)),
     "cusolver": (9, ("cusolverDn.h",)),
     "cusparse": (10, ("cusparse.h",)),
-    "cusparseLt": (10, ()),
+    "cusparseLt": (10, ("cusparseLt.h",)),
     "nccl": (5, ()),
 }
 DRIVER_MISSING = 801  # CUDA_ERROR_NOT_SUPPORTED
@@ -43,14 +43,16 @@ USERS = ("torch_cuda", "c10_cuda", "torch_cuda_linalg", "caffe2_nvrtc", "torch_c
 # Pure functions of a status, which the real libraries answer.
 PURE = re.compile(r"Error(String|Name)$|Status(String|Name)$")
 MAKERS = re.compile(r"Create|_createDescr$")
-SIZES = re.compile(r"[sS]ize|MakePlan|workEstimation|SpGEMM_compute")
+SIZES = re.compile(r"[sS]ize|MakePlan|workEstimation|SpGEMM_compute|GetWorkspace$")
 STREAMS = re.compile(r"^(cublas|cudnn|cufft|cusolverDn|cusparse)SetStream(_v2)?$")
-COMPUTING = re.compile(r"^(cublas|cudnn|cufft|cusolver|cusparse)")
+COMPUTING = re.compile(r"^(cublas|cudnn|cufft|cusolver|cusparse(?!Lt))")
 # What the names of functions have that a library's handle does not compute with.
 SETTING = re.compile(r"Set|[dD]estroy|Finalize|Descriptor|AutoAllocation")
 RESULTS = re.compile(
     r"Create|InitAll|Shrink|Get|Size|Find|Query|Search|Nnz|zeroPivot|Init$"
 )
+# Its structures are the caller's, and nothing reads what would be in them.
+OF_CALLERS = "cusparseLt"
 
 
 def main(out: Path, torch_lib: Path, nvidia: Path) -> None:
@@ -76,7 +78,8 @@ def main(out: Path, torch_lib: Path, nvidia: Path) -> None:
             if name in wanted and body:
                 lines.append(f"__attribute__((weak)) {declared[name]} {{ {body} }}")
             else:
-                computes = name in wanted and not RESULTS.search(name)
+                returns = library != OF_CALLERS and RESULTS.search(name)
+                computes = name in wanted and not returns
                 trivial[name] = 0 if computes else missing
     trivial |= {name: DRIVER_MISSING for name in driver_functions(nvidia)}
     lines.append("}")
@@ -106,7 +109,8 @@ def with_results(name: str, declaration: str) -> str:
             if kind == "size_t"
             or (kind in ("int", "size_t", "int64_t") and re.search("work|[sS]ize", n))
         ]
-        return "".join(f"if ({n}) *{n} = 0; " for n in sizes) + "return {};"
+        body = "".join(f"if ({n}) *{n} = 0; " for n in sizes)
+        return body and f"{body}return {{}};"
     return ""
 
 

@@ -118,8 +118,9 @@ at::IValue on_host(const at::IValue& value) {
 // Of a result: that it can be computed here, and kept.
 bool is_small(const at::IValue& value) {
   const auto one = [](const at::Tensor& tensor) {
-    return !tensor.defined() ||
-           tensor.nbytes() <= static_cast<std::size_t>(kMostBytes) ||
+    if (!tensor.defined()) return true;
+    if (tensor.layout() != at::kStrided) return false;
+    return tensor.nbytes() <= static_cast<std::size_t>(kMostBytes) ||
            (tensor.scalar_type() == at::kBool && tensor.numel() <= kMostTruths);
   };
   if (value.isTensor()) return one(value.toTensor());

@@ -213,6 +213,24 @@ def operators() -> dict[str, Any]:
     }
 
 
+def sparse_products() -> dict[str, Any]:
+    """Of cuSPARSE and cuSPARSELt."""
+    x = torch.randn(64, 64, device="cuda")
+    rows = torch.eye(64, device="cuda").to_sparse_csr()
+    pairs = torch.tensor([0, 0, 1, 1], device="cuda").tile(128, 32).half()
+    halved = torch.sparse.to_sparse_semi_structured(pairs)
+    weights = nn.Parameter(x.relu().to_sparse())
+    torch.sparse.mm(weights, x).sum().backward()
+    return {
+        "stored": rows.values().numel(),
+        "sparse": list((rows @ x).shape),
+        "sampled": list(torch.sparse.sampled_addmm(rows, x, x).values().shape),
+        "half of them": list(F.linear(x.half().tile(2, 2), halved).shape),
+        "packed": halved.packed.numel(),
+        "gradient": list(weights.grad.shape),
+    }
+
+
 # -- one rank of a world, over torch's own ProcessGroupNCCL ---------------------------
 
 
@@ -268,6 +286,18 @@ def lowtide_offload() -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     return {"waits": driver.host_waits() - waits, "pinned": driver.peak_pinned()}
+
+
+def look_at_shared(connection: Any) -> None:
+    """In a process that gets a tensor of another one's."""
+    tensor = connection.recv()
+    found = {
+        "shape": tuple(tensor.shape),
+        "device": str(tensor.device),
+        "in use": driver.peak_memory(0),
+    }
+    del tensor
+    connection.send(found)
 
 
 # -- all of them ---------------------------------------------------------------------

@@ -35,6 +35,7 @@ def main() -> None:
     if settings["snapshot"]:
         inside.report.record_history(settings["snapshot"])
     if settings["report"]:
+        inside.report.keep_counts()
         inside.report.write_at_exit(settings["report"])
     _end(_status_of(program))
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,47 @@ import torch
 from . import calls, driver, values
 
 _MOST_ENTRIES = 10**7
+_PEAKS = {
+    "allocated": "allocated_bytes.all.peak",
+    "reserved": "reserved_bytes.all.peak",
+}
+_RETRIES = "num_alloc_retries"
+# Of each device, before the program let torch count anew.
+_before: defaultdict[int, Counter[str]] = defaultdict(Counter)
+
+
+def keep_counts() -> None:
+    """What the program has torch forget (``torch.cuda.reset_peak_memory_stats``) is in
+    the report."""
+    for name in ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats"):
+        _call_before(name, _keep_peaks)
+    for name in (
+        "_cuda_resetAccumulatedMemoryStats",
+        "_accelerator_resetAccumulatedStats",
+    ):
+        _call_before(name, _keep_retries)
+
+
+def _call_before(name: str, keep: Callable[[int], None]) -> None:
+    reset = getattr(torch._C, name)
+
+    @functools.wraps(reset)
+    def kept(device: int) -> None:
+        keep(device)
+        reset(device)
+
+    setattr(torch._C, name, kept)
+
+
+def _keep_peaks(device: int) -> None:
+    statistics = torch.cuda.memory_stats(device)
+    _before[device] |= Counter(
+        {name: statistics.get(peak, 0) for name, peak in _PEAKS.items()}
+    )
+
+
+def _keep_retries(device: int) -> None:
+    _before[device]["retries"] += torch.cuda.memory_stats(device).get(_RETRIES, 0)
 
 
 def record_history(file: str) -> None:
@@ -50,16 +94,18 @@ def collect() -> dict[str, Any]:
     devices = []
     if torch.cuda.is_initialized():
         for index in range(torch.cuda.device_count()):
-            statistics = torch.cuda.memory_stats(index)
-            if not statistics.get("reserved_bytes.all.peak"):
+            _keep_peaks(index)
+            _keep_retries(index)
+            found = _before[index]
+            if not found["reserved"]:
                 continue
             devices.append(
                 {
                     "device": index,
-                    "allocated": statistics.get("allocated_bytes.all.peak", 0),
-                    "reserved": statistics.get("reserved_bytes.all.peak", 0),
+                    "allocated": found["allocated"],
+                    "reserved": found["reserved"],
                     "in_use": driver.peak_memory(index),
-                    "retries": statistics.get("num_alloc_retries", 0),
+                    "retries": found["retries"],
                 }
             )
     return {
