@@ -49,6 +49,16 @@ Communicator Communicators::add(const ncclUniqueId& id, int rank, int size) {
   return keep({0, rank, size, named ? found->second : unnamed(size)});
 }
 
+std::int64_t Communicators::new_clique() {
+  const Lock lock(mutex_);
+  return ++last_clique_;
+}
+
+Communicator Communicators::add_local(std::int64_t clique, int rank, int size) {
+  const Lock lock(mutex_);
+  return keep({0, rank, size, unnamed(size), clique});
+}
+
 Communicator Communicators::split(const Communicator& whole) {
   auto group = std::exchange(next_split(), std::nullopt);
   const Lock lock(mutex_);

@@ -23,6 +23,8 @@ struct Communicator {
   int rank = 0;
   int size = 0;
   Group group;  // ranks 0 to size - 1 without a name where nobody named it
+  // Differs from 0 where all ranks are devices of this process, who share it.
+  std::int64_t clique = 0;
 };
 
 // Thread-safe.
@@ -34,6 +36,9 @@ class Communicators {
   static void name_split(Group group);
 
   Communicator add(const ncclUniqueId& id, int rank, int size);
+  // Between devices of this process.
+  std::int64_t new_clique();
+  Communicator add_local(std::int64_t clique, int rank, int size);
   // Of an unnamed part as many ranks as the whole has: NCCL learns the size
   // from ranks that are not there.
   Communicator split(const Communicator& whole);
@@ -51,6 +56,7 @@ class Communicators {
   mutable std::mutex mutex_;
   std::vector<Communicator> communicators_;  // by number - 1
   std::map<std::string, Group> groups_;      // by unique id
+  std::int64_t last_clique_ = 0;
 };
 
 Communicators& communicators();

@@ -124,6 +124,24 @@ CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle,
   return Handles::instance().create(handle, 0, current_device());
 }
 
+// NVLink's switch, which writes to the memory of several devices at once.
+CUresult cuMulticastCreate(CUmemGenericAllocationHandle* handle,
+                           const CUmulticastObjectProp*) {
+  return Handles::instance().create(handle, 0, current_device());
+}
+CUresult cuMulticastAddDevice(CUmemGenericAllocationHandle, CUdevice) {
+  return CUDA_SUCCESS;
+}
+CUresult cuMulticastBindMem(CUmemGenericAllocationHandle, std::size_t,
+                            CUmemGenericAllocationHandle, std::size_t,
+                            std::size_t, unsigned long long) {
+  return CUDA_SUCCESS;
+}
+CUresult cuMulticastUnbind(CUmemGenericAllocationHandle, CUdevice, std::size_t,
+                           std::size_t) {
+  return CUDA_SUCCESS;
+}
+
 CUresult cuMemAlloc(CUdeviceptr* address, std::size_t bytes) {
   void* pointer = nullptr;
   const auto error = cudaMalloc(&pointer, bytes);

@@ -3,13 +3,15 @@
 //
 // Bytes that the host made travel as if every rank had sent the same: what this
 // rank gives is in every place of what it gets, and a reduction is what one
-// rank gave.
+// rank gave.  Between devices of one process (ncclCommInitAll) a broadcast
+// brings what its root has.
 #include <cuda_runtime_api.h>
 #include <nccl.h>
 
 #include <cstdint>
 #include <cstring>
 #include <map>
+#include <mutex>
 #include <string_view>
 
 #include "phantom/driver/capture.h"
@@ -139,6 +141,35 @@ void spread(void* to, const void* from, std::size_t bytes, std::size_t places) {
   }
 }
 
+// What the roots of broadcasts between devices of this process gave last; a
+// root is called before the others, as torch does it.
+class LocalBroadcasts {
+ public:
+  // What lies at the root, for a rank that is called with `from`.
+  const void* source(const Communicator& communicator, int root,
+                     const void* from) {
+    if (communicator.clique == 0) return from;
+    const std::lock_guard lock(mutex_);
+    auto& at_root = at_root_[communicator.clique];
+    if (communicator.rank == root) at_root = from;
+    return at_root;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::int64_t, const void*> at_root_;  // by clique
+};
+
+ncclResult_t broadcast(const void* from, void* to, std::size_t count,
+                       ncclDataType_t type, int root, ncclComm_t comm,
+                       cudaStream_t stream) {
+  static LocalBroadcasts local;
+  const auto bytes = count * type_of(type).bytes;
+  const auto* source = local.source(communicators().of(comm), root, from);
+  if (source != nullptr) spread(to, source, bytes, 1);
+  return collective("broadcast", bytes, type, "-", root, comm, stream);
+}
+
 }  // namespace
 }  // namespace lowtide::dry
 
@@ -170,6 +201,16 @@ ncclResult_t ncclCommInitRank(ncclComm_t* comm, int size, ncclUniqueId id,
 ncclResult_t ncclCommInitRankScalable(ncclComm_t* comm, int size, int rank, int,
                                       ncclUniqueId* id, ncclConfig_t* config) {
   return ncclCommInitRankConfig(comm, size, *id, rank, config);
+}
+// Devices of this process, a rank each.
+ncclResult_t ncclCommInitAll(ncclComm_t* comms, int count, const int*) {
+  const auto clique = communicators().new_clique();
+  for (int rank = 0; rank < count; ++rank) {
+    const auto made = communicators().add_local(clique, rank, count);
+    comms[rank] = Communicators::handle_of(made);
+    note_new("init", made, nullptr);
+  }
+  return ncclSuccess;
 }
 // A call on the whole, also of ranks that are in no part.
 ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int, ncclComm_t* part,
@@ -248,14 +289,11 @@ ncclResult_t ncclReduce(const void* from, void* to, std::size_t count,
 ncclResult_t ncclBroadcast(const void* from, void* to, std::size_t count,
                            ncclDataType_t type, int root, ncclComm_t comm,
                            cudaStream_t stream) {
-  const auto bytes = count * type_of(type).bytes;
-  if (from != nullptr) spread(to, from, bytes, 1);
-  return collective("broadcast", bytes, type, "-", root, comm, stream);
+  return broadcast(from, to, count, type, root, comm, stream);
 }
-ncclResult_t ncclBcast(void*, std::size_t count, ncclDataType_t type, int root,
-                       ncclComm_t comm, cudaStream_t stream) {
-  return collective("broadcast", count * type_of(type).bytes, type, "-", root,
-                    comm, stream);
+ncclResult_t ncclBcast(void* buffer, std::size_t count, ncclDataType_t type,
+                       int root, ncclComm_t comm, cudaStream_t stream) {
+  return broadcast(buffer, buffer, count, type, root, comm, stream);
 }
 ncclResult_t ncclAlltoAll(const void* from, void* to, std::size_t count,
                           ncclDataType_t type, ncclComm_t comm,

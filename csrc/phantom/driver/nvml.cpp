@@ -25,6 +25,19 @@ struct Memory {
   unsigned long long used;
 };
 
+struct MemoryOfVersion2 {
+  unsigned version;
+  unsigned long long total;
+  unsigned long long reserved;
+  unsigned long long free;
+  unsigned long long used;
+};
+
+struct Utilization {
+  unsigned gpu;
+  unsigned memory;
+};
+
 // A device's handle is its number plus one.
 using Handle = struct Nvml*;
 
@@ -41,6 +54,7 @@ int write(char* to, unsigned length, const std::string& text) {
 
 LOWTIDE_NVML int nvmlInit_v2() { return kSuccess; }
 LOWTIDE_NVML int nvmlInit() { return kSuccess; }
+LOWTIDE_NVML int nvmlInitWithFlags(unsigned) { return kSuccess; }
 LOWTIDE_NVML int nvmlShutdown() { return kSuccess; }
 LOWTIDE_NVML const char* nvmlErrorString(int) { return "dry"; }
 LOWTIDE_NVML int nvmlSystemGetDriverVersion(char* text, unsigned length) {
@@ -73,14 +87,49 @@ LOWTIDE_NVML int nvmlDeviceGetHandleByPciBusId_v2(const char* text,
 LOWTIDE_NVML int nvmlDeviceGetName(Handle, char* text, unsigned length) {
   return write(text, length, std::string(settings().gpu->name));
 }
+// As CUDA's runtime has it: each byte is the device's number plus one.
 LOWTIDE_NVML int nvmlDeviceGetUUID(Handle handle, char* text, unsigned length) {
-  const auto number = std::to_string(index_of(handle));
-  return write(text, length,
-               "GPU-00000000-0000-0000-0000-00000000000" + number);
+  char byte[3];
+  std::snprintf(byte, sizeof byte, "%02x",
+                static_cast<unsigned char>(index_of(handle) + 1));
+  std::string uuid = "GPU";
+  for (const int bytes : {4, 2, 2, 2, 6}) {
+    uuid += '-';
+    for (int i = 0; i < bytes; ++i) uuid += byte;
+  }
+  return write(text, length, uuid);
 }
 LOWTIDE_NVML int nvmlDeviceGetMemoryInfo(Handle handle, Memory* memory) {
   const auto& gauge = device(index_of(handle)).memory;
   *memory = {gauge.most(), gauge.most() - gauge.now(), gauge.now()};
+  return kSuccess;
+}
+LOWTIDE_NVML int nvmlDeviceGetMemoryInfo_v2(Handle handle,
+                                            MemoryOfVersion2* memory) {
+  Memory found = {};
+  nvmlDeviceGetMemoryInfo(handle, &found);
+  *memory = {memory->version, found.total, 0, found.free, found.used};
+  return kSuccess;
+}
+// A GPU that does nothing, and is cold.
+LOWTIDE_NVML int nvmlDeviceGetUtilizationRates(Handle, Utilization* percent) {
+  *percent = {};
+  return kSuccess;
+}
+LOWTIDE_NVML int nvmlDeviceGetTemperature(Handle, int, unsigned* degrees) {
+  *degrees = 0;
+  return kSuccess;
+}
+LOWTIDE_NVML int nvmlDeviceGetPowerUsage(Handle, unsigned* milliwatts) {
+  *milliwatts = 0;
+  return kSuccess;
+}
+LOWTIDE_NVML int nvmlDeviceGetClockInfo(Handle, int which, unsigned* mhz) {
+  constexpr int kMemory = 2;
+  const Gpu& gpu = *settings().gpu;
+  *mhz =
+      static_cast<unsigned>(which == kMemory ? gpu.memory_clock : gpu.clock) /
+      1000;
   return kSuccess;
 }
 LOWTIDE_NVML int nvmlDeviceGetCudaComputeCapability(Handle, int* major,
@@ -101,9 +150,25 @@ LOWTIDE_NVML int nvmlDeviceGetComputeRunningProcesses(Handle, unsigned* count,
   *count = 0;
   return kSuccess;
 }
-// NVLink's fabric and its links: asked by torch's symmetric memory.
-LOWTIDE_NVML int nvmlDeviceGetGpuFabricInfoV(Handle, void*) {
-  return kNotSupported;
+// NVLink's fabric and its links: asked by torch's symmetric memory, which then
+// hands memory over by its store and not by the files of processes that are not
+// there.
+struct FabricInfo {  // nvmlGpuFabricInfo_v2_t
+  unsigned version;
+  unsigned char cluster[16];
+  int status;
+  unsigned clique;
+  unsigned char state;
+  unsigned health;
+};
+LOWTIDE_NVML int nvmlDeviceGetGpuFabricInfoV(Handle, FabricInfo* info) {
+  constexpr unsigned char kNone = 0;
+  constexpr unsigned char kCompleted = 3;
+  const auto version = info->version;
+  *info = {};
+  info->version = version;
+  info->state = settings().gpu->peers ? kCompleted : kNone;
+  return kSuccess;
 }
 LOWTIDE_NVML int nvmlDeviceGetNvLinkRemoteDeviceType(Handle, unsigned, void*) {
   return kNotSupported;
