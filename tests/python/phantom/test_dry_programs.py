@@ -187,26 +187,35 @@ def highest(entries: list[dict[str, Any]]) -> int:
 
 
 LOOK = """
-import sys, torch
+import glob, os, sys, torch
 assert "lowtide" not in sys.modules
 print(sys.argv[1:], torch.cuda.device_count(), torch.cuda.get_device_name())
 if torch.randn(4, device="cuda").sum() > 0:
     print("never")
 held = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
 del held
+torch.cuda._device_count_nvml()
+files = {line.split()[-1] for line in open("/proc/self/maps") if "/" in line}
+print(*(file for file in files if "libcuda.so" in file or "libnvidia-" in file))
+links = map(os.path.realpath, glob.glob("/proc/self/fd/*"))
+print(*(link for link in links if "nvidia" in link))
 torch.cuda.empty_cache()
 torch.cuda.reset_peak_memory_stats()
 """
 
 
-def test_a_program_as_it_stands(tmp_path):
+def test_a_program_as_it_stands(tmp_path, monkeypatch):
     """It imports nothing of lowtide; the report has what it read of values nobody
-    computed, and peaks from before it counted anew."""
+    computed, and peaks from before it counted anew. The machine's own driver, here one
+    that cannot be loaded, is never reached."""
+    for name in ("libcuda.so.1", "libcuda.so", "libnvidia-ml.so.1"):
+        (tmp_path / name).write_text("no library")
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     (tmp_path / "look.py").write_text(LOOK)
     report = tmp_path / "report.json"
     program = (str(tmp_path / "look.py"), "--lr", "1")
     done = run(*program, report=report, gpu="l40s", devices=2)
-    assert done.stdout == "['--lr', '1'] 2 NVIDIA L40S\n"
+    assert done.stdout == "['--lr', '1'] 2 NVIDIA L40S\n\n\n"
     found = json.loads(report.read_text())
     (assumed,) = found["assumed"]
     assert assumed["what"] == "a truth value read back is False"
@@ -253,13 +262,36 @@ def test_a_device_that_is_full_says_what_cuda_says(tmp_path):
     assert "total capacity of 1024.00 MiB" in done.stderr
 
 
-def test_a_missing_function_is_named(tmp_path):
+# A function of each library that nothing here has a use for, and what its library calls
+# an error.
+MISSING = {
+    "cuGraphicsMapResources": 801,
+    "cudaGraphicsMapResources": 801,
+    "cublasSmatinvBatched": 15,
+    "cublasLtMatrixTransform": 15,
+    "cudnnMultiHeadAttnForward": 3000,
+    "cufftExecZ2Z": 16,
+    "curandGenerate": 999,
+    "cusolverDnSsygvd": 9,
+    "cusparseGather": 10,
+    "cusparseLtGetProperty": 10,
+    "ncclCommShrink": 5,
+}
+
+
+def test_missing_functions_are_named(tmp_path):
     (tmp_path / "missing.py").write_text(
-        "import ctypes\nprint(ctypes.CDLL('libcuda.so.1').cuGraphicsMapResources())"
+        "import ctypes, json\n"
+        f"names = {list(MISSING)}\n"
+        "here = ctypes.CDLL('libcuda.so.1')\n"
+        "print(json.dumps({name: getattr(here, name)() for name in names}))"
     )
-    done = run(str(tmp_path / "missing.py"))
-    assert done.stdout == "801\n"  # CUDA_ERROR_NOT_SUPPORTED
-    assert "got a call of cuGraphicsMapResources" in done.stderr
+    report = tmp_path / "report.json"
+    done = run(str(tmp_path / "missing.py"), report=report)
+    assert json.loads(done.stdout) == MISSING
+    for name in MISSING:
+        assert f"got a call of {name}. Avoid what calls it" in done.stderr
+    assert set(json.loads(report.read_text())["missing"]) == set(MISSING)
 
 
 def test_what_is_no_machine_is_refused():

@@ -52,7 +52,11 @@ def products(a, b, out, WIDTH: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.cons
 
 def look() -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(0)
+    x = torch.empty(64, 64, device="cuda")
+    before = torch.cuda.memory_allocated()
+    x.matmul(x)
     return {
+        "workspace": torch.cuda.memory_allocated() - before,
         "torch": (
             (properties.major, properties.minor),
             properties.name,
@@ -188,6 +192,12 @@ def test_tritons_limits(gpu, found):
         assert found["products"] == "fit"
     else:
         assert f"Hardware limit: {of_block * KIB}" in found["products"]
+
+
+def test_cublas_gets_the_workspace_of_the_gpu(gpu, found):
+    """By torch's rule 32 MiB on Hopper, and 8,320 KiB on others."""
+    hopper = GPUS[gpu][0] == (9, 0)
+    assert found["workspace"] == (32 << 20 if hopper else 8320 * KIB)
 
 
 def test_products_of_eight_bits_need_ada_or_later(gpu, found):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 import lowtide.phantom
 from llama import Llama, LlamaConfig
@@ -26,7 +27,9 @@ CONFIG = LlamaConfig(512, 1024, NUM_LAYERS, 8, 8, 2816, max_seq_len=512)
 
 def steps_of_both() -> dict[str, Any]:
     dist.init_process_group("nccl")
-    found: dict[str, Any] = {}
+    with torch.device("cuda"):
+        replicated = DistributedDataParallel(Llama(CONFIG), broadcast_buffers=False)
+    found: dict[str, Any] = {"ddp": third_step(replicated)}
     for system in ("fsdp2", "lowtide"):
         found[system] = step_time(system)
         found[f"{system} behind its optimizer"] = gathers_behind_an_optimizer(system)
@@ -34,7 +37,7 @@ def steps_of_both() -> dict[str, Any]:
 
 
 def step_time(system_name: str) -> dict[str, Any]:
-    """Of the third step; embedding, blocks and the rest are units."""
+    """Embedding, blocks and the rest are units."""
     system = get_system(system_name)
     with torch.device("meta"):
         model = Llama(CONFIG)
@@ -45,6 +48,10 @@ def step_time(system_name: str) -> dict[str, Any]:
     for unit in (model.tok_embeddings, *model.layers, model):
         shard(unit)
     model.to_empty(device="cuda")
+    return third_step(model)
+
+
+def third_step(model: torch.nn.Module) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     with lowtide.phantom.timeline("h100") as time:
         for _ in range(3):
@@ -138,8 +145,20 @@ def test_lowtide_gathers_once_less_and_reduces_in_chunks(steps):
     assert 1 <= padding < 1.001
 
 
+def test_ddp_reduces_its_buckets_beside_backward(steps):
+    ddp = steps["ddp"]
+    assert set(ddp["collectives"]) == {"all-reduce"}
+    # Its buckets, of 25 MB, hold gradients in fp32; the first is of 1 MB.
+    assert ddp["bytes"]["all-reduce"] == 4 * parameters()
+    assert ddp["collectives"]["all-reduce"] > 4 * parameters() // (50 << 20)
+    # What the last bucket takes is behind backward.
+    backward, step = ddp["phases"]["backward"], ddp["step"]
+    assert backward["communication"] == step["communication"] > 0
+    assert 0 < step["exposed"] < step["communication"]
+
+
 def test_phases_follow_each_other_and_add_up(steps):
-    for system in ("fsdp2", "lowtide"):
+    for system in ("ddp", "fsdp2", "lowtide"):
         found = steps[system]
         assert list(found["phases"]) == ["forward", "loss", "backward", "optimizer"]
         total = sum(phase["seconds"] for phase in found["phases"].values())
