@@ -15,6 +15,13 @@ if(NOT GTest_FOUND)
   FetchContent_MakeAvailable(googletest)
 endif()
 
+# What only tests need: runtimes and collectives that write down what happens.
+file(GLOB testing_sources CONFIGURE_DEPENDS
+  "${PROJECT_SOURCE_DIR}/csrc/testing/*.cpp")
+add_library(lowtide_testing STATIC ${testing_sources})
+target_link_libraries(lowtide_testing PUBLIC lowtide_core lowtide_warnings)
+target_precompile_headers(lowtide_testing REUSE_FROM lowtide_core)
+
 enable_testing()
 file(GLOB rooms CONFIGURE_DEPENDS LIST_DIRECTORIES true
   RELATIVE "${PROJECT_SOURCE_DIR}/tests/cpp" "${PROJECT_SOURCE_DIR}/tests/cpp/*")
@@ -28,7 +35,7 @@ foreach(room IN LISTS rooms)
   target_include_directories(${room}_test PRIVATE
     "${PROJECT_SOURCE_DIR}/csrc" "${PROJECT_SOURCE_DIR}/tests/cpp")
   target_link_libraries(${room}_test PRIVATE
-    lowtide_core lowtide_warnings GTest::gmock GTest::gtest_main)
+    lowtide_testing lowtide_core lowtide_warnings GTest::gmock GTest::gtest_main)
   if(room STREQUAL "phantom" OR room STREQUAL "driver")
     target_sources(${room}_test PRIVATE $<TARGET_OBJECTS:lowtide_phantom_time>)
   endif()

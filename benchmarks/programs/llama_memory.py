@@ -253,7 +253,7 @@ def tune(model: nn.Module, args: argparse.Namespace) -> None:
     if args.gather_embedding_in_backward:
         embedding = unit_state(model.tok_embeddings)  # type: ignore[arg-type]
         assert embedding is not None
-        embedding.set("leaf_module", False)
+        embedding.settings.leaf_module = False
 
 
 # -- the steps --------------------------------------------------------------------

@@ -2,6 +2,14 @@
 
 namespace lowtide::base {
 
+std::string listed(const std::vector<std::string>& words) {
+  std::string list;
+  for (const auto& word : words) {
+    list += (list.empty() ? "" : ", ") + word;
+  }
+  return list;
+}
+
 std::string error_text(const std::string& who, const std::string& expected,
                        const std::string& got, const std::string& next_step) {
   return concat("lowtide: ", who, ": expected ", expected, ", got ", got, ". ",

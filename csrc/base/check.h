@@ -10,6 +10,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace lowtide {
 
@@ -34,6 +35,9 @@ std::string concat(const Parts&... parts) {
   (out << ... << parts);
   return out.str();
 }
+
+// "one, another"
+std::string listed(const std::vector<std::string>& words);
 
 std::string error_text(const std::string& who, const std::string& expected,
                        const std::string& got, const std::string& next_step);

@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "shard/all_gather_extension.h"
+#include "shard/parameters/all_gather_extension.h"
 
 namespace lowtide::python {
 

@@ -17,7 +17,7 @@
 #include "python/bindings.h"
 #include "python/forward_hooks.h"
 #include "python/module_view.h"
-#include "shard/linear_node.h"
+#include "shard/graph/linear_node.h"
 #include "shard/root.h"
 #include "shard/row_stream.h"
 #include "shard/unit.h"
@@ -44,11 +44,12 @@ std::shared_ptr<shard::Unit> make_unit(
     std::shared_ptr<comm::Collectives> gather,
     std::shared_ptr<comm::Collectives> reduce,
     std::shared_ptr<memory::DeviceMemory> memory,
+    std::shared_ptr<shard::UnitSettings> settings,
     std::shared_ptr<comm::HostChannel> host) {
   return std::make_shared<shard::Unit>(
       std::move(name), std::move(infos),
       shard::UnitGroups{std::move(gather), std::move(reduce), std::move(host)},
-      std::move(memory));
+      std::move(memory), std::move(settings));
 }
 
 // Owns a Python callable; dies under the GIL.
@@ -171,11 +172,50 @@ void bind_shard(py::module_& module) {
            py::arg("reduce_dtype"), py::arg("shard_dim") = 0,
            py::arg("extended") = false);
 
+  using shard::UnitSettings;
+  py::class_<UnitSettings, std::shared_ptr<UnitSettings>>(module,
+                                                          "UnitSettings")
+      .def(py::init<>())
+      .def_readwrite("reshard_after_forward",
+                     &UnitSettings::reshard_after_forward)
+      .def_readwrite("reshard_after_backward",
+                     &UnitSettings::reshard_after_backward)
+      .def_readwrite("post_forward_group", &UnitSettings::post_forward_group)
+      .def_readwrite("gradient_sync", &UnitSettings::gradient_sync)
+      .def_readwrite("unshard_in_backward", &UnitSettings::unshard_in_backward)
+      .def_readwrite("encloses_units", &UnitSettings::encloses_units)
+      .def_readwrite("leaf_module", &UnitSettings::leaf_module)
+      .def(
+          "prefetch",
+          [](UnitSettings& settings,
+             const std::vector<std::shared_ptr<shard::Unit>>& forward,
+             const std::vector<std::shared_ptr<shard::Unit>>& backward) {
+            settings.forward_prefetch = weak_units(forward);
+            settings.backward_prefetch = weak_units(backward);
+          },
+          py::kw_only(), py::arg("forward"), py::arg("backward"))
+      .def_property_readonly(
+          "reduction",
+          [](UnitSettings& settings) { return &settings.reduction; },
+          py::return_value_policy::reference_internal);
+
+  using shard::GradientReduction;
+  py::class_<GradientReduction>(module, "GradientReduction")
+      .def_readwrite("replicas", &GradientReduction::replicas)
+      .def_readwrite("divide_factor", &GradientReduction::divide_factor)
+      .def_readwrite("sum_only", &GradientReduction::sum_only)
+      .def_readwrite("all_reduce", &GradientReduction::all_reduce)
+      .def("set_hook",
+           [](GradientReduction& reduction, const py::object& hook) {
+             reduction.hook = tensor_hook(hook);
+           });
+
   using shard::Unit;
   py::class_<Unit, std::shared_ptr<Unit>>(module, "Unit")
       .def(py::init(&make_unit), py::kw_only(), py::arg("name"),
            py::arg("infos"), py::arg("gather_group"), py::arg("reduce_group"),
-           py::arg("memory"), py::arg("host_channel") = nullptr)
+           py::arg("memory"), py::arg("settings"),
+           py::arg("host_channel") = nullptr)
       .def_property_readonly("name", &Unit::name)
       .def("rename", &Unit::rename, py::arg("name"), py::arg("parameters"))
       .def_property_readonly(
@@ -184,53 +224,10 @@ void bind_shard(py::module_& module) {
             return std::string(shard::state_name(unit.state()));
           })
       .def_property_readonly("root", &Unit::root)
-      .def_readwrite("reshard_after_forward", &Unit::reshard_after_forward)
-      .def_readwrite("reshard_after_backward", &Unit::reshard_after_backward)
-      .def_readwrite("gradient_sync", &Unit::gradient_sync)
-      .def_readwrite("encloses_units", &Unit::encloses_units)
-      .def_readwrite("leaf_module", &Unit::leaf_module)
-      .def_readwrite("unshard_in_backward", &Unit::unshard_in_backward)
-      .def_readwrite("post_forward_group", &Unit::post_forward_group)
       .def("use_groups",
            [](Unit& unit, std::shared_ptr<comm::Collectives> gather,
               std::shared_ptr<comm::Collectives> reduce) {
              unit.use_groups({std::move(gather), std::move(reduce)});
-           })
-      .def_property(
-          "replica_group",
-          [](Unit& unit) { return unit.gradients().reduction().replicas; },
-          [](Unit& unit, std::shared_ptr<comm::Collectives> replicas) {
-            unit.gradients().reduction().replicas = std::move(replicas);
-          })
-      .def_property(
-          "gradient_divide_factor",
-          [](Unit& unit) { return unit.gradients().reduction().divide_factor; },
-          [](Unit& unit, std::optional<double> factor) {
-            unit.gradients().reduction().divide_factor = factor;
-          })
-      .def_property(
-          "sum_only",
-          [](Unit& unit) { return unit.gradients().reduction().sum_only; },
-          [](Unit& unit, bool sum) {
-            unit.gradients().reduction().sum_only = sum;
-          })
-      .def_property(
-          "all_reduce",
-          [](Unit& unit) { return unit.gradients().reduction().all_reduce; },
-          [](Unit& unit, bool all_reduce) {
-            unit.gradients().reduction().all_reduce = all_reduce;
-          })
-      .def("set_reduce_hook",
-           [](Unit& unit, const py::object& hook) {
-             unit.gradients().reduction().hook = tensor_hook(hook);
-           })
-      .def("set_forward_prefetch",
-           [](Unit& unit, const std::vector<std::shared_ptr<Unit>>& units) {
-             unit.forward_prefetch = weak_units(units);
-           })
-      .def("set_backward_prefetch",
-           [](Unit& unit, const std::vector<std::shared_ptr<Unit>>& units) {
-             unit.backward_prefetch = weak_units(units);
            })
       .def("local_shard",
            [](Unit& unit, std::size_t i) {
@@ -244,28 +241,47 @@ void bind_shard(py::module_& module) {
           "accumulating",
           [](const Unit& unit) { return unit.gradients().accumulating(); })
       .def("drop_waiting_gradient", &Unit::drop_waiting_gradient)
-      .def_property_readonly("attached", &Unit::attached)
+      .def_property_readonly(
+          "attached", [](const Unit& unit) { return unit.leaves().attached(); })
       .def("attach", &attach, py::kw_only(), py::arg("slots"),
            py::arg("shards"), py::arg("full"), py::arg("wrap"),
            py::arg("unwrap"), py::arg("refuse"), py::arg("extension"))
       .def("detach", &Unit::detach)
-      .def("stream_rows", &Unit::stream_rows,
-           py::return_value_policy::reference_internal)
-      .def("gradient_rows", &Unit::gradient_rows,
-           py::return_value_policy::reference_internal)
-      .def("look_up_rows", &Unit::look_up_rows, py::arg("rows_at_once"),
-           py::return_value_policy::reference_internal)
+      .def(
+          "stream_rows",
+          [](Unit& unit) { return &unit.in_rows(shard::RowReads::blocks); },
+          py::return_value_policy::reference_internal)
+      .def(
+          "gradient_rows",
+          [](Unit& unit) { return &unit.in_rows(shard::RowReads::gradient); },
+          py::return_value_policy::reference_internal)
+      .def(
+          "look_up_rows",
+          [](Unit& unit, std::int64_t rows_at_once) {
+            return &unit.in_rows(shard::RowReads::lookup, rows_at_once);
+          },
+          py::arg("rows_at_once"), py::return_value_policy::reference_internal)
       .def_property_readonly("streams_rows", &Unit::streams_rows)
-      .def_property_readonly("looks_up_rows", &Unit::looks_up_rows)
+      .def_property_readonly("looks_up_rows",
+                             [](const Unit& unit) {
+                               return unit.rows() != nullptr &&
+                                      unit.rows()->looks_up();
+                             })
       .def("fuse_gradients", &Unit::fuse_gradients, py::arg("fused"))
-      .def_property_readonly("fused_uses", &Unit::fused_uses)
+      .def_property_readonly("fused_uses",
+                             [](Unit& unit) { return unit.fused().uses(); })
       .def(
           "in_place",
           [](const Unit& unit, std::int32_t parameter) {
             return unit.gradients().in_place(parameter);
           },
           py::arg("parameter"))
-      .def("main_gradient", &Unit::main_gradient, py::arg("parameter"))
+      .def(
+          "main_gradient",
+          [](Unit& unit, std::int32_t parameter) {
+            return unit.fused().main_gradient(parameter);
+          },
+          py::arg("parameter"))
       .def("gather", &Unit::gather, NoGil())
       .def("unshard", &Unit::unshard, NoGil())
       .def("reshard", &Unit::reshard, NoGil());

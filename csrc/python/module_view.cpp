@@ -127,7 +127,7 @@ bool zero_grad_reads() {
 
 }  // namespace
 
-shard::ObservedGradient::Clears PyModuleView::clears_gradients() const {
+shard::ModuleView::Clears PyModuleView::clears_gradients() const {
   return &zero_grad_reads;
 }
 

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "shard/unit.h"
+#include "shard/parameters/module_view.h"
 
 namespace lowtide::python {
 
@@ -38,7 +38,7 @@ class PyModuleView final : public shard::ModuleView {
   // Reads and resets `grad_added_to_main_grad` of the full parameter.
   MainGradientUse took_main_gradient(std::int32_t parameter) override;
   // A Python function called zero_grad is reading.
-  shard::ObservedGradient::Clears clears_gradients() const override;
+  Clears clears_gradients() const override;
 
  private:
   void show(const std::vector<pybind11::object>& parameters);

@@ -10,7 +10,7 @@
 #include "base/check.h"
 #include "base/trace.h"
 #include "device/current_stream.h"
-#include "shard/autograd_nodes.h"
+#include "shard/graph/autograd_nodes.h"
 #include "shard/unit.h"
 
 namespace lowtide::shard {
@@ -33,12 +33,8 @@ struct Root::Sentinel {
 Root::Root(std::string name, std::shared_ptr<memory::DeviceMemory> memory)
     : name_(std::move(name)),
       memory_(std::move(memory)),
-      log_(name_,
-           [this](std::int32_t unit) {
-             const auto* named = units_[static_cast<std::size_t>(unit)];
-             return named != nullptr ? named->name() : std::string("deleted");
-           }),
-      stream_(name_, memory_, log_) {}
+      ranks_(name_, units_),
+      stream_(name_, memory_, ranks_.log()) {}
 
 void Root::adopt(const std::vector<std::shared_ptr<Unit>>& units) {
   LOWTIDE_INVARIANT(units_.empty(), "a root adopts its units once");
@@ -49,9 +45,7 @@ void Root::adopt(const std::vector<std::shared_ptr<Unit>>& units) {
   schedule_ = Schedule(static_cast<std::int32_t>(units_.size()));
   last_order_.resize(units_.size());
   std::iota(last_order_.rbegin(), last_order_.rend(), 0);
-  settings_.assign(units_.size(), 0);
-  frozen_.assign(units_.size(), 0);
-  compare_ranks();
+  ranks_.begin();
 }
 
 void Root::forget(const Unit& unit) {
@@ -89,8 +83,8 @@ Unit* Root::enter_forward(Unit& unit) {
   // did not return.
   const bool raised =
       forward_root_ != nullptr &&
-      (forward_root_ == &unit ||
-       (unit.encloses_units && unit.number() < forward_root_->number()));
+      (forward_root_ == &unit || (unit.settings().encloses_units &&
+                                  unit.number() < forward_root_->number()));
   if (forward_root_ == nullptr || raised) {
     if (raised || failed_ || backward_ != -1) {
       abort(/*drop_gradients=*/failed_ || backward_ != -1 || recorded_);
@@ -122,7 +116,7 @@ void Root::require_stream(const Unit& unit, const char* what) const {
 }
 
 void Root::begin_forward(Unit& unit) {
-  if (log_.compares()) {
+  if (ranks_.compares()) {
     require_agreement();  // of a forward that no backward followed
   }
   forward_root_ = &unit;
@@ -137,9 +131,9 @@ void Root::begin_forward(Unit& unit) {
   schedule_.begin_forward();
   if (recorded_) {
     for (auto* one : units_) {
-      if (one != nullptr) one->follow_current_stream();
+      if (one != nullptr) one->leaves().follow_current_stream();
     }
-    note_frozen();
+    ranks_.note_frozen();
     plan_gradients();
   }
 }
@@ -176,9 +170,9 @@ void Root::end_forward() {
   schedule_.end_forward();
   forward_root_ = nullptr;
   if (recorded_) {
-    log_.note({StepNote::What::forward});
+    log().note({StepNote::What::forward});
   }
-  ask_ranks();
+  ranks_.ask();
   open_forwards_ += recorded_ ? 1 : 0;
   for (auto* unit : units_) {
     if (unit != nullptr && unit->prefetched_in_vain()) {
@@ -220,7 +214,7 @@ void Root::plan_gradients() {
   std::vector<std::vector<bool>> trainable;
   trainable.reserve(units_.size());
   for (auto* unit : units_) {
-    trainable.push_back(unit != nullptr ? unit->trainable()
+    trainable.push_back(unit != nullptr ? unit->leaves().trainable()
                                         : std::vector<bool>());
   }
   if (planned_ && trainable == planned_trainable_) {
@@ -230,20 +224,21 @@ void Root::plan_gradients() {
     if (units_[u] != nullptr) require_reducible(*units_[u], trainable[u]);
   }
   bool complete = true;
-  log_.note({StepNote::What::settings, -1, gradient_budget()},
-            base::concat("a gradient budget of ", gradient_budget(), " bytes"));
+  log().note(
+      {StepNote::What::settings, -1, gradient_budget()},
+      base::concat("a gradient budget of ", gradient_budget(), " bytes"));
   for (std::size_t u = 0; u < units_.size(); ++u) {
     auto* unit = units_[u];
     if (unit == nullptr ||
         (planned_ && trainable[u] == planned_trainable_[u])) {
       continue;
     }
-    log_.note({StepNote::What::trainable, unit->number(),
-               static_cast<std::int64_t>(
-                   std::hash<std::vector<bool>>()(trainable[u]) >> 1)},
-              unit->frozen_text());
+    log().note({StepNote::What::trainable, unit->number(),
+                static_cast<std::int64_t>(
+                    std::hash<std::vector<bool>>()(trainable[u]) >> 1)},
+               unit->leaves().frozen_text());
     if (unit->gradients().accumulating()) {
-      unit->extend_plan(shared_ring_bytes());
+      unit->gradients().extend_plan(trainable[u], shared_ring_bytes());
       complete = false;  // anew after its slab has been reduced
       continue;
     }
@@ -259,8 +254,8 @@ std::vector<RingUnit> Root::ring_units() const {
   for (std::size_t u = 0; u < units_.size(); ++u) {
     if (const auto* unit = units_[u]) {
       seen[u] = {unit->groups().reduce->size(), unit->gradients().wire_bytes(),
-                 unit->planned_gathered_bytes(), unit->encloses_units,
-                 unit->streams_rows()};
+                 unit->planned_gathered_bytes(),
+                 unit->settings().encloses_units, unit->streams_rows()};
     }
   }
   return seen;
@@ -289,20 +284,23 @@ void Root::plan_gradients_of(Unit& unit) {
   const bool own = bytes > shared;
   unit.gradients().set_own_slots(own);
   constexpr auto kItemsize = static_cast<std::int64_t>(sizeof(float));
-  unit.plan_gradients(own ? ring_bytes_of_equal_chunks(
-                                bytes, unit.gradients().wire_bytes(),
-                                unit.groups().reduce->size(),
-                                unit.buffers().slice(0).inner * kItemsize)
-                          : shared);
+  unit.gradients().plan(unit.leaves().trainable(),
+                        own ? ring_bytes_of_equal_chunks(
+                                  bytes, unit.gradients().wire_bytes(),
+                                  unit.groups().reduce->size(),
+                                  unit.buffers().slice(0).inner * kItemsize)
+                            : shared);
 }
 
 // A parameter may have been frozen in the last forward, but not in the one
 // whose backward begins.
 void Root::extend_plans() {
   for (auto* unit : units_) {
-    if (unit != nullptr && unit->plan_lacks_any()) {
-      require_reducible(*unit, unit->trainable());
-      unit->extend_plan(shared_ring_bytes());
+    if (unit == nullptr) continue;
+    const auto trainable = unit->leaves().trainable();
+    if (!unit->gradients().plans_all(trainable)) {
+      require_reducible(*unit, trainable);
+      unit->gradients().extend_plan(trainable, shared_ring_bytes());
       planned_ = false;
     }
   }
@@ -338,24 +336,16 @@ void Root::agree_on_order() {
     if (replicas) {
       agreed = replicas->from_rank_zero(std::move(agreed), name_);
     }
-    adopt_orders({remaining.begin(), others}, agreed);
+    auto next = agreed.begin();
+    for (auto it = remaining.begin(); it != others; ++it) {
+      const auto size = static_cast<std::ptrdiff_t>((*it)->size());
+      (*it)->expect({next, next + size});
+      next += size;
+    }
     remaining.erase(remaining.begin(), others);
   }
   order_agreed_ = true;
   planned_ = false;
-}
-
-void Root::adopt_orders(const std::vector<UnitGradients*>& gradients,
-                        const std::vector<std::int64_t>& orders) {
-  auto next = orders.begin();
-  for (const auto* of : gradients) {
-    const auto size = static_cast<std::ptrdiff_t>(of->size());
-    const auto unit = std::find_if(
-        in_backward_.begin(), in_backward_.end(),
-        [&](auto* candidate) { return &candidate->gradients() == of; });
-    (*unit)->expect_gradients({next, next + size});
-    next += size;
-  }
 }
 
 std::vector<Unit*> Root::participants() {
@@ -381,8 +371,9 @@ std::vector<Unit*> Root::participants() {
     }
   }
   // What encloses other units is complete only when they all are.
-  std::stable_partition(units.begin(), units.end(),
-                        [](const Unit* unit) { return !unit->encloses_units; });
+  std::stable_partition(units.begin(), units.end(), [](const Unit* unit) {
+    return !unit->settings().encloses_units;
+  });
   return units;
 }
 
@@ -397,8 +388,8 @@ void Root::open_backward() {
   }
   require_agreement();
   extend_plans();
-  note_settings();
-  note_frozen();
+  ranks_.note_settings();
+  ranks_.note_frozen();
   backward_ = current_backward();
   graph_kept_ = current_backward_keeps_graph();
   LOWTIDE_INVARIANT(backward_ != -1, "autograd runs on this thread");
@@ -435,12 +426,12 @@ bool Root::nested_backward() const { return current_backward() != backward_; }
 
 Unit* Root::enter_backward(Unit& unit) {
   const auto call = schedule_.enter_backward(unit.number());
-  log_.note({StepNote::What::backward, unit.number()});
+  log().note({StepNote::What::backward, unit.number()});
   if (call.place == std::size_t{0} && !posted_backward_) {
     // Nothing but this unit's backward follows, which the ranks' answers hide
     // behind.
     posted_backward_ = true;
-    ask_ranks();
+    ranks_.ask();
   }
   const bool in_order = call.place && !nested_backward() && all_run_in_order();
   if (in_order) {
@@ -456,113 +447,17 @@ Unit* Root::enter_backward(Unit& unit) {
 
 // --- what ranks must have in common ------------------------------------------
 
-// By the channels of the units' meshes.
-void Root::compare_ranks() {
-  std::vector<std::shared_ptr<comm::HostChannel>> channels;
-  for (const auto* unit : units_) {
-    const auto& channel = unit->groups().host;
-    if (channel && std::find(channels.begin(), channels.end(), channel) ==
-                       channels.end()) {
-      channels.push_back(channel);
-    }
-  }
-  for (auto& channel : channels) {
-    std::vector<std::int32_t> numbers;
-    for (const auto* unit : units_) {
-      if (unit->groups().host == channel) numbers.push_back(unit->number());
-    }
-    log_.compare_over(std::move(channel), std::move(numbers));
-  }
-}
-
-void Root::ask_ranks() {
-  if (log_.compares()) {
-    log_.post([this](std::int32_t number) {
-      auto* unit = units_[static_cast<std::size_t>(number)];
-      return unit != nullptr ? unit->numbers_to_compare() : StepLog::Numbers{};
-    });
-  }
-}
-
-// Where ranks are not compared on the host: on a group of one or a fake one
-// they have nothing to agree on, on others rank 0's first numbers stay, and
-// what the program has done counts, the same on all ranks.
 void Root::require_agreement() {
-  if (log_.compares()) {
-    try {
-      log_.require([this](std::int32_t number, StepLog::Numbers greatest) {
-        auto* unit = units_[static_cast<std::size_t>(number)];
-        if (unit != nullptr) unit->agree_on(greatest);
-      });
-    } catch (...) {
-      failed_ = true;
-      forget_what_differs();
-      throw;
-    }
-    return;
-  }
-  for (auto* unit : units_) {
-    if (unit == nullptr) continue;
-    auto& shards = *unit->groups().gather;
-    const auto& replicas = unit->gradients().reduction().replicas;
-    const auto several = [](const comm::Collectives& ranks) {
-      return ranks.size() > 1 && ranks.backend() != "fake";
-    };
-    auto numbers = unit->numbers_to_compare();
-    if (several(shards) || (replicas && several(*replicas))) {
-      if (numbers_agreed_) {
-        unit->agree_alone();
-        continue;
-      }
-      auto first =
-          shards.from_rank_zero({numbers.begin(), numbers.end()}, unit->name());
-      if (replicas) {
-        first = replicas->from_rank_zero(std::move(first), unit->name());
-      }
-      std::copy(first.begin(), first.end(), numbers.begin());
-    }
-    unit->agree_on(numbers);
-  }
-  numbers_agreed_ = true;
-}
-
-// What ranks have learned from steps in which they differed.
-void Root::forget_what_differs() {
-  schedule_ = Schedule(static_cast<std::int32_t>(units_.size()));
-  std::iota(last_order_.rbegin(), last_order_.rend(), 0);
-  planned_ = false;
-  planned_trainable_.clear();
-  std::fill(settings_.begin(), settings_.end(), 0);
-  std::fill(frozen_.begin(), frozen_.end(), 0);
-}
-
-// What a module shows says what a forward records, and what is frozen behind it
-// ignores its gradient: noted ahead of both.
-void Root::note_frozen() {
-  if (!log_.compares()) return;
-  for (const auto* unit : units_) {
-    if (unit == nullptr) continue;
-    const auto frozen = unit->frozen_hash();
-    auto& known = frozen_[static_cast<std::size_t>(unit->number())];
-    if (std::exchange(known, frozen) != frozen) {
-      log_.note({StepNote::What::trainable, unit->number(),
-                 static_cast<std::int64_t>(frozen >> 1)},
-                unit->frozen_text());
-    }
-  }
-}
-
-void Root::note_settings() {
-  if (!log_.compares()) return;
-  for (const auto* unit : units_) {
-    if (unit == nullptr) continue;
-    const auto settings = unit->settings_hash();
-    auto& noted = settings_[static_cast<std::size_t>(unit->number())];
-    if (std::exchange(noted, settings) != settings) {
-      log_.note({StepNote::What::settings, unit->number(),
-                 static_cast<std::int64_t>(settings >> 1)},
-                unit->settings_text());
-    }
+  try {
+    ranks_.require();
+  } catch (...) {
+    failed_ = true;
+    // Whatever was learned from steps in which ranks differed.
+    schedule_ = Schedule(static_cast<std::int32_t>(units_.size()));
+    std::iota(last_order_.rbegin(), last_order_.rend(), 0);
+    planned_ = false;
+    planned_trainable_.clear();
+    throw;
   }
 }
 
@@ -595,11 +490,11 @@ void Root::close_backward() {
     if (unit != nullptr) unit->take_written_gradients();
   }
   if (!posted_backward_) {
-    ask_ranks();
+    ranks_.ask();
   }
   posted_backward_ = false;
   stream_.finish();
-  if (log_.compares()) {
+  if (ranks_.compares()) {
     require_agreement();
   }
   if (!order_agreed_ &&
@@ -632,7 +527,7 @@ void Root::abort(bool drop_gradients) {
     }
   }
   schedule_.abort();
-  log_.forget();
+  log().forget();
   posted_backward_ = false;
   in_backward_.clear();
   forward_root_ = nullptr;

@@ -13,8 +13,9 @@
 #include <vector>
 
 #include "memory/device_memory.h"
-#include "shard/gradient_stream.h"
+#include "shard/gradients/gradient_stream.h"
 #include "shard/policy.h"
+#include "shard/rank_comparison.h"
 #include "shard/schedule.h"
 #include "shard/step_log.h"
 
@@ -61,7 +62,7 @@ class Root : public std::enable_shared_from_this<Root> {
   // returns the unit to gather ahead, or null.
   Unit* enter_backward(Unit& unit);
   GradientStream& stream() { return stream_; }
-  StepLog& log() { return log_; }
+  StepLog& log() { return ranks_.log(); }
 
   // Reduces what backwards without sync have accumulated, outside of any
   // backward: `.grad` is set when it returns.
@@ -96,15 +97,7 @@ class Root : public std::enable_shared_from_this<Root> {
   std::int64_t shared_ring_bytes() const;
   void plan_gradients_of(Unit& unit);
   void agree_on_order();
-  void compare_ranks();
-  void ask_ranks();
   void require_agreement();
-  void note_settings();
-  void note_frozen();
-  void forget_what_differs();
-  // `orders`: of `gradients`, one after the other.
-  void adopt_orders(const std::vector<UnitGradients*>& gradients,
-                    const std::vector<std::int64_t>& orders);
   std::vector<Unit*> participants();
   bool all_run_in_order() const;
 
@@ -112,15 +105,11 @@ class Root : public std::enable_shared_from_this<Root> {
   std::shared_ptr<memory::DeviceMemory> memory_;
   std::vector<Unit*> units_;
   Schedule schedule_{0};
-  StepLog log_;
+  RankComparison ranks_;
   GradientStream stream_;
   std::optional<std::int64_t> gradient_budget_;  // as set
   bool planned_ = false;
-  // By unit, as noted last.
-  std::vector<std::uint64_t> settings_;
-  std::vector<std::uint64_t> frozen_;
   bool posted_backward_ = false;
-  bool numbers_agreed_ = false;
   bool order_agreed_ = false;
   std::vector<std::vector<bool>> planned_trainable_;
 

@@ -10,6 +10,7 @@
 #include "base/check.h"
 #include "base/trace.h"
 #include "ops/foreach.h"
+#include "shard/parameters/gathering.h"
 #include "shard/root.h"
 
 namespace lowtide::shard {
@@ -18,13 +19,70 @@ namespace {
 using device::Access;
 using device::Stream;
 
+Unit& require_rows(Unit& unit) {
+  const auto& infos = unit.infos();
+  if (infos.size() != 1 || infos[0].sizes.size() < 2 ||
+      infos[0].shard_dim != 0) {
+    throw InvalidArgument(base::error_text(
+        base::concat("unit '", unit.name(), "'"),
+        "one parameter with rows, to stream them",
+        infos.size() == 1 && infos[0].shard_dim != 0
+            ? base::concat("one that is split along dimension ",
+                           infos[0].shard_dim)
+            : base::concat(infos.size(), " parameters"),
+        "Make the weight a unit of its own, without bias, or "
+        "gather it whole."));
+  }
+  return unit;
+}
+
 }  // namespace
 
 RowStream::RowStream(Unit& unit)
-    : unit_(unit),
+    : unit_(require_rows(unit)),
       slice_(unit.buffers().slice(0)),
       blocks_{Block(unit.memory()->runtime().device()),
-              Block(unit.memory()->runtime().device())} {}
+              Block(unit.memory()->runtime().device())} {
+  unit.gradients().stream_rows(0, slice_.inner);
+}
+
+void RowStream::read(RowReads reads, std::int64_t lookup_rows) {
+  reads_ = std::max(reads_, reads);
+  if (reads == RowReads::lookup) {
+    lookup_rows_ = std::min(lookup_rows, slice_.padded_rows);
+  }
+}
+
+bool RowStream::looks_up() const {
+  return reads_ == RowReads::lookup && unit_.settings().reshard_after_forward &&
+         (unit_.state() == UnitState::sharded ||
+          unit_.state() == UnitState::reducing);
+}
+
+std::int64_t RowStream::planned_gathered_bytes() const {
+  const bool looks_up =
+      reads_ == RowReads::lookup && unit_.settings().reshard_after_forward;
+  if (!streams() || (reads_ == RowReads::lookup && !looks_up)) {
+    return unit_.buffers().gathered_bytes();
+  }
+  std::int64_t numel = 0;
+  if (looks_up) {
+    numel = world_size() * slice_.inner *
+            std::min(2 * lookup_rows_, slice_.padded_rows);
+  } else {
+    const auto blocks = unit_.gradients().num_blocks(0);
+    for (std::int64_t k = 0; k < std::min<std::int64_t>(2, blocks); ++k) {
+      numel += unit_.gradients().block_columns(0, k).numel;
+    }
+  }
+  return numel * itemsize(info().compute_dtype);
+}
+
+std::int64_t RowStream::planned_input_bytes() const {
+  const auto whole = unit_.buffers().input_bytes();
+  return streams() && whole > 0 ? planned_gathered_bytes() / world_size()
+                                : whole;
+}
 
 RowStream::~RowStream() { abort(); }
 
@@ -65,7 +123,7 @@ void RowStream::begin_forward(bool recorded) {
   end();
   backward_ = false;
   rows_at_once_ = block_rows();
-  unit_.begin_rows_forward(recorded);
+  unit_.root()->enter_rows(unit_, recorded);
 }
 
 void RowStream::begin_backward() {
@@ -129,7 +187,6 @@ void RowStream::end() {
 void RowStream::issue(std::int64_t k) {
   auto& block = slot(k);
   auto& memory = *unit_.memory();
-  auto& runtime = memory.runtime();
   if (unit_.root()) {
     unit_.root()->log().note({StepNote::What::rows, unit_.number(), k});
   }
@@ -143,19 +200,16 @@ void RowStream::issue(std::int64_t k) {
         memory.lease(memory::Category::gather_input, unit_.name(), bytes),
         bytes);
   }
-  runtime.wait(Stream::gather, runtime.record(Stream::compute));
-  const device::StreamScope scope(runtime, Stream::gather);
-  try {
-    std::vector<at::Tensor> ins{cast_rows(block, k)};
-    std::vector<at::Tensor> outs{
-        block.gathered.view(at::kByte, {world_size() * bytes}, {1})};
-    block.pending = unit_.groups().gather->all_gather(outs, ins, unit_.name());
-    block.number = k;
-  } catch (...) {
-    runtime.wait(Stream::compute, runtime.record(Stream::gather));
-    release(block);
-    throw;
-  }
+  block.pending = issue_gather(
+      memory.runtime(),
+      [&] {
+        std::vector<at::Tensor> ins{cast_rows(block, k)};
+        std::vector<at::Tensor> outs{
+            block.gathered.view(at::kByte, {world_size() * bytes}, {1})};
+        return unit_.groups().gather->all_gather(outs, ins, unit_.name());
+      },
+      [&] { release(block); });
+  block.number = k;
 }
 
 // This rank's rows of block k in the compute dtype, as bytes.

@@ -29,9 +29,22 @@
 
 namespace lowtide::shard {
 
+// What of a parameter comes in blocks of rows; each is more than the one
+// before.
+enum class RowReads : std::uint8_t {
+  // Only its gradient: the parameter is gathered as ever.
+  gradient,
+  // The parameter as well, and nobody gathers it ahead as a whole.
+  blocks,
+  // The unit's module is an embedding whose forward reads the rows by itself,
+  // `lookup_rows` of every rank's shard at a time; nobody gathers the table as
+  // long as `reshard_after_forward` holds.
+  lookup,
+};
+
 class RowStream {
  public:
-  // The unit owns it (Unit::stream_rows).
+  // The unit owns it (Unit::in_rows).
   explicit RowStream(Unit& unit);
   // Waits for a gather that is under way.
   ~RowStream();
@@ -45,7 +58,7 @@ class RowStream {
   std::int64_t padded_rows() const { return slice_.padded_rows; }
   // As planned; changes between steps only, with the gradient budget.
   std::int64_t block_rows() const {
-    return unit_.gradients().parameter(0).block_rows;
+    return unit_.gradients().parameter(0).rows.at_once;
   }
   std::int64_t num_blocks() const;
   // How many rows of every rank block k has.
@@ -53,7 +66,16 @@ class RowStream {
   // The same of the blocks of a lookup, which are larger: no gradient of theirs
   // is to fit a chunk.
   std::int64_t lookup_rows() const { return lookup_rows_; }
-  void set_lookup_rows(std::int64_t rows) { lookup_rows_ = rows; }
+
+  // Before a forward; the same on every rank.  What was asked for before stays.
+  void read(RowReads reads, std::int64_t lookup_rows);
+  // Nobody gathers the parameter ahead as a whole.
+  bool streams() const { return reads_ != RowReads::gradient; }
+  // Whether the forward that is running, or would run now, looks rows up.
+  bool looks_up() const;
+  // Bytes of the two buffers a gather needs, of the blocks that live at once.
+  std::int64_t planned_gathered_bytes() const;
+  std::int64_t planned_input_bytes() const;
 
   // A pass over all blocks begins: of a forward, which autograd records or not,
   // or of the backward that delivers gradients.  Throws lowtide::Error before
@@ -88,7 +110,7 @@ class RowStream {
   Block& slot(std::int64_t k) {
     return blocks_[static_cast<std::size_t>(k % 2)];
   }
-  const ParameterInfo& info() const { return unit_.infos().front(); }
+  const ParameterInfo& info() const { return unit_.infos()[0]; }
   void require_root() const;
   std::int64_t fetched_rows(std::int64_t k) const;
   void issue(std::int64_t k);
@@ -98,6 +120,7 @@ class RowStream {
 
   Unit& unit_;
   memory::ParameterSlice slice_;
+  RowReads reads_ = RowReads::gradient;
   std::int64_t lookup_rows_ = 0;
   std::int64_t rows_at_once_ = 0;  // of this pass
   bool backward_ = false;

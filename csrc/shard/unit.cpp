@@ -2,7 +2,10 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/add.h>
 #include <c10/util/Logging.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <numeric>
@@ -34,23 +37,23 @@ std::int64_t rows_of(const at::Tensor& tensor) {
 }  // namespace
 
 Unit::Unit(std::string name, std::vector<ParameterInfo> infos,
-           UnitGroups groups, std::shared_ptr<memory::DeviceMemory> memory)
+           UnitGroups groups, std::shared_ptr<memory::DeviceMemory> memory,
+           std::shared_ptr<UnitSettings> settings)
     : name_(std::make_shared<std::string>(std::move(name))),
+      infos_(std::move(infos)),
       groups_(std::move(groups)),
       memory_(std::move(memory)),
-      buffers_(name_, infos, groups_.gather->size(), groups_.gather->rank(),
-               memory_),
-      gradients_(name_, infos, buffers_, groups_.reduce, memory_),
-      state_(name_),
-      infos_(std::move(infos)) {}
+      settings_(std::move(settings)),
+      parameters_(name_, infos_, *groups_.gather, memory_),
+      gradients_(name_, infos_, buffers().layout(), groups_.reduce,
+                 settings_->reduction, memory_),
+      arriving_(infos_, leaves(), gradients_),
+      fused_(name_, infos_, buffers().layout(), gradients_, memory_) {}
 
-// After an exception a gather or gradients may be on their way, to and from
-// bytes that go back to compute now.
+// After an exception gradients may be on their way, from bytes that go back to
+// compute now.
 Unit::~Unit() {
   try {
-    if (pending_gather_) {
-      pending_gather_->abandon();
-    }
     if (root_) {
       root_->forget(*this);
     }
@@ -60,75 +63,53 @@ Unit::~Unit() {
   }
 }
 
+// --- before the first forward -----------------------------------------------
+
 void Unit::attach(std::vector<at::Tensor> shards, std::vector<at::Tensor> full,
                   std::unique_ptr<ModuleView> view,
                   std::unique_ptr<AllGatherExtension> extension,
                   const std::vector<at::Tensor>& locals) {
-  view_ = std::move(view);
-  buffers_.use(std::move(extension));
-  shards_ = std::move(shards);
-  if (!std::equal(full.begin(), full.end(), full_.begin(), full_.end(),
-                  [](const auto& one, const auto& other) {
-                    return one.is_same(other);
-                  })) {
-    full_ = std::move(full);
-    install_nodes();
+  buffers().use(std::move(extension));
+  if (leaves().attach(std::move(shards), std::move(full), std::move(view),
+                      weak_from_this())) {
+    arriving_.watch_leaves();
+    fused_.list(leaves());
+  } else {
+    arriving_.watch_shards();
   }
   std::vector<ShardedGradients::Parameter> parameters;
-  for (std::size_t i = 0; i < shards_.size(); ++i) {
-    auto sizes = infos_[i].local_sizes(
-        groups_.gather->size(),
-        buffers_.slice(i).local_rows(groups_.gather->rank()));
-    parameters.push_back({shards_[i], std::move(sizes),
-                          buffers_.slice(i).local_numel(groups_.gather->rank()),
-                          buffers_.slice(i).shard_numel,
-                          infos_[i].storage_dtype});
+  for (std::size_t i = 0; i < leaves().size(); ++i) {
+    const auto& slice = buffers().slice(i);
+    const auto rank = groups_.gather->rank();
+    parameters.push_back(
+        {leaves().shards()[i],
+         infos_[i].local_sizes(groups_.gather->size(), slice.local_rows(rank)),
+         slice.local_numel(rank), slice.shard_numel, infos_[i].storage_dtype});
   }
   gradients_.sharded().set_parameters(std::move(parameters));
-  auto watched = shards_;
+  auto watched = leaves().shards();
   watched.insert(watched.end(), locals.begin(), locals.end());
-  seen_shards_.watch(watched);
-  watch_gradients();
+  parameters_.watch_shards(watched);
   if (!gradients_.accumulating()) {
-    plan_gradients(
+    gradients_.plan(
+        leaves().trainable(),
         ring_bytes(root_ ? root_->gradient_budget() : kDefaultRingBudget,
                    gradients_.wire_bytes()));
   }
 }
 
-void Unit::watch_gradients() {
-  drop_cleared_gradients();
-  observed_.clear();
-  for (std::size_t i = 0; i < shards_.size(); ++i) {
-    observed_.emplace_back(std::vector<at::Tensor>{shards_[i], full_[i]},
-                           view_ ? view_->clears_gradients() : nullptr);
-  }
-  observe_gradients();
-}
-
 void Unit::detach() {
-  drop_cleared_gradients();
-  view_.reset();
-  observed_.clear();
-  seen_shards_.watch({});
-  shards_.clear();
+  arriving_.unwatch_shards();
+  parameters_.watch_shards({});
+  leaves().detach();
   gradients_.sharded().set_parameters({});
 }
 
 void Unit::rename(std::string name,
                   const std::vector<std::string>& parameters) {
   *name_ = std::move(name);
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    infos_[i].name = parameters[i];
-  }
-  buffers_.rename(parameters);
-  gradients_.rename_parameters(parameters);
-}
-
-void Unit::use_groups(UnitGroups groups) {
-  gradients_.use_group(groups.reduce);
-  groups.host = groups_.host;
-  groups_ = std::move(groups);
+  infos_.rename(parameters);
+  buffers().names_changed();
 }
 
 void Unit::join(std::shared_ptr<Root> root, std::int32_t number) {
@@ -137,105 +118,96 @@ void Unit::join(std::shared_ptr<Root> root, std::int32_t number) {
   gradients_.set_number(number);
 }
 
+void Unit::use_groups(UnitGroups groups) {
+  gradients_.use_group(groups.reduce);
+  groups.host = groups_.host;
+  groups_ = std::move(groups);
+}
+
+void Unit::fuse_gradients(const std::vector<bool>& fused) {
+  if (fused_.choose(fused)) {
+    fused_.list(leaves());
+    if (leaves().size() > 0) replan();  // otherwise attach plans
+  }
+}
+
+RowStream& Unit::in_rows(RowReads reads, std::int64_t lookup_rows) {
+  if (!rows_) {
+    auto rows = std::make_unique<RowStream>(*this);
+    replan();
+    rows_ = std::move(rows);
+  }
+  rows_->read(reads, lookup_rows);
+  return *rows_;
+}
+
+void Unit::replan() {
+  if (root_) {
+    root_->replan(*this);
+  } else {
+    gradients_.plan(leaves().trainable(),
+                    ring_bytes(kDefaultRingBudget, gradients_.wire_bytes()));
+  }
+}
+
+std::int64_t Unit::planned_gathered_bytes() const {
+  return rows_ ? rows_->planned_gathered_bytes() : buffers().gathered_bytes();
+}
+
+std::int64_t Unit::planned_input_bytes() const {
+  return rows_ ? rows_->planned_input_bytes() : buffers().input_bytes();
+}
+
+bool Unit::streams_rows() const { return rows_ && rows_->streams(); }
+
+bool Unit::looks_up_rows() const { return rows_ && rows_->looks_up(); }
+
 // --- parameters -------------------------------------------------------------
 
 void Unit::gather() {
   const auto steps = root_ ? root_->optimizer_steps() : 0;
-  if (state() == UnitState::gathering || state() == UnitState::unsharded) {
-    if (current_backward() != -1 || !seen_shards_.changed(steps)) {
+  const bool backward = current_backward() != -1;
+  if (parameters_.here()) {
+    if (backward || !parameters_.stale(steps)) {
       return;
     }
     reshard();
   }
-  const base::TraceRange trace("lowtide::gather", *name_);
-  seen_shards_.see(steps);
   if (root_) {
     root_->log().note({StepNote::What::gather, number_});
   }
-  // Outside of backward the kept parts may be older than the shards.
-  if (buffers_.keeps_part() && current_backward() != -1) {
-    pending_gather_ = buffers_.gather_parts(*post_forward_group);
-    gathers_parts_ = true;
-  } else {
-    buffers_.drop_part();
-    pending_gather_ = buffers_.gather(*groups_.gather);
-  }
-  state_.on(UnitEvent::gather);
+  parameters_.gather(*groups_.gather,
+                     backward ? settings_->post_forward_group.get() : nullptr,
+                     steps);
 }
 
 void Unit::wait_for_gather() {
-  if (state() != UnitState::gathering) {
-    return;
+  if (parameters_.arrive()) {
+    arriving_.watch_leaves();
+    fused_.list(leaves());
   }
-  const base::TraceRange trace("lowtide::wait_for_gather", *name_);
-  if (pending_gather_) {
-    pending_gather_->wait();
-    pending_gather_.reset();
-    if (!gathers_parts_) {
-      buffers_.unpack();
-    }
-  }
-  make_extended();
-  gathers_parts_ = false;
-  buffers_.drop_part();
-  buffers_.arrived();
-  state_.on(UnitEvent::arrive);
-}
-
-void Unit::make_extended() {
-  const auto made = buffers_.make_extended(gathers_parts_);
-  std::size_t next = 0;
-  for (std::size_t i = 0; next < made.size(); ++i) {
-    if (infos_[i].extended) {
-      full_[i] = made[next++];
-      install_node(i);
-      view_->replace_full(static_cast<std::int32_t>(i), full_[i]);
-    }
-  }
-  if (!made.empty()) {
-    written_.watch(full_, nodes_);
-    watch_gradients();
-  }
-}
-
-void Unit::show_full() {
-  if (!shown_ && view_) {
-    follow_shards();
-    view_->show_full();
-  }
-  shown_ = true;
 }
 
 void Unit::unshard() {
   gather();
   wait_for_gather();
-  show_full();
+  leaves().show_full();
 }
 
 void Unit::reshard() {
   wait_for_gather();
-  buffers_.drop_part();
-  if (state() == UnitState::unsharded) {
-    buffers_.release();
-    state_.on(UnitEvent::reshard);
-  }
-  if (shown_ && view_) {
-    view_->show_shards();
-  }
-  shown_ = prefetched_ = false;
+  parameters_.reshard();
+  prefetched_ = false;
 }
 
-void Unit::reshard_after_forward_now() {
-  if (!post_forward_group || state() != UnitState::unsharded) {
+void Unit::reshard_after_forward() {
+  const auto& group = settings_->post_forward_group;
+  if (!group || state() != UnitState::unsharded) {
     reshard();
     return;
   }
-  buffers_.keep_part(post_forward_group->rank(), post_forward_group->size());
-  state_.on(UnitEvent::reshard);
-  if (shown_ && view_) {
-    view_->show_shards();
-  }
-  shown_ = prefetched_ = false;
+  parameters_.reshard_but_part(*group);
+  prefetched_ = false;
 }
 
 void Unit::prefetch(Unit& other) {
@@ -269,22 +241,16 @@ Unit::ForwardCall Unit::pre_forward(std::size_t module) {
   Unit* next = nullptr;
   if (begins) {
     next = root_->enter_forward(*this);
-    recorded_ = false;
+    calls_.begin_forward();
   } else {
     root_->require_stream(*this, "its forward");
   }
   group_.enter(module, begins);
-  if (!at::GradMode::is_enabled() && root_->recording()) {
-    ++calls_without_grad_;
-  }
-  const bool watch = at::GradMode::is_enabled() && !recorded_;
-  if (watch) {
-    recorded_ = true;
-    ++calls_without_inputs_;  // until watch_forward_inputs says otherwise
-  }
+  const bool watch =
+      calls_.enter(at::GradMode::is_enabled(), root_->recording());
   const ForwardCall call{begins, watch};
   if (rows) {
-    follow_shards();
+    leaves().follow_shards();
     next_in_forward_ = next;
     return call;
   }
@@ -298,18 +264,30 @@ Unit::ForwardCall Unit::pre_forward(std::size_t module) {
   // nothing but the unit before this one.
   prefetch_after(next);
   wait_for_gather();
-  show_full();
-  count_references();
+  leaves().show_full();
+  if (settings_->leaf_module) {
+    leaves().count_references(buffers());
+  }
   return call;
 }
 
+void Unit::prefetch_listed(const std::vector<std::weak_ptr<Unit>>& others) {
+  for (const auto& other : others) {
+    if (const auto unit = other.lock()) prefetch(*unit);
+  }
+}
+
 void Unit::prefetch_after(Unit* next) {
-  if (!forward_prefetch.empty()) {
-    for (const auto& other : forward_prefetch) {
-      if (const auto unit = other.lock()) prefetch(*unit);
-    }
+  if (!settings_->forward_prefetch.empty()) {
+    prefetch_listed(settings_->forward_prefetch);
   } else if (next != nullptr) {
     prefetch(*next);
+  }
+}
+
+void Unit::prefetch_for_forward() {
+  if (next_in_forward_ != nullptr) {
+    prefetch_after(next_in_forward_);
   }
 }
 
@@ -318,8 +296,7 @@ std::vector<at::Tensor> Unit::watch_forward_inputs(
   auto watched = watch_inputs(inputs, weak_from_this());
   if (!in_backward()) {
     input_bytes_ = bytes_of(inputs);
-    --calls_without_inputs_;
-    open_calls_.push_back(std::move(watched.node));
+    calls_.watch(std::move(watched.node));
   }
   return std::move(watched.tensors);
 }
@@ -352,108 +329,318 @@ void Unit::end_group_forward() {
 
 void Unit::end_forward() {
   input_bytes_ = 0;
-  if (!looks_up_rows()) {
-    ever_saved_ = ever_saved_ || autograd_saved_parameters();
+  if (!settings_->leaf_module) {
+    leaves().assume_saved();
+  } else if (!looks_up_rows()) {
+    leaves().look_for_saved(buffers());
   }
-  if (reshard_after_forward) {
-    reshard_after_forward_now();
+  if (settings_->reshard_after_forward) {
+    reshard_after_forward();
   }
   next_in_forward_ = nullptr;
   root_->leave_forward(*this);
 }
 
-// [Note: Saved parameters]
-// A leaf that autograd saves raises its TensorImpl's use count, a view of it
-// that autograd saves raises the StorageImpl's: comparing both before and after
-// the module's forward tells whether backward will read the parameters.
-//
-// A graph of an earlier forward may die meanwhile, when Python collects a
-// caught exception, on one rank and not on another: what it gives back would
-// hide what this forward saves, and a rank that does not gather leaves the
-// others waiting.  So saving once counts forever: such a graph saved as well.
-void Unit::count_references() {
-  if (!leaf_module) {
-    return;
-  }
-  references_.clear();
-  for (std::size_t i = 0; i < full_.size(); ++i) {
-    references_.emplace_back(full_[i].use_count(),
-                             buffers_.storage(i).use_count());
-  }
-}
+// --- what ranks have in common ----------------------------------------------
 
 StepLog::Numbers Unit::numbers_to_compare() {
-  const auto held = graphs_.own();
-  const auto used = static_cast<std::int64_t>(used_hash() >> 1);
-  return {-output_rows_, ever_saved_ ? 1 : 0,          held.kept,
-          held.recorded, has_gradient_hooks() ? 1 : 0, used,
+  const auto held = calls_.graphs().own();
+  const auto used = static_cast<std::int64_t>(leaves().used_hash() >> 1);
+  return {-output_rows_, leaves().ever_saved() ? 1 : 0, held.kept,
+          held.recorded, has_gradient_hooks() ? 1 : 0,  used,
           -used};
 }
 
 void Unit::agree_on(const StepLog::Numbers& greatest) {
   rows_of_all_ = -greatest[0];
   saved_by_any_ = greatest[1] != 0;
-  graphs_.agree_on({greatest[2], greatest[3]});
+  calls_.graphs().agree_on({greatest[2], greatest[3]});
   listened_by_any_ = greatest[4] != 0;
   used_alike_ = greatest[5] == -greatest[6];
 }
 
 void Unit::agree_alone() {
-  graphs_.agree_alone();
+  calls_.graphs().agree_alone();
   listened_by_any_ = has_gradient_hooks();
 }
 
-bool Unit::autograd_saved_parameters() const {
-  if (!leaf_module) {
-    return true;
-  }
-  for (std::size_t i = 0; i < full_.size(); ++i) {
-    if (static_cast<std::int64_t>(full_[i].use_count()) >
-            references_[i].first ||
-        buffers_.storage(i).use_count() > references_[i].second) {
-      return true;
-    }
-  }
-  return false;
+// --- backward ---------------------------------------------------------------
+
+bool Unit::needs_gather_in_backward() const {
+  return settings_->unshard_in_backward &&
+         (saved_by_any_ || !settings_->leaf_module);
 }
 
-void Unit::abort(bool drop_gradients) {
-  if (pending_gather_) {
-    try {
-      pending_gather_->wait();
-    } catch (const std::exception& error) {
-      LOG(WARNING) << error.what();
-    }
-    pending_gather_.reset();
+void Unit::on_output_gradient() {
+  const base::TraceRange trace("lowtide::pre_backward", *name_);
+  root_->open_backward();
+  begin_backward();
+  const bool entered = !std::exchange(output_gradient_, true);
+  if (entered) {
+    next_in_backward_ = root_->enter_backward(*this);
   }
-  gathers_parts_ = false;
-  buffers_.drop_part();
-  buffers_.arrived();
+  if (needs_gather_in_backward()) {
+    gather();
+  }
+  prefetched_ = false;
+  if (entered) {
+    prefetch_for_backward();
+    // After the gather, which must not wait for other units' gradients.
+    root_->stream().expects(gradients_);
+    if (fused_.has_main_gradients()) {
+      fused_.open_main_gradients(stream());
+    }
+  }
+  if (needs_gather_in_backward()) {
+    wait_for_gather();
+    leaves().show_full();
+  }
+}
+
+void Unit::prefetch_for_backward() {
+  if (!settings_->backward_prefetch.empty()) {
+    next_in_backward_ = nullptr;
+    prefetch_listed(settings_->backward_prefetch);
+    return;
+  }
+  if (next_in_backward_ == nullptr ||
+      !next_in_backward_->needs_gather_in_backward()) {
+    next_in_backward_ = nullptr;
+    return;
+  }
+  gradients_come_ = 0;
+  gradients_before_next_ = gradients_before(*next_in_backward_);
+  if (gradients_before_next_ == 0) {
+    gather_next();
+  } else if (root_->stream().contains(gradients_)) {
+    root_->stream().precede(gradients_, gradients_before_next_,
+                            [this] { gather_next(); });
+  }
+}
+
+void Unit::gather_next() {
+  if (auto* next = std::exchange(next_in_backward_, nullptr)) {
+    prefetch(*next);
+  }
+}
+
+// Other calls of the module or the units inside it take their own time before
+// its gradients come.
+std::size_t Unit::gradients_before(const Unit& next) const {
+  const bool gradients_come_now = gradients_.leaves_early() && !rows_;
+  std::vector<std::int64_t> elements;
+  for (const auto i : gradients_.trainable()) {
+    elements.push_back(gradients_.parameter(i).numel);
+  }
+  return gradients_before_gather(
+      elements, elements_that_cover(next.buffers().gathered_bytes(),
+                                    next.groups_.gather->size(),
+                                    gradients_come_now ? rows_of_all_ : 0));
+}
+
+void Unit::begin_backward() {
+  if (in_backward_) {
+    return;
+  }
+  arriving_.drop_cleared();
+  in_backward_ = true;
+  output_gradient_ = false;
+  calls_.begin_backward();
+  fused_.begin_backward();
+  gradients_.begin(settings_->gradient_sync);
+  gradients_.on_landed = nullptr;
+  if (gradients_.sync() && listened_by_any_) {
+    gradients_.on_landed = [this] { publish_gradients(); };
+  }
+}
+
+GradientStream* Unit::stream() {
+  if (!gradients_.sync()) {
+    return nullptr;
+  }
+  auto& stream = root_->stream();
+  if (!stream.contains(gradients_)) {
+    stream.append(gradients_);
+  }
+  return &stream;
+}
+
+bool Unit::on_product(std::int32_t i, const at::Tensor& grad_output,
+                      const at::Tensor& input, Obstacle obstacle) {
+  if (!arriving_.wants(i)) {
+    return true;
+  }
+  if (!gradients_.in_place(i)) {
+    return false;
+  }
+  root_->open_backward();
+  begin_backward();
+  if (!fused_.admits(i, obstacle)) {
+    return false;
+  }
+  fused_.add_product(stream(), i, grad_output, input);
+  return true;
+}
+
+void Unit::on_only_product(std::int32_t i, const at::Tensor& grad_output,
+                           const at::Tensor& input) {
+  if (!arriving_.wants(i)) {
+    return;
+  }
+  root_->open_backward();
+  begin_backward();
+  fused_.require_host(i);
+  fused_.add_product(stream(), i, grad_output, input);
+}
+
+void Unit::on_parameter_gradient(std::int32_t i, at::Tensor gradient) {
+  root_->open_backward();
+  begin_backward();
+  if (!arriving_.wants(i)) {
+    return;
+  }
+  arriving_.deliver(
+      stream(), i,
+      fused_.what_is_missing(i, std::move(gradient), leaves().view()),
+      root_->nested_backward());
+  ++gradients_come_;
+  if (next_in_backward_ != nullptr &&
+      gradients_come_ >= gradients_before_next_) {
+    if (root_->stream().contains(gradients_)) {
+      root_->stream().gather_if_next(gradients_);
+    } else {
+      gather_next();
+    }
+  }
+}
+
+void Unit::take_written_gradients() {
+  if (in_backward_ && !gradients_.sealed() && arriving_.has_written()) {
+    arriving_.deliver_written(stream(), root_->nested_backward());
+  }
+}
+
+void Unit::on_gradient_returned(std::int32_t i) {
+  arriving_.on_returned(i, /*idle=*/!in_backward_);
+}
+
+void Unit::on_recorded_backward(WeakNodePtr result) {
+  calls_.graphs().record(std::move(result));
+}
+
+void Unit::on_inputs_done(const torch::autograd::Node* node) {
+  const base::TraceRange trace("lowtide::post_backward", *name_);
+  root_->open_backward();
+  arriving_.on_inputs_done();
+  output_gradient_ = false;
+  if (calls_.complete(node, root_->nested_backward(), in_current_backward)) {
+    finish_backward();
+  }
+  gather_next();  // chunks of other units are ahead of this one's
+}
+
+void Unit::begin_rows_backward() {
+  root_->open_backward();
+  begin_backward();
+  if (!output_gradient_) {  // not called as a module
+    next_in_backward_ = root_->enter_backward(*this);
+  }
+}
+
+void Unit::on_row_gradient(std::int64_t block, at::Tensor rows) {
+  if (!arriving_.wants(0)) {
+    return;
+  }
+  if (auto* const out = stream()) {
+    out->accept_rows(gradients_, 0, block, std::move(rows));
+    if (block + 1 == gradients_.num_blocks(0)) {
+      finish_backward();
+    }
+  } else {
+    gradients_.accumulate_rows(0, block, rows);
+  }
+}
+
+// All gradients of this unit have been seen, and nobody reads its parameters.
+void Unit::finish_backward() {
+  if (settings_->encloses_units) {
+    return;
+  }
+  take_written_gradients();
+  gradients_.add_small();
+  if (gradients_.sync() && root_->stream().contains(gradients_)) {
+    root_->stream().seal(gradients_);
+  }
+  if (settings_->reshard_after_backward) {
+    parameters_.seal();
+  }
+}
+
+void Unit::publish_gradients() {
+  if (!gradients_.sharded().prepared()) {
+    return;
+  }
+  std::vector<std::int32_t> used;
+  for (const auto i : gradients_.trainable()) {
+    if (gradients_.used_by_any_rank(i)) {
+      used.push_back(i);
+    }
+  }
+  std::sort(used.begin(), used.end());
+  gradients_.sharded().publish(
+      used, [view = leaves().view()](const auto& which, const auto& locals) {
+        return view != nullptr ? view->wrap_gradients(which, locals) : locals;
+      });
+}
+
+// [Note: Hooks on gradients]
+// A post-accumulate hook, an optimizer in backward, wants its gradient as soon
+// as it is there: such a unit lands when its last chunk has left, also on ranks
+// that have no hook, because sums over replicas then leave as well.  All others
+// land when their slots are needed and become `.grad` at the end.
+bool Unit::has_gradient_hooks() const {
+  const auto& shards = leaves().shards();
+  return std::any_of(shards.begin(), shards.end(), [](const auto& shard) {
+    return shard.requires_grad() &&
+           torch::autograd::impl::post_acc_grad_hooks(shard) != nullptr;
+  });
+}
+
+void Unit::end_backward(bool more_backwards, bool graph_kept) {
+  if (in_backward_ && gradients_.sync()) {
+    publish_gradients();
+  }
+  fused_.close_main_gradients();
+  if (in_backward_) {
+    gradients_.end();
+    arriving_.observe();
+  }
+  in_backward_ = output_gradient_ = false;
+  next_in_backward_ = nullptr;
+  calls_.end_backward(more_backwards, graph_kept);
+  parameters_.drain();
+  if (settings_->reshard_after_backward) {
+    reshard();
+  }
+}
+
+// --- recovery ---------------------------------------------------------------
+
+void Unit::abort(bool drop_gradients) {
+  parameters_.abort();
   if (rows_) {
     rows_->abort();
   }
-  if (shown_ && view_) {
-    view_->show_shards();
-  }
-  buffers_.drop();
-  state_.on(UnitEvent::abort);
-  shown_ = prefetched_ = false;
+  prefetched_ = false;
   next_in_forward_ = next_in_backward_ = nullptr;
   in_backward_ = output_gradient_ = false;
   group_.end();
   input_bytes_ = 0;
-  calls_without_grad_ = nested_calls_done_ = calls_without_inputs_ = 0;
-  open_calls_.clear();
-  done_now_.clear();
-  done_before_.clear();
-  graphs_.clear();
-  for (std::size_t i = 0; i < main_gradients_.size(); ++i) {
-    close_main_gradient(static_cast<std::int32_t>(i));
-  }
+  calls_.clear();
+  fused_.close_main_gradients();
   if (drop_gradients) {
-    written_.clear();
     gradients_.abort();
-    observe_gradients();
+    arriving_.clear();
   }
 }
 

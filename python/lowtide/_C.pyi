@@ -114,18 +114,27 @@ class ParameterInfo:
         extended: bool = False,
     ) -> None: ...
 
-class Unit:
+class GradientReduction:
+    replicas: Collectives | None
+    divide_factor: float | None
+    sum_only: bool
+    all_reduce: bool
+    def set_hook(self, hook: Callable[[torch.Tensor], None] | None) -> None: ...
+
+class UnitSettings:
     reshard_after_forward: bool
     reshard_after_backward: bool
+    post_forward_group: Collectives | None
     gradient_sync: bool
+    unshard_in_backward: bool
     encloses_units: bool
     leaf_module: bool
-    unshard_in_backward: bool
-    all_reduce: bool
-    sum_only: bool
-    gradient_divide_factor: float | None
-    replica_group: Collectives | None
-    post_forward_group: Collectives | None
+    def __init__(self) -> None: ...
+    def prefetch(self, *, forward: list[Unit], backward: list[Unit]) -> None: ...
+    @property
+    def reduction(self) -> GradientReduction: ...
+
+class Unit:
     def __init__(
         self,
         *,
@@ -134,6 +143,7 @@ class Unit:
         gather_group: Collectives,
         reduce_group: Collectives,
         memory: DeviceMemory,
+        settings: UnitSettings,
         host_channel: HostChannel | None = ...,
     ) -> None: ...
     @property
@@ -149,9 +159,6 @@ class Unit:
     def attached(self) -> bool: ...
     def rename(self, name: str, parameters: list[str]) -> None: ...
     def use_groups(self, gather: Collectives, reduce: Collectives) -> None: ...
-    def set_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None) -> None: ...
-    def set_forward_prefetch(self, units: list[Unit]) -> None: ...
-    def set_backward_prefetch(self, units: list[Unit]) -> None: ...
     def plan(self) -> dict[str, int]: ...
     def local_shard(self, i: int) -> torch.Tensor: ...
     def full(self, i: int) -> torch.Tensor: ...

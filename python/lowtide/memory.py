@@ -145,8 +145,8 @@ def _planned(
     states: list[UnitState], units: dict[str, dict[str, int]]
 ) -> dict[str, int]:
     every = [units[state.name] for state in states]
-    syncing = [units[s.name] for s in states if s.settings["gradient_sync"]]
-    waiting = [units[s.name] for s in states if not s.settings["gradient_sync"]]
+    syncing = [units[s.name] for s in states if s.settings.gradient_sync]
+    waiting = [units[s.name] for s in states if not s.settings.gradient_sync]
     gathered, gather_input = _gather_peaks(states, units)
     return {
         "parameters": sum(unit["parameters"] for unit in every),
@@ -169,9 +169,9 @@ def _sharded_gradients_peak(
     states: list[UnitState], units: dict[str, dict[str, int]]
 ) -> int:
     """What `.grad` shows, and what is not summed over replicas yet."""
-    syncing = [s for s in states if s.settings["gradient_sync"]]
-    landing = [units[s.name] for s in syncing if s.settings["all_reduce"]]
-    staying = [units[s.name] for s in syncing if not s.settings["all_reduce"]]
+    syncing = [s for s in states if s.settings.gradient_sync]
+    landing = [units[s.name] for s in syncing if s.settings.reduction.all_reduce]
+    staying = [units[s.name] for s in syncing if not s.settings.reduction.all_reduce]
     sums = sorted((unit["partial_gradients"] for unit in landing), reverse=True)
     return (
         sum(unit["sharded_gradients"] for unit in landing)
@@ -207,7 +207,7 @@ def _gather_peaks(
     running: list[UnitState] = []
 
     def leave(state: UnitState) -> None:
-        if state.settings["reshard_after_forward"]:
+        if state.settings.reshard_after_forward:
             gathered.pop(state, None)
 
     for place, state in enumerate(states):

@@ -33,7 +33,7 @@ def require_agreement(states: list[UnitState]) -> None:
 def describe(state: UnitState) -> list[str]:
     """One line for the unit and one for each parameter."""
     settings = ", ".join(
-        f"{name}={state.settings[name]}"
+        f"{name}={getattr(state.settings, name)}"
         for name in ("reshard_after_forward", "reshard_after_backward", "gradient_sync")
     )
     lines = [f"unit '{state.name}' ({settings})"]

@@ -2,7 +2,7 @@
 becomes: FSDP2's all-gather extensions, ``fsdp_pre_all_gather``,
 ``fsdp_post_all_gather`` and, from torch 2.15,
 ``fsdp_should_release_all_gather_outputs_after_post_all_gather``. The engine's side is
-csrc/shard/all_gather_extension.h.
+csrc/shard/parameters/all_gather_extension.h.
 """
 
 import inspect

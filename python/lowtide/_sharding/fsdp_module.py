@@ -75,15 +75,17 @@ class FSDPModule(TorchFSDPModule):
         """Whether the next backwards reduce gradients. Without, they accumulate in
         one flat slab a unit, in the reduce dtype. On a 2-D mesh this sets
         ``set_requires_all_reduce``, too."""
-        self._set("gradient_sync", requires_gradient_sync, recurse)
-        self._set("all_reduce", requires_gradient_sync, recurse)
+        for state in self._states(recurse):
+            state.settings.gradient_sync = requires_gradient_sync
+            state.settings.reduction.all_reduce = requires_gradient_sync
 
     def set_requires_all_reduce(
         self, requires_all_reduce: bool, *, recurse: bool = True
     ) -> None:
         """On a 2-D mesh: whether the next backwards sum gradients over the replicas.
         Without, what was reduced over the shards is kept, in the reduce dtype."""
-        self._set("all_reduce", requires_all_reduce, recurse)
+        for state in self._states(recurse):
+            state.settings.reduction.all_reduce = requires_all_reduce
 
     def set_reshard_after_forward(
         self, reshard_after_forward: bool, recurse: bool = True
@@ -96,16 +98,16 @@ class FSDPModule(TorchFSDPModule):
             )
         for state in self._states(recurse):
             state.auto_reshard = False
-            state.post_forward_group = None
-            state.settings_changed()
-        self._set("reshard_after_forward", reshard_after_forward, recurse)
+            state.settings.post_forward_group = None
+            state.settings.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
         """Whether backward frees the full parameters; ``False`` saves the gathers of
         the next microbatch."""
-        self._set("reshard_after_backward", reshard_after_backward, recurse)
+        for state in self._states(recurse):
+            state.settings.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(  # type: ignore[override]
         self, modules: "list[FSDPModule]"
@@ -128,7 +130,7 @@ class FSDPModule(TorchFSDPModule):
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divides the sum of this unit's gradients by ``factor`` instead of the number
         of ranks. Not recursive."""
-        self._set("gradient_divide_factor", factor, recurse=False)
+        self._get_fsdp_state().settings.reduction.divide_factor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """FSDP2's former name of :meth:`set_gradient_divide_factor`."""
@@ -137,13 +139,13 @@ class FSDPModule(TorchFSDPModule):
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Collectives of this unit's gradients only sum; a division follows. Not
         recursive."""
-        self._set("sum_only", enable, recurse=False)
+        self._get_fsdp_state().settings.reduction.sum_only = enable
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """``False``: backward does not read this unit's parameters, do not gather
         them for it. lowtide finds this out by itself for an embedding. Not
         recursive."""
-        self._set("unshard_in_backward", unshard_in_backward, recurse=False)
+        self._get_fsdp_state().settings.unshard_in_backward = unshard_in_backward
 
     def set_all_reduce_hook(
         self,
@@ -166,23 +168,21 @@ class FSDPModule(TorchFSDPModule):
                 f"{stream}. Switch to it inside the hook, and make the current stream "
                 "wait for it."
             )
-        state = self._get_fsdp_state()
-        state.reduce_hook = hook
-        state.settings_changed()
+        self._get_fsdp_state().settings.reduction.set_hook(hook)
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Gathers this unit's parameters through ``comm``: one flat uint8 input and
         output from its ``allocate``, copied in and out. Not recursive."""
         state = self._get_fsdp_state()
         state.custom_all_gather = comm
-        state.settings_changed()
+        state.use_groups()
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduces this unit's gradients through ``comm``, chunk by chunk, on buffers
         from its ``allocate``. Not recursive."""
         state = self._get_fsdp_state()
         state.custom_reduce_scatter = comm
-        state.settings_changed()
+        state.use_groups()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Uses the process group's allocator for collectives' buffers, at the price of
@@ -205,7 +205,7 @@ class FSDPModule(TorchFSDPModule):
         state.custom_reduce_scatter = (
             GroupBufferReduceScatter(groups.reduce_process_group) if enable else None
         )
-        state.settings_changed()
+        state.use_groups()
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """The current stream waits for ``event`` at once, and every gather issued from
@@ -219,10 +219,6 @@ class FSDPModule(TorchFSDPModule):
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Nothing to choose: lowtide's buffers come from the compute stream's pool
         whichever way a gather is issued."""
-
-    def _set(self, name: str, value: Any, recurse: bool) -> None:
-        for state in self._states(recurse):
-            state.set(name, value)
 
     def _states(self, recurse: bool) -> Iterator[UnitState]:
         assert isinstance(self, nn.Module)

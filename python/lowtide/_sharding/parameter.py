@@ -67,7 +67,8 @@ class UnitParameter:
     def make_full(self, data: torch.Tensor) -> None:
         """``data``: what the unit gathers into."""
         # The first Python wrapper of a storage holds a reference to it for good; made
-        # later, in a forward, it would look like a saved view (shard/unit.cpp).
+        # later, in a forward, it would look like a saved view ([Note: Saved
+        # parameters] in shard/parameters/parameter_leaves.h).
         data.untyped_storage()
         if self.parallel is not None:
             data = over_parallel(data, self.parallel)

@@ -54,11 +54,11 @@ def build_root(state: UnitState) -> None:
     for other in states:
         warn_of_additions(other)
     for other in states:
-        other.set("encloses_units", _encloses(other, states))
-        other.set("leaf_module", _is_torch_leaf(other))
+        other.settings.encloses_units = _encloses(other, states)
+        other.settings.leaf_module = _is_torch_leaf(other)
     if state.auto_reshard:
         # Backward needs the root's own parameters right after forward.
-        state.set("reshard_after_forward", False)
+        state.settings.reshard_after_forward = False
     units = [other.materialized() for other in states]
     for other, unit in zip(states, units, strict=True):
         unit.rename(other.name, [p.name for p in other.parameters])

@@ -81,7 +81,6 @@ class UnitState:
         self.explains_errors = False  # as the root
         self.parameters: list[UnitParameter] = []
         self.groups = groups_of(mesh, device)
-        self.post_forward_group: _C.Collectives | None = None
         self.unit: _C.Unit | None = None
         self.root: _C.Root | None = None  # of the tree this unit is in
         self.tree: list[weakref.ref[UnitState]] = []  # its units
@@ -90,26 +89,19 @@ class UnitState:
         self.embedding_rows: EmbeddingRows | None = None  # of a large nn.Embedding
         self.extensions: Extensions | None = None  # of tensor subclasses
         self.fused = FusedWeights() if grads == "fused" else None
-        # Settings survive the C++ unit; applied by `_apply_settings`.
-        self.settings: dict[str, Any] = {
-            "reshard_after_forward": reshard_after_forward is not False,
-            "reshard_after_backward": True,
-            "gradient_sync": True,
-            "encloses_units": False,
-            "leaf_module": False,
-            "unshard_in_backward": True,
-            "all_reduce": True,
-            "sum_only": False,
-            "gradient_divide_factor": None,
-        }
-        self.reduce_hook: Callable[[torch.Tensor], None] | None = None
+        # The C++ unit's, whichever it is.
+        self.settings = _C.UnitSettings()
+        self.settings.reshard_after_forward = reshard_after_forward is not False
+        self.settings.reduction.replicas = self.groups.replicas
         self.custom_all_gather: AllGather | None = None
         self.custom_reduce_scatter: ReduceScatter | None = None
         # Whose units to gather ahead; the units may not exist yet.
         self.forward_prefetch: list[UnitState] = []
         self.backward_prefetch: list[UnitState] = []
         if not isinstance(reshard_after_forward, bool | None):
-            self.post_forward_group = smaller_group(mesh, reshard_after_forward, device)
+            self.settings.post_forward_group = smaller_group(
+                mesh, reshard_after_forward, device
+            )
         self.hooks = _C.ForwardHooks(
             cast_inputs=policy.param_dtype if policy.cast_forward_inputs else None,
             cast_outputs=policy.output_dtype,
@@ -271,7 +263,7 @@ class UnitState:
                 [self.dtypes(parameter).compute for parameter in extended],
                 self.mesh,
                 self.policy,
-                keeps_parts=self.post_forward_group is not None,
+                keeps_parts=self.settings.post_forward_group is not None,
             )
             if extended
             else None
@@ -282,13 +274,14 @@ class UnitState:
             gather_group=self.groups.gather,
             reduce_group=self.groups.reduce,
             memory=device_memory(self.device),
+            settings=self.settings,
             host_channel=self.groups.host,
         )
         self.embedding_rows = None
         if self.fused is not None:
             self.fused.use(self.unit)
         self.hooks.set_unit(self.unit)
-        self._apply_settings()
+        self.use_groups()
 
     def _leave_root(self) -> None:
         """Another unit takes this one's place: the next forward makes another root."""
@@ -344,20 +337,10 @@ class UnitState:
 
     # -- settings ---------------------------------------------------------------
 
-    def set(self, name: str, value: Any) -> None:
-        assert name in self.settings, name
-        self.settings[name] = value
-        if self.unit is not None:
-            setattr(self.unit, name, value)
-
-    def _apply_settings(self) -> None:
-        unit = self.unit
-        assert unit is not None
-        for name, value in self.settings.items():
-            setattr(unit, name, value)
-        unit.replica_group = self.groups.replicas
-        unit.post_forward_group = self.post_forward_group
-        unit.set_reduce_hook(self.reduce_hook)
+    def use_groups(self) -> None:
+        """The mesh's, or what the user has put in the place of one."""
+        if self.unit is None:
+            return
         gather, reduce = self.groups.gather, self.groups.reduce
         if self.custom_all_gather is not None:
             gather = gather.with_custom(
@@ -371,20 +354,13 @@ class UnitState:
                 all_gather=None,
                 reduce_scatter=self.custom_reduce_scatter,
             )
-        unit.use_groups(gather, reduce)
-
-    def settings_changed(self) -> None:
-        """After one of the attributes that are not in ``settings``."""
-        if self.unit is not None:
-            self._apply_settings()
+        self.unit.use_groups(gather, reduce)
 
     def apply_prefetch(self) -> None:
         """The first forward does it again, when every unit exists."""
-        units = [[of.unit for of in self.forward_prefetch if of.unit is not None]]
-        units += [[of.unit for of in self.backward_prefetch if of.unit is not None]]
-        if self.unit is not None:
-            self.unit.set_forward_prefetch(units[0])
-            self.unit.set_backward_prefetch(units[1])
+        ahead = (self.forward_prefetch, self.backward_prefetch)
+        forward, backward = ([of.unit for of in states if of.unit] for states in ahead)
+        self.settings.prefetch(forward=forward, backward=backward)
 
     def choose_rows(self) -> None:
         """Lets a large embedding and its gradient come in blocks of rows."""

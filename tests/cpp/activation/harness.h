@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "activation/transfer.h"
-#include "device/scripted_runtime.h"
 #include "shard/skipping_runtime.h"
+#include "testing/scripted_runtime.h"
 
 namespace lowtide::activation {
 

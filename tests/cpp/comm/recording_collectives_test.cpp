@@ -1,4 +1,4 @@
-#include "comm/recording_collectives.h"
+#include "testing/recording_collectives.h"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>

@@ -1,4 +1,4 @@
-#include "device/access_checker.h"
+#include "testing/access_checker.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

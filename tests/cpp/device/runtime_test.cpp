@@ -14,7 +14,7 @@
 
 #include "base/check.h"
 #include "device/cpu_runtime.h"
-#include "device/scripted_runtime.h"
+#include "testing/scripted_runtime.h"
 #ifdef LOWTIDE_WITH_CUDA
 #include <c10/cuda/CUDAFunctions.h>
 

@@ -1,4 +1,4 @@
-#include "device/scripted_runtime.h"
+#include "testing/scripted_runtime.h"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>

@@ -1,4 +1,4 @@
-#include "device/stream_history.h"
+#include "testing/stream_history.h"
 
 #include <gtest/gtest.h>
 

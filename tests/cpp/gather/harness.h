@@ -12,11 +12,11 @@
 #include <vector>
 
 #include "base/check.h"
-#include "comm/recording_collectives.h"
-#include "device/scripted_runtime.h"
 #include "gather/autograd_nodes.h"
 #include "gather/saved_values.h"
 #include "shard/skipping_runtime.h"
+#include "testing/recording_collectives.h"
+#include "testing/scripted_runtime.h"
 
 namespace lowtide::gather {
 

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "base/check.h"
-#include "device/scripted_runtime.h"
+#include "testing/scripted_runtime.h"
 
 namespace lowtide::memory {
 namespace {

@@ -1,4 +1,4 @@
-#include "shard/all_gather_extension.h"
+#include "shard/parameters/all_gather_extension.h"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
@@ -6,9 +6,9 @@
 
 #include <utility>
 
-#include "comm/recording_collectives.h"
-#include "device/scripted_runtime.h"
-#include "shard/parameter_buffers.h"
+#include "shard/parameters/parameter_buffers.h"
+#include "testing/recording_collectives.h"
+#include "testing/scripted_runtime.h"
 
 namespace lowtide::shard {
 namespace {

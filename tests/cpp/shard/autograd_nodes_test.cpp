@@ -1,4 +1,4 @@
-#include "shard/autograd_nodes.h"
+#include "shard/graph/autograd_nodes.h"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>

@@ -171,9 +171,9 @@ TEST_P(CallOrderTest, IsTheSameOnRanksWithDifferentData) {
           Rank rank(exchange, r, program.scenario.units);
           rank.root->set_gradient_budget(program.budget);
           for (std::size_t u = 0; u < rank.size(); ++u) {
-            rank.unit(u).reshard_after_forward = program.reshard;
+            rank.unit(u).settings().reshard_after_forward = program.reshard;
             if (program.replicas) {
-              rank.unit(u).gradients().reduction().replicas =
+              rank.unit(u).settings().reduction.replicas =
                   std::make_shared<OrderedReplica>(exchange, r, rank.runtime);
             }
           }

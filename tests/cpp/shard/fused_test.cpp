@@ -9,7 +9,7 @@
 #include <algorithm>
 
 #include "harness.h"
-#include "shard/linear_node.h"
+#include "shard/graph/linear_node.h"
 
 namespace lowtide::shard {
 namespace {
@@ -95,7 +95,7 @@ void fuse(Rank& rank) {
 std::int64_t total(Rank& rank, std::int64_t FusedUses::*count) {
   std::int64_t sum = 0;
   for (std::size_t u = 0; u < rank.size(); ++u) {
-    for (const auto& uses : rank.unit(u).fused_uses()) sum += uses.*count;
+    for (const auto& uses : rank.unit(u).fused().uses()) sum += uses.*count;
   }
   return sum;
 }

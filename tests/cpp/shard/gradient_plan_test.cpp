@@ -1,4 +1,4 @@
-#include "shard/gradient_plan.h"
+#include "shard/gradients/gradient_plan.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

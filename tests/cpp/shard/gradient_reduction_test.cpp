@@ -1,11 +1,11 @@
-#include "shard/gradient_reduction.h"
+#include "shard/gradients/gradient_reduction.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
 #include <utility>
 
-#include "comm/recording_collectives.h"
+#include "testing/recording_collectives.h"
 
 namespace lowtide::shard {
 namespace {

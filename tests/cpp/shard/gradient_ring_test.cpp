@@ -1,10 +1,10 @@
-#include "shard/gradient_ring.h"
+#include "shard/gradients/gradient_ring.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include "device/scripted_runtime.h"
 #include "memory/ledger.h"
+#include "testing/scripted_runtime.h"
 
 namespace lowtide::shard {
 namespace {

@@ -1,4 +1,4 @@
-#include "shard/gradient_rows.h"
+#include "shard/gradients/gradient_rows.h"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>

@@ -1,4 +1,4 @@
-#include "shard/gradient_slab.h"
+#include "shard/gradients/gradient_slab.h"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
@@ -6,8 +6,8 @@
 
 #include <cmath>
 
-#include "device/scripted_runtime.h"
-#include "shard/gradient_plan.h"
+#include "shard/gradients/gradient_plan.h"
+#include "testing/scripted_runtime.h"
 
 namespace lowtide::shard {
 namespace {

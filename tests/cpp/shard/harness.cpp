@@ -59,8 +59,8 @@ Rank::Rank(Exchange& exchange, std::int64_t rank,
     auto unit =
         std::make_shared<Unit>(units[u].name, infos_of(units[u]),
                                UnitGroups{collectives, collectives}, memory);
-    unit->encloses_units = units[u].encloses_units;
-    unit->leaf_module = units[u].leaf_module;
+    unit->settings().encloses_units = units[u].encloses_units;
+    unit->settings().leaf_module = units[u].leaf_module;
     std::vector<at::Tensor> shards;
     std::vector<at::Tensor> leaves;
     for (std::size_t p = 0; p < units[u].parameters.size(); ++p) {
@@ -162,7 +162,7 @@ void Rank::zero_grad() {
 }
 
 void Rank::set_sync(bool sync) {
-  for (const auto& unit : units_) unit->gradient_sync = sync;
+  for (const auto& unit : units_) unit->settings().gradient_sync = sync;
 }
 
 void Rank::drop(std::size_t u) {

@@ -14,7 +14,6 @@
 #include <string>
 #include <vector>
 
-#include "device/scripted_runtime.h"
 #include "layers.h"
 #include "memory/device_memory.h"
 #include "naive.h"
@@ -22,6 +21,7 @@
 #include "shard/root.h"
 #include "shard/unit.h"
 #include "skipping_runtime.h"
+#include "testing/scripted_runtime.h"
 
 namespace lowtide::shard {
 

@@ -1,4 +1,4 @@
-#include "shard/held_graphs.h"
+#include "shard/graph/held_graphs.h"
 
 #include <gtest/gtest.h>
 

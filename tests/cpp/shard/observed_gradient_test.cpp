@@ -1,4 +1,4 @@
-#include "shard/observed_gradient.h"
+#include "shard/graph/observed_gradient.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

@@ -1,11 +1,11 @@
-#include "shard/parameter_buffers.h"
+#include "shard/parameters/parameter_buffers.h"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "comm/recording_collectives.h"
-#include "device/scripted_runtime.h"
+#include "testing/recording_collectives.h"
+#include "testing/scripted_runtime.h"
 
 namespace lowtide::shard {
 namespace {

@@ -1,9 +1,9 @@
-#include "shard/partial_gradients.h"
+#include "shard/gradients/partial_gradients.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
-#include "device/scripted_runtime.h"
+#include "testing/scripted_runtime.h"
 
 namespace lowtide::shard {
 namespace {

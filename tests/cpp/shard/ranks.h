@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/recording_collectives.h"
+#include "testing/recording_collectives.h"
 
 namespace lowtide::shard {
 

@@ -56,7 +56,7 @@ struct SquaredLogits : torch::autograd::Function<SquaredLogits> {
     context->save_for_backward({h});
     context->saved_data["rank"] = reinterpret_cast<std::int64_t>(rank);
     at::Tensor sum = at::zeros({h.size(0)}, at::kFloat);
-    RowStream& stream = rank->unit(kHead).stream_rows();
+    RowStream& stream = rank->unit(kHead).in_rows(RowReads::blocks);
     stream.begin_forward(/*recorded=*/true);
     for (std::int64_t k = 0; k < stream.num_blocks(); ++k) {
       const auto rows = read(*rank, stream, k, "forward");
@@ -70,7 +70,7 @@ struct SquaredLogits : torch::autograd::Function<SquaredLogits> {
       torch::autograd::AutogradContext* context,
       torch::autograd::variable_list gradients) {
     auto& rank = *reinterpret_cast<Rank*>(context->saved_data["rank"].toInt());
-    RowStream& stream = rank.unit(kHead).stream_rows();
+    RowStream& stream = rank.unit(kHead).in_rows(RowReads::blocks);
     const auto h = context->get_saved_variables()[0];
     auto dh = at::zeros_like(h);
     stream.begin_backward();
@@ -137,7 +137,7 @@ TEST(RowStreamTest, FetchesEveryRowOnceInBlocksOfAllShards) {
       const auto full = small_integers(units);
       rank.load(full);
       rank.root->set_gradient_budget(1);  // the smallest chunks: 128 columns
-      RowStream& stream = rank.unit(kHead).stream_rows();
+      RowStream& stream = rank.unit(kHead).in_rows(RowReads::blocks);
       EXPECT_EQ(stream.block_rows(), 128 / kWidth);
       EXPECT_EQ(stream.padded_rows(),
                 (kVocabulary + world_size - 1) / world_size);
@@ -172,7 +172,7 @@ TEST(RowStreamTest, GradientsEqualTheDenseOnes) {
           const auto full = small_integers(units);
           rank.load(full);
           rank.root->set_gradient_budget(1);
-          rank.unit(kHead).stream_rows();
+          rank.unit(kHead).in_rows(RowReads::blocks);
           for (int step = 0; step < 2; ++step) {
             SCOPED_TRACE(base::concat("rank ", r, " of ", world_size, ", step ",
                                       step, ", sync each ", sync_each));
@@ -204,7 +204,7 @@ TEST(RowStreamTest, HoldsTwoBlocksAndTheRing) {
     const auto units = model_with_head(at::kBFloat16);
     Rank rank(exchange, r, units);
     rank.root->set_gradient_budget(1);
-    const RowStream& stream = rank.unit(kHead).stream_rows();
+    const RowStream& stream = rank.unit(kHead).in_rows(RowReads::blocks);
     run_microbatch(rank, at::kBFloat16);
     const auto block = 2 * stream.block_rows() * kWidth * 2;  // N rows bf16
     EXPECT_GT(stream.num_blocks(), 3);
@@ -228,8 +228,8 @@ TEST(RowStreamTest, ALookupReadsEveryRowOnceInItsOwnBlocks) {
       rank.load(full);
       rank.root->set_gradient_budget(1);
       auto& unit = rank.unit(kHead);
-      RowStream& stream = unit.look_up_rows(kRows);
-      EXPECT_TRUE(unit.looks_up_rows());
+      RowStream& stream = unit.in_rows(RowReads::lookup, kRows);
+      EXPECT_TRUE(unit.rows()->looks_up());
       EXPECT_EQ(stream.lookup_rows(), kRows);
       EXPECT_LT(stream.block_rows(), kRows);
       std::vector<std::int64_t> seen(kVocabulary, 0);
@@ -265,15 +265,15 @@ TEST(RowStreamTest, ATableThatStaysGatheredIsNotLookedUp) {
   run_ranks(2, [&](Exchange& exchange, std::int64_t r) {
     Rank rank(exchange, r, model_with_head());
     auto& unit = rank.unit(kHead);
-    unit.look_up_rows(40);
-    unit.reshard_after_forward = false;
-    EXPECT_FALSE(unit.looks_up_rows());
+    unit.in_rows(RowReads::lookup, 40);
+    unit.settings().reshard_after_forward = false;
+    EXPECT_FALSE(unit.rows()->looks_up());
     EXPECT_EQ(unit.planned_gathered_bytes(), unit.buffers().gathered_bytes());
-    unit.reshard_after_forward = true;
+    unit.settings().reshard_after_forward = true;
     unit.unshard();
-    EXPECT_FALSE(unit.looks_up_rows());
+    EXPECT_FALSE(unit.rows()->looks_up());
     unit.reshard();
-    EXPECT_TRUE(unit.looks_up_rows());
+    EXPECT_TRUE(unit.rows()->looks_up());
   });
 }
 
@@ -282,7 +282,7 @@ TEST(RowStreamTest, TheNextGatherDoesNotWaitForTheKernelsOfABlock) {
     const auto units = model_with_head();
     Rank rank(exchange, r, units);
     rank.root->set_gradient_budget(1);
-    const RowStream& stream = rank.unit(kHead).stream_rows();
+    const RowStream& stream = rank.unit(kHead).in_rows(RowReads::blocks);
     run_microbatch(rank, at::kFloat);
     const auto log = rank.runtime->log();
     std::vector<EntryId> gathers;
@@ -308,7 +308,7 @@ TEST(RowStreamTest, AFrozenHeadGetsNoGradient) {
   run_ranks(2, [&](Exchange& exchange, std::int64_t r) {
     const auto units = model_with_head(at::kFloat, /*trainable=*/false);
     Rank rank(exchange, r, units);
-    rank.unit(kHead).stream_rows();
+    rank.unit(kHead).in_rows(RowReads::blocks);
     run_microbatch(rank, at::kFloat);
     EXPECT_FALSE(rank.shard(kHead, 0).grad().defined());
     EXPECT_EQ(rank.unrest(), "");
@@ -337,7 +337,7 @@ TEST(RowStreamTest, ASecondLossInOneBackwardIsRefused) {
 TEST(RowStreamTest, AUnitOfSeveralParametersIsRefused) {
   run_ranks(1, [&](Exchange& exchange, std::int64_t r) {
     Rank rank(exchange, r, model_of(1, dense()));
-    EXPECT_THAT([&] { rank.unit(1).stream_rows(); },
+    EXPECT_THAT([&] { rank.unit(1).in_rows(RowReads::blocks); },
                 ThrowsMessage<InvalidArgument>(HasSubstr(
                     "expected one parameter with rows, to stream them, got 2 "
                     "parameters")));
@@ -355,7 +355,7 @@ TEST(RowStreamTest, RowsNeedARoot) {
         std::vector<ParameterInfo>{
             {"head.weight", {8, 2}, at::kFloat, at::kFloat, at::kFloat}},
         UnitGroups{group, group}, memory);
-    EXPECT_THAT([&] { unit->stream_rows().begin_forward(false); },
+    EXPECT_THAT([&] { unit->in_rows(RowReads::blocks).begin_forward(false); },
                 ThrowsMessage<Error>(HasSubstr(
                     "expected a forward of the root module before its rows are "
                     "read")));

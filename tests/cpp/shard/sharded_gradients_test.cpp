@@ -1,4 +1,4 @@
-#include "shard/sharded_gradients.h"
+#include "shard/gradients/sharded_gradients.h"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
@@ -8,7 +8,7 @@
 
 #include <stdexcept>
 
-#include "device/scripted_runtime.h"
+#include "testing/scripted_runtime.h"
 
 namespace lowtide::shard {
 namespace {

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "base/check.h"
-#include "device/scripted_runtime.h"
+#include "testing/scripted_runtime.h"
 
 namespace lowtide::shard {
 

@@ -302,8 +302,8 @@ TEST(StreamOrderTest, PrefetchChosenByTheUserReplacesTheRecordedOne) {
         const auto unit = [&](std::size_t u) {
           return rank.unit(u).weak_from_this();
         };
-        rank.unit(1).forward_prefetch = {unit(2), unit(3), unit(4)};
-        rank.unit(4).backward_prefetch = {unit(3), unit(2)};
+        rank.unit(1).settings().forward_prefetch = {unit(2), unit(3), unit(4)};
+        rank.unit(4).settings().backward_prefetch = {unit(3), unit(2)};
       });
 }
 

@@ -221,7 +221,7 @@ TEST_P(StructureTest, UnitsThatStayUnsharded) {
                           .sync = {true, true}};
   expect_naive_bits(scenario, GetParam(), [](Rank& rank) {
     for (std::size_t u = 0; u < rank.size(); ++u) {
-      rank.unit(u).reshard_after_forward = false;
+      rank.unit(u).settings().reshard_after_forward = false;
     }
   });
 }
@@ -233,8 +233,8 @@ TEST_P(StructureTest, PrefetchChosenByTheUser) {
     const auto unit = [&](std::size_t u) {
       return rank.unit(u).weak_from_this();
     };
-    rank.unit(0).forward_prefetch = {unit(1), unit(2), unit(3)};
-    rank.unit(0).backward_prefetch = {unit(3), unit(1)};
+    rank.unit(0).settings().forward_prefetch = {unit(1), unit(2), unit(3)};
+    rank.unit(0).settings().backward_prefetch = {unit(3), unit(1)};
   });
 }
 

@@ -146,7 +146,7 @@ TEST_F(UnitTest, ParametersKeptAfterBackwardAreReshardedByTheUser) {
   const auto expected = train_naively(chain_, 2);
   on_two_ranks(chain_, [&](Rank& rank) {
     for (std::size_t u = 0; u < rank.size(); ++u) {
-      rank.unit(u).reshard_after_backward = false;
+      rank.unit(u).settings().reshard_after_backward = false;
     }
     run_step(rank, chain_, 0);
     for (std::size_t u = 0; u < rank.size(); ++u) {
@@ -337,7 +337,7 @@ TEST_F(UnitTest, AUnitOfARootMayDie) {
 TEST_F(UnitTest, ANewNameIsInErrorsAndLabels) {
   on_two_ranks(chain_, [&](Rank& rank) {
     rank.unit(1).rename("blocks.0", std::vector<std::string>(7, "w"));
-    EXPECT_EQ(rank.unit(1).infos().front().name, "w");
+    EXPECT_EQ(rank.unit(1).infos()[0].name, "w");
     run_step(rank, chain_, 0);
     EXPECT_EQ(num_calls(rank, comm::Kind::all_gather, "blocks.0"), 2);
     EXPECT_EQ(num_calls(rank, comm::Kind::reduce_scatter, "blocks.0"), 1);
@@ -362,7 +362,7 @@ TEST_F(UnitTest, InvariantsAreChecked) {
     rank.set_sync(false);
     loss_of(chain_.program(rank, input_of(chain_, rank.rank(), 0, 0)))
         .backward();
-    EXPECT_THAT([&] { rank.unit(1).plan_gradients(1 << 20); },
+    EXPECT_THAT([&] { rank.unit(1).gradients().plan({true}, 1 << 20); },
                 ThrowsMessage<Error>(
                     HasSubstr("a plan changes only between reductions")));
   });

@@ -183,7 +183,7 @@ TEST(WaitsTest, AllMatterWhenAPrefetchWasInVain) {
 Usage keeping_results(Scenario scenario) {
   const auto keep = [](Rank& rank, bool keeps) {
     for (std::size_t u = 0; u < rank.size(); ++u) {
-      auto& reduction = rank.unit(u).gradients().reduction();
+      auto& reduction = rank.unit(u).settings().reduction;
       reduction.all_reduce = !keeps;
       reduction.replicas =
           std::make_shared<comm::RecordingCollectives>(0, 1, rank.runtime);

@@ -1,4 +1,4 @@
-#include "shard/weight_owners.h"
+#include "shard/graph/weight_owners.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

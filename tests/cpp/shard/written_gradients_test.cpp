@@ -1,4 +1,4 @@
-#include "shard/written_gradients.h"
+#include "shard/graph/written_gradients.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

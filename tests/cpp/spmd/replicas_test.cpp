@@ -6,8 +6,8 @@
 
 #include <cmath>
 
-#include "comm/recording_collectives.h"
-#include "device/scripted_runtime.h"
+#include "testing/recording_collectives.h"
+#include "testing/scripted_runtime.h"
 
 namespace lowtide::spmd {
 namespace {

@@ -8,8 +8,8 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include "base/check.h"
-#include "comm/recording_collectives.h"
-#include "device/scripted_runtime.h"
+#include "testing/recording_collectives.h"
+#include "testing/scripted_runtime.h"
 
 namespace lowtide::spmd {
 namespace {

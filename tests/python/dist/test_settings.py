@@ -206,7 +206,7 @@ def bytes_between_forward_and_backward(size: int) -> tuple[int, int, list[Any]]:
         assert state is not None
         state.groups.gather.reset_counters()
         loss.backward()
-    group = unit_state(model.layers[0]).post_forward_group  # type: ignore[union-attr]
+    group = unit_state(model.layers[0]).settings.post_forward_group  # type: ignore[union-attr]
     whole = [-(-len(p) // 4) * 4 * p[0].numel() * 2 for p in model.parameters()]
     return (
         live,

@@ -1,0 +1,96 @@
+#include "shard/gradients/gradient_ring.h"
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "shard/policy.h"
+#include "shard/storage.h"
+
+namespace lowtide::shard {
+
+using device::Stream;
+
+GradientRing::GradientRing(std::string root,
+                           std::shared_ptr<memory::DeviceMemory> memory)
+    : root_(std::move(root)),
+      memory_(std::move(memory)),
+      slots_(static_cast<std::size_t>(kMostRingSlots)) {}
+
+void GradientRing::fit(std::int64_t slot_bytes) {
+  slot_bytes_ = std::max(slot_bytes_, slot_bytes);
+}
+
+const c10::Storage& GradientRing::slot(std::size_t i, std::int64_t bytes) {
+  const auto wanted = std::max(slot_bytes_, bytes);
+  auto& storage = slots_.at(i);
+  const auto there = storage ? static_cast<std::int64_t>(storage.nbytes()) : 0;
+  if (there > 0 && there < wanted) {
+    // Its bytes are to serve the longer one.
+    catch_up_compute();
+    storage = c10::Storage();
+  } else if (there > wanted) {
+    retire({std::exchange(storage, {})}, there);
+  }
+  if (!storage) {
+    storage = owning_storage(
+        memory_->lease(memory::Category::gradient_stream, root_, wanted),
+        wanted);
+    compute_has_moved();
+  }
+  return storage;
+}
+
+void GradientRing::drop_slots() {
+  catch_up_compute();
+  std::fill(slots_.begin(), slots_.end(), c10::Storage());
+}
+
+void GradientRing::retire(std::vector<c10::Storage> storages,
+                          std::int64_t bytes) {
+  auto used = memory_->runtime().record(Stream::reduce);
+  if (used.empty() || storages.empty()) {
+    return;
+  }
+  retired_bytes_ += bytes;
+  retired_.push_back({std::move(storages), std::move(used), bytes});
+}
+
+void GradientRing::reclaim(std::int64_t keep_bytes) {
+  auto kept = retired_.begin();
+  for (; retired_bytes_ > keep_bytes; ++kept) {
+    retired_bytes_ -= kept->bytes;
+  }
+  if (kept != retired_.begin()) {
+    // The newest of them: `reduce` runs in order.
+    memory_->runtime().wait(Stream::compute, std::prev(kept)->used);
+    retired_.erase(retired_.begin(), kept);
+  }
+}
+
+void GradientRing::catch_up_reduce() {
+  auto& runtime = memory_->runtime();
+  if (reduce_behind_) {
+    runtime.wait(Stream::reduce, runtime.record(Stream::compute));
+  }
+  reduce_behind_ = false;
+  compute_behind_ = true;  // by the work that follows
+}
+
+void GradientRing::catch_up_compute() {
+  auto& runtime = memory_->runtime();
+  if (compute_behind_) {
+    runtime.wait(Stream::compute, runtime.record(Stream::reduce));
+  }
+  compute_behind_ = false;
+  retired_.clear();
+  retired_bytes_ = 0;
+}
+
+void GradientRing::release() {
+  drop_slots();
+  reduce_behind_ = false;
+  slot_bytes_ = 0;
+}
+
+}  // namespace lowtide::shard

@@ -1,0 +1,211 @@
+#include "shard/gradients/sharded_gradients.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+
+#include "ops/foreach.h"
+#include "shard/storage.h"
+
+namespace lowtide::shard {
+namespace {
+
+// Slices lie as far apart as the pieces of a chunk do.
+std::int64_t slice_bytes(const ShardedGradients::Parameter& parameter) {
+  return (parameter.shard_numel + kPieceColumnMultiple - 1) /
+         kPieceColumnMultiple * kPieceColumnMultiple *
+         itemsize(parameter.dtype);
+}
+
+}  // namespace
+
+std::int64_t ShardedGradients::generation_bytes(
+    const std::vector<std::int32_t>& trainable) const {
+  std::int64_t bytes = 0;
+  for (const auto i : trainable) {
+    bytes += slice_bytes(parameters_[static_cast<std::size_t>(i)]);
+  }
+  return bytes;
+}
+
+void ShardedGradients::set_parameters(std::vector<Parameter> parameters) {
+  parameters_ = std::move(parameters);
+  slots_.clear();
+  slots_.resize(parameters_.size());
+  offsets_.assign(parameters_.size(), 0);
+}
+
+// [Note: Whose gradient is it]
+// A `.grad` counts as ours only while it is the very tensor we set and the
+// local tensor inside is the very slice we made.  Anything else (the user
+// assigned a tensor, unpickled one, ...) is foreign: results get a fresh slice
+// and are added to it through the public operators at the end.
+ShardedGradients::Target ShardedGradients::choose(std::size_t i) {
+  const at::Tensor& grad = parameters_[i].shard.grad();
+  if (!grad.defined()) {
+    return Target::fresh;
+  }
+  const auto wrapped = slots_[i].wrapped.lock();
+  auto local = slots_[i].local.lock();
+  if (!local || wrapped.get() != grad.unsafeGetTensorImpl()) {
+    return Target::foreign;
+  }
+  slots_[i].flat = at::Tensor(std::move(local)).view({-1});
+  return Target::add;
+}
+
+void ShardedGradients::prepare(const std::vector<std::int32_t>& trainable) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  std::int64_t bytes = 0;
+  for (const auto p : trainable) {
+    const auto i = static_cast<std::size_t>(p);
+    slots_[i].target = choose(i);
+    if (slots_[i].target == Target::add) {
+      continue;
+    }
+    offsets_[i] = bytes;
+    bytes += slice_bytes(parameters_[i]);
+  }
+  if (bytes > 0) {
+    generation_ = owning_storage(
+        memory_->lease(memory::Category::sharded_gradients, *unit_, bytes),
+        bytes);
+  }
+  for (const auto p : trainable) {
+    const auto i = static_cast<std::size_t>(p);
+    if (slots_[i].target == Target::add) {
+      continue;
+    }
+    // Without elements at all there may be no generation.
+    slots_[i].flat = parameters_[i].shard_numel == 0
+                         ? at::Tensor()
+                         : flat_view(generation_, parameters_[i].dtype,
+                                     offsets_[i], parameters_[i].local_numel);
+  }
+  prepared_ = true;
+}
+
+bool ShardedGradients::fresh(const Piece& piece) const {
+  const auto target = slots_[static_cast<std::size_t>(piece.parameter)].target;
+  return target == Target::fresh || target == Target::foreign;
+}
+
+// Where a piece begins in its generation, in elements.
+std::int64_t ShardedGradients::place_of(const Piece& piece) const {
+  const auto i = static_cast<std::size_t>(piece.parameter);
+  return offsets_[i] / itemsize(parameters_[i].dtype) + piece.begin;
+}
+
+void ShardedGradients::write(const at::Tensor& to, const at::Tensor& from,
+                             bool add) {
+  auto& runtime = memory_->runtime();
+  runtime.touches(runtime.current(), from.const_data_ptr(), from.nbytes(),
+                  device::Access::read);
+  runtime.touches(runtime.current(), to.const_data_ptr(), to.nbytes(),
+                  device::Access::write);
+  add ? ops::foreach_add(to, from) : ops::foreach_copy(to, from);
+}
+
+void ShardedGradients::land(const std::vector<Piece>& pieces,
+                            const at::Tensor& result) {
+  for (std::size_t first = 0; first < pieces.size();) {
+    const auto& piece = pieces[first];
+    const auto i = static_cast<std::size_t>(piece.parameter);
+    const auto& parameter = parameters_[i];
+    if (!fresh(piece)) {
+      const auto numel =
+          std::min(piece.size(), parameter.local_numel - piece.begin);
+      if (numel > 0) {
+        write(slice_of(slots_[i].flat, piece.begin, numel),
+              slice_of(result, piece.column, numel), /*add=*/true);
+      }
+      ++first;
+      continue;
+    }
+    // As far as the generation continues in step with the row.
+    const auto place = place_of(piece);
+    std::size_t last = first;
+    while (last + 1 < pieces.size() && fresh(pieces[last + 1]) &&
+           parameters_[static_cast<std::size_t>(pieces[last + 1].parameter)]
+                   .dtype == parameter.dtype &&
+           place_of(pieces[last + 1]) - place ==
+               pieces[last + 1].column - piece.column) {
+      ++last;
+    }
+    const auto numel = pieces[last].column + pieces[last].size() - piece.column;
+    write(flat_view(generation_, parameter.dtype,
+                    place * itemsize(parameter.dtype), numel),
+          slice_of(result, piece.column, numel), /*add=*/false);
+    first = last + 1;
+  }
+}
+
+at::Tensor ShardedGradients::fresh_local(std::size_t i) const {
+  const auto& parameter = parameters_[i];
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const auto flat = slots_[i].flat.defined()
+                        ? slots_[i].flat
+                        : RepointedStorage(memory_->runtime().device())
+                              .view(parameter.dtype, {0}, {1});
+  return flat.view(parameter.local_sizes);
+}
+
+void ShardedGradients::publish(const std::vector<std::int32_t>& used,
+                               const Wrap& wrap) {
+  std::vector<std::int32_t> fresh;
+  std::vector<at::Tensor> locals;
+  for (const auto p : used) {
+    const auto i = static_cast<std::size_t>(p);
+    if (slots_[i].target == Target::fresh ||
+        slots_[i].target == Target::foreign) {
+      fresh.push_back(p);
+      locals.push_back(fresh_local(i));
+    }
+  }
+  if (!fresh.empty()) {
+    const auto wrapped = wrap(fresh, locals);
+    const at::NoGradGuard no_grad;
+    for (std::size_t k = 0; k < fresh.size(); ++k) {
+      const auto i = static_cast<std::size_t>(fresh[k]);
+      auto& grad = parameters_[i].shard.mutable_grad();
+      if (slots_[i].target == Target::foreign) {
+        grad.add_(wrapped[k]);
+        continue;
+      }
+      grad = wrapped[k];
+      slots_[i].wrapped = c10::weak_intrusive_ptr<c10::TensorImpl>(
+          wrapped[k].getIntrusivePtr());
+      slots_[i].local =
+          c10::weak_intrusive_ptr<c10::TensorImpl>(locals[k].getIntrusivePtr());
+    }
+  }
+  for (auto& slot : slots_) {
+    slot.target = Target::none;
+    slot.flat.reset();
+  }
+  generation_ = c10::Storage();
+  prepared_ = false;
+  for (const auto p : used) {
+    const auto& shard = parameters_[static_cast<std::size_t>(p)].shard;
+    if (const auto& hooks = torch::autograd::impl::post_acc_grad_hooks(shard)) {
+      (*hooks)(shard);
+    }
+  }
+}
+
+void ShardedGradients::abort() {
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    slots_[i].target = Target::none;
+    slots_[i].flat.reset();
+    if (parameters_[i].shard.defined()) {
+      parameters_[i].shard.mutable_grad().reset();
+    }
+  }
+  generation_ = c10::Storage();
+  prepared_ = false;
+}
+
+}  // namespace lowtide::shard

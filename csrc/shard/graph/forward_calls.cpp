@@ -1,0 +1,74 @@
+#include "shard/graph/forward_calls.h"
+
+#include <iterator>
+#include <utility>
+
+namespace lowtide::shard {
+namespace {
+
+bool is_gone(const WeakNodePtr& call) { return call.expired(); }
+
+}  // namespace
+
+// The first module that is recorded is the one to watch; see [Note: Modules
+// sharded together] in unit.cpp.
+bool ForwardCalls::enter(bool grad_mode, bool inside_recorded) {
+  if (!grad_mode && inside_recorded) {
+    ++without_grad_;
+  }
+  if (!grad_mode || recorded_) {
+    return false;
+  }
+  recorded_ = true;
+  ++without_inputs_;  // until `watch` says otherwise
+  return true;
+}
+
+void ForwardCalls::watch(WeakNodePtr node) {
+  --without_inputs_;
+  open_.push_back(std::move(node));
+}
+
+bool ForwardCalls::complete(const torch::autograd::Node* node, bool nested,
+                            const Reaches& reaches) {
+  if (nested) {
+    ++nested_calls_done_;
+  }
+  bool more_to_come = graphs_.recorded() || without_inputs_ > 0 ||
+                      without_grad_ > nested_calls_done_;
+  const auto is_over = [&](const WeakNodePtr& weak, bool open) {
+    const auto call = weak.lock();
+    if (!call || call.get() == node) {
+      if (call) done_now_.push_back(weak);
+      return true;
+    }
+    // Other calls count if this backward reaches them; of the outer graph a
+    // nested backward only knows that they are open.
+    more_to_come |= nested ? open : reaches(call.get());
+    return false;
+  };
+  std::erase_if(open_, [&](const auto& weak) { return is_over(weak, true); });
+  std::erase_if(done_before_,
+                [&](const auto& weak) { return is_over(weak, false); });
+  return !more_to_come;
+}
+
+void ForwardCalls::end_backward(bool more_backwards, bool graph_kept) {
+  without_grad_ = nested_calls_done_ = 0;
+  if (!more_backwards) {
+    without_inputs_ = 0;
+  }
+  std::erase_if(open_, is_gone);
+  graphs_.forget_expired();
+  if (graph_kept) {
+    graphs_.keep(done_now_);
+  }
+  std::move(done_now_.begin(), done_now_.end(),
+            std::back_inserter(done_before_));
+  done_now_.clear();
+  std::erase_if(done_before_, is_gone);
+}
+
+void ForwardCalls::clear() { *this = {}; }
+
+}  // namespace lowtide::shard

@@ -1,0 +1,430 @@
+#include "shard/parameters/parameter_buffers.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/Logging.h>
+#include <c10/util/accumulate.h>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+
+#include "base/check.h"
+#include "ops/foreach.h"
+#include "shard/parameters/gathering.h"
+#include "shard/policy.h"
+
+namespace lowtide::shard {
+namespace {
+
+// [Note: Other dimensions]
+// Split along another dimension than the first, a rank's contiguous piece is
+// not a run of the full parameter: pieces always travel packed and are copied
+// from [N, outer, width] to [outer, N, width].  Everything else (master,
+// gradients, results) sees a flat parameter of numel / N elements a rank.
+void require_splittable(const ParameterInfo& info, std::int64_t world_size,
+                        bool travels_packed) {
+  if (info.shard_dim == 0) {
+    return;
+  }
+  const auto size = info.sizes[static_cast<std::size_t>(info.shard_dim)];
+  if (size % world_size != 0) {
+    throw InvalidArgument(
+        base::error_text(info.name,
+                         base::concat("dimension ", info.shard_dim,
+                                      ", which is to be split, of a "
+                                      "multiple of ",
+                                      world_size, " elements"),
+                         base::concat(size),
+                         "Return Shard(0) for it from shard_placement_fn, "
+                         "which may be uneven."));
+  }
+  if (!travels_packed) {
+    throw InvalidArgument(base::error_text(
+        info.name,
+        "a dtype that is cast as the rest of its unit is, to split another "
+        "dimension than the first",
+        base::concat(c10::toString(info.storage_dtype), " to ",
+                     c10::toString(info.compute_dtype)),
+        "Make it a unit of its own, or shard it on dim 0."));
+  }
+}
+
+memory::FlatLayout lay_out(const ParameterInfos& infos,
+                           std::int64_t world_size) {
+  const auto casts = [](const ParameterInfo& info) { return info.casts(); };
+  // A packed row is one piece of either the cast shards or the masters.
+  const bool any = std::any_of(infos.begin(), infos.end(), casts);
+  std::vector<memory::ParameterShape> shapes;
+  shapes.reserve(infos.size());
+  for (const auto& info : infos) {
+    const auto numel = c10::multiply_integers(info.sizes);
+    const bool small = numel * itemsize(info.compute_dtype) <= kPackedBytes;
+    const bool dim0 = info.shard_dim == 0;
+    const bool here = !info.extended;
+    require_splittable(info, world_size, !here || casts(info) == any);
+    shapes.push_back({info.name,
+                      dim0 ? info.sizes : std::vector<std::int64_t>{numel},
+                      here ? itemsize(info.storage_dtype) : 0,
+                      here ? itemsize(info.compute_dtype) : 0,
+                      here && small && casts(info) == any, here && !dim0});
+  }
+  return {world_size, shapes};
+}
+
+std::vector<std::int64_t> contiguous_strides(
+    const std::vector<std::int64_t>& sizes) {
+  std::vector<std::int64_t> strides(sizes.size(), 1);
+  for (std::size_t d = sizes.size(); d-- > 1;) {
+    strides[d - 1] = strides[d] * std::max<std::int64_t>(sizes[d], 1);
+  }
+  return strides;
+}
+
+// lowtide's own copies are invisible to autograd and to version counters.
+using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
+
+}  // namespace
+
+ParameterBuffers::ParameterBuffers(UnitName unit, ParameterInfos infos,
+                                   std::int64_t world_size, std::int64_t rank,
+                                   std::shared_ptr<memory::DeviceMemory> memory)
+    : unit_(std::move(unit)),
+      infos_(std::move(infos)),
+      rank_(rank),
+      memory_(std::move(memory)),
+      layout_(lay_out(infos_, world_size)),
+      extended_(unit_, world_size, memory_),
+      input_(memory_->runtime().device()),
+      kept_(unit_, memory_),
+      gathered_(memory_->runtime().device()) {
+  auto lease = memory_->lease(memory::Category::parameters, *unit_,
+                              layout_.shard_bytes());
+  master_ = owning_storage(std::move(lease), layout_.shard_bytes());
+  const BelowAutograd guard;
+  flat_view(master_, at::kByte, 0, layout_.shard_bytes()).zero_();
+  build_parameters();
+  build_gather_lists();
+  build_casts();
+  build_unpacks();
+}
+
+std::int64_t ParameterBuffers::cast_bytes() const {
+  return casts_.to.empty() ? 0 : layout_.input_bytes();
+}
+
+void ParameterBuffers::build_parameters() {
+  for (std::size_t i = 0; i < infos_.size(); ++i) {
+    const auto& info = infos_[i];
+    RepointedStorage storage(memory_->runtime().device(),
+                             layout_[i].gathered_bytes);
+    auto full = storage.view(info.compute_dtype, info.sizes,
+                             contiguous_strides(info.sizes));
+    parameters_.push_back({std::move(storage), std::move(full)});
+  }
+  set_read_errors();
+}
+
+void ParameterBuffers::set_read_errors() {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    parameters_[i].storage.set_read_error(read_error(*unit_, infos_[i].name));
+  }
+  extended_.set_read_errors();
+}
+
+void ParameterBuffers::build_gather_lists() {
+  for (const auto i : layout_.order()) {
+    const auto& slice = layout_[i];
+    if (slice.gathered_bytes == 0 || slice.packed) {
+      continue;
+    }
+    gather_outs_.push_back(gathered_.view(at::kByte, {slice.gathered_bytes},
+                                          {1}, slice.gathered_offset));
+    gather_ins_.push_back(casts(i) ? input_.view(at::kByte, {slice.input_bytes},
+                                                 {1}, slice.input_offset)
+                                   : flat_view(master_, at::kByte,
+                                               slice.shard_offset,
+                                               slice.shard_bytes));
+  }
+}
+
+void ParameterBuffers::build_casts() {
+  std::optional<std::size_t> before;  // the parameter the last run ends with
+  for (const auto i : layout_.order()) {
+    const auto& info = infos_[i];
+    const auto& slice = layout_[i];
+    const bool extends = before && layout_[*before].packed == slice.packed &&
+                         infos_[*before].storage_dtype == info.storage_dtype &&
+                         infos_[*before].compute_dtype == info.compute_dtype;
+    before.reset();
+    if (!casts(i)) {
+      continue;
+    }
+    before = i;
+    const auto from_input = slice.input_offset / itemsize(info.compute_dtype);
+    const auto start = extends ? casts_.to.back().storage_offset() : from_input;
+    const auto numel = from_input + slice.shard_numel - start;
+    const auto from_master = slice.shard_offset / itemsize(info.storage_dtype) -
+                             (from_input - start);
+    if (extends) {
+      casts_.to.pop_back();
+      casts_.from.pop_back();
+    }
+    casts_.to.push_back(input_.view(info.compute_dtype, {numel}, {1}, start));
+    casts_.from.push_back(flat_view(master_, info.storage_dtype,
+                                    from_master * itemsize(info.storage_dtype),
+                                    numel));
+  }
+}
+
+// The packed row is the beginning of the cast shards or of the masters, its
+// matrix follows the cast shards.
+void ParameterBuffers::build_unpacks() {
+  const auto row = layout_.packed_row_bytes();
+  if (row == 0) {
+    return;
+  }
+  const auto size = layout_.world_size();
+  gather_outs_.push_back(
+      input_.view(at::kByte, {size * row}, {1}, cast_bytes()));
+  gather_ins_.push_back(casts_.to.empty()
+                            ? flat_view(master_, at::kByte, 0, row)
+                            : input_.view(at::kByte, {row}, {1}));
+  for (const auto i : layout_.order()) {
+    const auto& slice = layout_[i];
+    if (!slice.packed) {
+      continue;
+    }
+    const auto dtype = infos_[i].compute_dtype;
+    const auto [outer, ranks, width] =
+        infos_[i].shard_dim == 0
+            ? std::array<std::int64_t, 3>{1, size, slice.shard_numel}
+            : infos_[i].split(size);
+    const std::int64_t sizes[] = {outer, ranks, width};
+    const std::int64_t packed[] = {width, row / itemsize(dtype), 1};
+    const std::int64_t in_place[] = {ranks * width, width, 1};
+    unpacks_.from.push_back(
+        input_.view(dtype, sizes, packed,
+                    (cast_bytes() + slice.input_offset) / itemsize(dtype)));
+    unpacks_.to.push_back(gathered_.view(
+        dtype, sizes, in_place, slice.gathered_offset / itemsize(dtype)));
+  }
+}
+
+at::Tensor ParameterBuffers::local_shard(std::size_t i) const {
+  const auto& info = infos_[i];
+  const auto sizes =
+      info.local_sizes(layout_.world_size(), layout_[i].local_rows(rank_));
+  const BelowAutograd guard;
+  return flat_view(sub_storage(master_, layout_[i].shard_offset,
+                               layout_[i].shard_bytes),
+                   info.storage_dtype, 0, layout_[i].local_numel(rank_))
+      .view(sizes);
+}
+
+at::Tensor ParameterBuffers::padded_rows(std::size_t i, std::int64_t begin,
+                                         std::int64_t end) const {
+  const auto& slice = layout_[i];
+  const auto row_bytes = slice.inner * itemsize(infos_[i].storage_dtype);
+  return flat_view(master_, infos_[i].storage_dtype,
+                   slice.shard_offset + begin * row_bytes,
+                   (end - begin) * slice.inner);
+}
+
+void ParameterBuffers::load_full(std::size_t i, const at::Tensor& full) {
+  const auto rows = layout_[i].local_rows(rank_);
+  if (rows > 0) {
+    load_local(i,
+               full.detach().narrow(0, rank_ * layout_[i].padded_rows, rows));
+  }
+}
+
+void ParameterBuffers::load_local(std::size_t i, const at::Tensor& local) {
+  const auto shard = local_shard(i);
+  const BelowAutograd guard;
+  shard.copy_(local.detach());
+}
+
+std::unique_ptr<comm::Pending> ParameterBuffers::gather(
+    comm::Collectives& group) {
+  if (gather_outs_.empty() && !extended_.any()) {
+    return nullptr;
+  }
+  prepare_extended();
+  auto gathered =
+      memory_->lease(memory::Category::gathered, *unit_, gathered_bytes());
+  c10::DataPtr input;
+  if (input_bytes() > 0) {
+    input =
+        memory_->lease(memory::Category::gather_input, *unit_, input_bytes());
+  }
+  // Last: it goes first, and what stays lies below it.
+  c10::DataPtr passing;
+  if (extended_.passing_bytes() > 0) {
+    passing = memory_->lease(memory::Category::gathered, *unit_,
+                             extended_.passing_bytes());
+  }
+  bind_gathered(std::move(gathered));
+  if (extended_.passing_bytes() > 0) {
+    extended_.own_passing(std::move(passing));
+  }
+  if (input_bytes() > 0) {
+    input_.own(std::move(input), input_bytes());
+  }
+  return issue_gather(
+      memory_->runtime(),
+      [&] {
+        cast_masters();
+        return issue(group);
+      },
+      [&] {
+        arrived();
+        drop();
+      });
+}
+
+std::unique_ptr<comm::Pending> ParameterBuffers::gather_parts(
+    comm::Collectives& group) {
+  bind_gathered(
+      memory_->lease(memory::Category::gathered, *unit_, gathered_bytes()));
+  return issue_gather(
+      memory_->runtime(),
+      [&] {
+        auto [outs, ins] = kept_.lists(gathered_, runs(), group.size());
+        return group.all_gather(outs, ins, *unit_);
+      },
+      [&] { drop(); });
+}
+
+void ParameterBuffers::keep_part(std::int64_t index, std::int64_t parts) {
+  require_no_array();
+  kept_.keep(gathered_, runs(), index, parts);
+  drop();
+}
+
+std::vector<KeptPart::Run> ParameterBuffers::runs() const {
+  std::vector<KeptPart::Run> runs;
+  for (std::size_t i = 0; i < layout_.size(); ++i) {
+    runs.push_back({layout_[i].gathered_offset, layout_[i].gathered_bytes});
+  }
+  for (const auto& extent : extended_.extents()) {
+    LOWTIDE_INVARIANT(!extent.passes, "what parts are kept of stays");
+    runs.push_back({layout_.gathered_bytes() + extent.offset, extent.bytes});
+  }
+  return runs;
+}
+
+void ParameterBuffers::prepare_extended() {
+  if (!extended_.any()) {
+    return;
+  }
+  auto& runtime = memory_->runtime();
+  runtime.wait(device::Stream::gather, runtime.record(device::Stream::compute));
+  const device::StreamScope scope(runtime, device::Stream::gather);
+  extended_.prepare();
+}
+
+std::unique_ptr<comm::Pending> ParameterBuffers::issue(
+    comm::Collectives& group) {
+  if (!extended_.any()) {
+    return group.all_gather(gather_outs_, gather_ins_, *unit_);
+  }
+  auto outs = gather_outs_;
+  auto ins = gather_ins_;
+  for (std::size_t k = 0; k < extended_.extents().size(); ++k) {
+    const auto& extent = extended_.extents()[k];
+    if (extent.bytes > 0) {
+      outs.push_back(
+          extent.passes
+              ? extended_.passing(k)
+              : gathered_.view(at::kByte, {extent.bytes}, {1},
+                               layout_.gathered_bytes() + extent.offset));
+      ins.push_back(extended_.inputs()[k]);
+    }
+  }
+  return outs.empty() ? nullptr : group.all_gather(outs, ins, *unit_);
+}
+
+void ParameterBuffers::bind_gathered(c10::DataPtr lease) {
+  auto* base = static_cast<char*>(lease.get());
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    parameters_[i].storage.bind(base + layout_[i].gathered_offset,
+                                layout_[i].gathered_bytes);
+  }
+  extended_.bind(base + layout_.gathered_bytes());
+  gathered_.own(std::move(lease), gathered_bytes());
+}
+
+void ParameterBuffers::cast_masters() {
+  auto& runtime = memory_->runtime();
+  const BelowAutograd guard;
+  for (std::size_t k = 0; k < casts_.to.size(); ++k) {
+    const auto& to = casts_.to[k];
+    const auto& from = casts_.from[k];
+    runtime.touches(device::Stream::gather, from.const_data_ptr(),
+                    from.nbytes(), device::Access::read);
+    runtime.touches(device::Stream::gather, to.const_data_ptr(), to.nbytes(),
+                    device::Access::write);
+  }
+  ops::foreach_copy(casts_.to, casts_.from);
+}
+
+void ParameterBuffers::unpack() {
+  auto& runtime = memory_->runtime();
+  const BelowAutograd guard;
+  for (std::size_t k = 0; k < unpacks_.to.size(); ++k) {
+    const auto& to = unpacks_.to[k];
+    const auto& packed = unpacks_.from[k];
+    const auto extent = (packed.size(1) - 1) * packed.stride(1) +
+                        packed.size(0) * packed.size(2);
+    runtime.touches(device::Stream::compute, packed.const_data_ptr(),
+                    static_cast<std::size_t>(extent) * packed.itemsize(),
+                    device::Access::read);
+    runtime.touches(device::Stream::compute, to.const_data_ptr(), to.nbytes(),
+                    device::Access::write);
+  }
+  ops::foreach_copy(unpacks_.to, unpacks_.from);
+}
+
+void ParameterBuffers::arrived() {
+  input_.unbind();
+  extended_.drop_inputs();
+}
+
+std::optional<std::string> ParameterBuffers::array_error() const {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (parameters_[i].storage.has_array()) {
+      return base::error_text(
+          infos_[i].name,
+          base::concat("no NumPy array of it when its unit '", *unit_,
+                       "' gives its bytes back"),
+          "one that .numpy() made, which would show freed memory",
+          "Take the array of a copy: .clone().numpy().");
+    }
+  }
+  return std::nullopt;
+}
+
+void ParameterBuffers::require_no_array() const {
+  if (const auto error = array_error()) {
+    throw Error(*error);
+  }
+}
+
+void ParameterBuffers::release() {
+  require_no_array();
+  drop();
+}
+
+void ParameterBuffers::drop() {
+  if (const auto error = array_error()) {
+    LOG(WARNING) << *error;
+  }
+  for (auto& parameter : parameters_) {
+    parameter.storage.unbind();
+  }
+  extended_.unbind();
+  gathered_.unbind();
+}
+
+}  // namespace lowtide::shard

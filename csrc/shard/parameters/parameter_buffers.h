@@ -1,0 +1,163 @@
+// The bytes behind one unit's parameters: this rank's shards, and, while the
+// unit is unsharded, the full parameters.
+//
+//   master    one flat buffer of shards, for the lifetime of the model; what
+//             optimizers update and `.to_local()` shows
+//   input     while a gather is on its way: the shards in the compute dtype if
+//             that differs, and small parameters of all ranks as they arrive,
+//             packed (see [Note: Packed parameters] in flat_layout.h)
+//   gathered  every parameter's N pieces in rank order: the full parameter is
+//             its first rows, so the gather writes straight into place
+//
+// Streams: leases and releases are in the compute stream's order, the cast and
+// the collective run on `gather` behind an event.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "comm/collectives.h"
+#include "memory/device_memory.h"
+#include "memory/flat_layout.h"
+#include "shard/parameter_info.h"
+#include "shard/parameters/all_gather_extension.h"
+#include "shard/parameters/kept_part.h"
+#include "shard/storage.h"
+#include "shard/unit_name.h"
+
+namespace lowtide::shard {
+
+class ParameterBuffers {
+ public:
+  // Leases the master buffer, zeroed (padding rows are gathered too).
+  ParameterBuffers(UnitName unit, ParameterInfos infos, std::int64_t world_size,
+                   std::int64_t rank,
+                   std::shared_ptr<memory::DeviceMemory> memory);
+
+  std::size_t size() const { return parameters_.size(); }
+  const memory::FlatLayout& layout() const { return layout_; }
+  const memory::ParameterSlice& slice(std::size_t i) const {
+    return layout_[i];
+  }
+
+  // This rank's rows of parameter i, [local_rows, ...], in the master.  At
+  // offset 0 of a storage of its own: torch tells a DTensor without data from
+  // one with data by a data pointer that includes the storage offset.
+  at::Tensor local_shard(std::size_t i) const;
+  // Rows [begin, end) of this rank's padded piece, flat, in the storage dtype;
+  // rows beyond the parameter are zero.
+  at::Tensor padded_rows(std::size_t i, std::int64_t begin,
+                         std::int64_t end) const;
+  // The full parameter's data; its storage has no bytes unless gathered.
+  const at::Tensor& full(std::size_t i) const { return parameters_[i].full; }
+  const RepointedStorage& storage(std::size_t i) const {
+    return parameters_[i].storage;
+  }
+
+  // Copies this rank's rows of a full tensor / a local tensor into the master.
+  void load_full(std::size_t i, const at::Tensor& full);  // dim 0 only
+  void load_local(std::size_t i, const at::Tensor& local);
+
+  // What is sent for the parameters that are `extended`, and what that becomes.
+  void use(std::unique_ptr<AllGatherExtension> extension) {
+    extended_.use(std::move(extension));
+  }
+
+  // Leases the gathered buffer, points every parameter at it and issues one
+  // coalesced all-gather.  Nothing has changed if it throws.
+  std::unique_ptr<comm::Pending> gather(comm::Collectives& group);
+  // After the gather was waited for, on the compute stream: copies packed
+  // parameters into place.
+  void unpack();
+  // Behind that: `extended` parameters, in their order, that were made now and
+  // for good; `from_parts`: of a gather by gather_parts.
+  std::vector<at::Tensor> make_extended(bool from_parts) {
+    return extended_.arrived(from_parts);
+  }
+  // See [Note: Kept parts]; only where none of `extended` passes.
+  //
+  // Copies part `index` out of the gathered buffer, which is then released.
+  void keep_part(std::int64_t index, std::int64_t parts);
+  bool keeps_part() const { return kept_.any(); }
+  // The same as `gather`, from the parts that the ranks of `group` kept.
+  std::unique_ptr<comm::Pending> gather_parts(comm::Collectives& group);
+  void drop_part() { kept_.drop(); }
+
+  // Gives the input buffer back.
+  void arrived();
+  // Gives the gathered buffer back; every parameter's storage is unbound.
+  // Throws, and nothing has changed, if an array of a parameter is out; drop()
+  // only warns of it.
+  void release();
+  void drop();
+  // The infos have other names: so do errors from now on.
+  void names_changed() { set_read_errors(); }
+
+  // Those of `extended` parameters are known from the first gather on; those
+  // that pass come on top until the gather has arrived.
+  std::int64_t gathered_bytes() const {
+    return layout_.gathered_bytes() + extended_.bytes();
+  }
+  std::int64_t passing_bytes() const { return extended_.passing_bytes(); }
+  std::int64_t shard_bytes() const { return layout_.shard_bytes(); }
+  std::int64_t input_bytes() const {
+    return cast_bytes() + layout_.world_size() * layout_.packed_row_bytes();
+  }
+
+ private:
+  struct Parameter {
+    RepointedStorage storage;
+    at::Tensor full;
+  };
+  struct Copies {
+    std::vector<at::Tensor> to;
+    std::vector<at::Tensor> from;
+  };
+
+  bool casts(std::size_t i) const { return infos_[i].casts(); }
+  // Bytes of the cast shards in the input buffer; packed parameters follow.
+  std::int64_t cast_bytes() const;
+  void build_parameters();
+  void set_read_errors();
+  std::optional<std::string> array_error() const;
+  void require_no_array() const;
+  void build_gather_lists();
+  void build_casts();
+  void build_unpacks();
+  void cast_masters();
+  void bind_gathered(c10::DataPtr lease);
+  void prepare_extended();
+  std::unique_ptr<comm::Pending> issue(comm::Collectives& group);
+  std::vector<KeptPart::Run> runs() const;
+
+  UnitName unit_;
+  ParameterInfos infos_;
+  std::int64_t rank_;
+  std::shared_ptr<memory::DeviceMemory> memory_;
+  memory::FlatLayout layout_;
+  ExtendedParameters extended_;  // behind the layout's bytes
+  c10::Storage master_;
+  RepointedStorage input_;
+  KeptPart kept_;
+  // What the collective writes to.  Not the parameters' own storages: a process
+  // group may drop its references late, and use counts of those storages tell
+  // what autograd saved ([Note: Saved parameters]).
+  RepointedStorage gathered_;
+  std::vector<Parameter> parameters_;
+  // Masters to the gather's input; neighbours of one dtype pair are one run.
+  Copies casts_;
+  // Packed parameters to their places: [N, shard_numel], or [outer, N, width]
+  // if another dimension is split.
+  Copies unpacks_;
+  std::vector<at::Tensor> gather_outs_;  // uint8, per parameter
+  std::vector<at::Tensor> gather_ins_;
+};
+
+}  // namespace lowtide::shard

@@ -1,0 +1,121 @@
+#include "shard/rank_comparison.h"
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+
+#include "base/check.h"
+#include "comm/host_channel.h"
+#include "shard/unit.h"
+
+namespace lowtide::shard {
+
+RankComparison::RankComparison(std::string root,
+                               const std::vector<Unit*>& units)
+    : units_(units), log_(std::move(root), [this](std::int32_t number) {
+        const auto* unit = units_[static_cast<std::size_t>(number)];
+        return unit != nullptr ? unit->name() : std::string("deleted");
+      }) {}
+
+void RankComparison::begin() {
+  settings_.assign(units_.size(), 0);
+  frozen_.assign(units_.size(), 0);
+  std::vector<std::shared_ptr<comm::HostChannel>> channels;
+  for (const auto* unit : units_) {
+    const auto& channel = unit->groups().host;
+    if (channel && std::find(channels.begin(), channels.end(), channel) ==
+                       channels.end()) {
+      channels.push_back(channel);
+    }
+  }
+  for (auto& channel : channels) {
+    std::vector<std::int32_t> numbers;
+    for (const auto* unit : units_) {
+      if (unit->groups().host == channel) numbers.push_back(unit->number());
+    }
+    log_.compare_over(std::move(channel), std::move(numbers));
+  }
+}
+
+void RankComparison::note_settings() {
+  if (!compares()) return;
+  for (const auto* unit : units_) {
+    if (unit == nullptr) continue;
+    const auto settings = mix(unit->settings().hash(), unit->streams_rows());
+    auto& noted = settings_[static_cast<std::size_t>(unit->number())];
+    if (std::exchange(noted, settings) != settings) {
+      log_.note(
+          {StepNote::What::settings, unit->number(),
+           static_cast<std::int64_t>(settings >> 1)},
+          base::concat(unit->settings().text(),
+                       unit->streams_rows() ? ", rows that are streamed" : ""));
+    }
+  }
+}
+
+void RankComparison::note_frozen() {
+  if (!compares()) return;
+  for (const auto* unit : units_) {
+    if (unit == nullptr) continue;
+    const auto frozen = unit->leaves().frozen_hash();
+    auto& noted = frozen_[static_cast<std::size_t>(unit->number())];
+    if (std::exchange(noted, frozen) != frozen) {
+      log_.note({StepNote::What::trainable, unit->number(),
+                 static_cast<std::int64_t>(frozen >> 1)},
+                unit->leaves().frozen_text());
+    }
+  }
+}
+
+void RankComparison::ask() {
+  if (!compares()) return;
+  log_.post([this](std::int32_t number) {
+    auto* unit = units_[static_cast<std::size_t>(number)];
+    return unit != nullptr ? unit->numbers_to_compare() : StepLog::Numbers{};
+  });
+}
+
+void RankComparison::require() {
+  if (!compares()) {
+    agree_without_comparison();
+    return;
+  }
+  try {
+    log_.require([this](std::int32_t number, StepLog::Numbers greatest) {
+      auto* unit = units_[static_cast<std::size_t>(number)];
+      if (unit != nullptr) unit->agree_on(greatest);
+    });
+  } catch (...) {
+    std::fill(settings_.begin(), settings_.end(), 0);
+    std::fill(frozen_.begin(), frozen_.end(), 0);
+    throw;
+  }
+}
+
+void RankComparison::agree_without_comparison() {
+  const auto several = [](const comm::Collectives& ranks) {
+    return ranks.size() > 1 && ranks.backend() != "fake";
+  };
+  for (auto* unit : units_) {
+    if (unit == nullptr) continue;
+    auto& shards = *unit->groups().gather;
+    const auto& replicas = unit->settings().reduction.replicas;
+    auto numbers = unit->numbers_to_compare();
+    if (several(shards) || (replicas && several(*replicas))) {
+      if (numbers_agreed_) {
+        unit->agree_alone();
+        continue;
+      }
+      auto first =
+          shards.from_rank_zero({numbers.begin(), numbers.end()}, unit->name());
+      if (replicas) {
+        first = replicas->from_rank_zero(std::move(first), unit->name());
+      }
+      std::copy(first.begin(), first.end(), numbers.begin());
+    }
+    unit->agree_on(numbers);
+  }
+  numbers_agreed_ = true;
+}
+
+}  // namespace lowtide::shard

@@ -1,0 +1,52 @@
+// What the ranks of a root must have in common, compared between their hosts:
+// which calls they made (step_log.h), and numbers that decisions about calls
+// are made from.
+//
+// Where ranks are not compared, rank 0's first numbers stay, and what the
+// program has done counts, the same on all ranks; a group of one or a fake one
+// has nothing to agree on.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "shard/step_log.h"
+
+namespace lowtide::shard {
+
+class Unit;
+
+class RankComparison {
+ public:
+  // `units`: by number, null for those that died; outlives it.
+  RankComparison(std::string root, const std::vector<Unit*>& units);
+
+  // The units are known: by the channels of their meshes.
+  void begin();
+  StepLog& log() { return log_; }
+  bool compares() const { return log_.compares(); }
+
+  // Settings and frozen parameters that have changed since they were noted.
+  // What a module shows says what a forward records, and what is frozen behind
+  // it ignores its gradient: noted ahead of both.
+  void note_settings();
+  void note_frozen();
+  // Sends what this rank did and what its numbers are.  Does not block.
+  void ask();
+  // Waits for what was asked and tells units what is true of all ranks.  Throws
+  // lowtide::Error on every rank where they differ, having forgotten it.
+  void require();
+
+ private:
+  void agree_without_comparison();
+
+  const std::vector<Unit*>& units_;
+  StepLog log_;
+  // By unit, as noted last.
+  std::vector<std::uint64_t> settings_;
+  std::vector<std::uint64_t> frozen_;
+  bool numbers_agreed_ = false;
+};
+
+}  // namespace lowtide::shard

@@ -1,0 +1,48 @@
+// What decides how a unit works: what a user may set, between steps and alike
+// on every rank, and what is known of its modules.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/collectives.h"
+#include "shard/gradients/gradient_reduction.h"
+
+namespace lowtide::shard {
+
+class Unit;
+
+struct UnitSettings {
+  bool reshard_after_forward = true;
+  bool reshard_after_backward = true;
+  // If set, what `reshard_after_forward` leaves is not this rank's shard but
+  // its part of the parameters over this smaller group, from which backward
+  // gathers; see kept_part.h.
+  std::shared_ptr<comm::Collectives> post_forward_group;
+  // Whether backwards reduce gradients; without, they accumulate in slabs.
+  bool gradient_sync = true;
+  // False: the user knows that backward does not read the parameters.
+  bool unshard_in_backward = true;
+  // Units that are gathered ahead instead of the next in the recorded order,
+  // where not empty.
+  std::vector<std::weak_ptr<Unit>> forward_prefetch;
+  std::vector<std::weak_ptr<Unit>> backward_prefetch;
+  GradientReduction reduction;
+
+  // Other units run inside this one's forward: its gradients leave last.
+  bool encloses_units = false;
+  // The module is a single one of torch.nn's: nothing inside it can recompute,
+  // so when autograd saved none of its parameters backward does not gather
+  // them.
+  bool leaf_module = false;
+
+  // A number of all that decides which collectives are issued, to be compared
+  // over ranks, and what differs from the defaults, by the names that
+  // fully_shard and the methods of its modules have for it.
+  std::uint64_t hash() const;
+  std::string text() const;
+};
+
+}  // namespace lowtide::shard

@@ -1,0 +1,127 @@
+#include "shard/graph/forward_calls.h"
+
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <memory>
+#include <set>
+
+namespace lowtide::shard {
+namespace {
+
+struct InputsNode final : torch::autograd::Node {
+  torch::autograd::variable_list apply(
+      torch::autograd::variable_list&& gradients) override {
+    return std::move(gradients);
+  }
+};
+
+class ForwardCallsTest : public ::testing::Test {
+ protected:
+  // A forward of the unit whose inputs require grad.
+  NodePtr call() {
+    calls_.begin_forward();
+    EXPECT_TRUE(calls_.enter(/*grad_mode=*/true, /*inside_recorded=*/true));
+    auto node = std::make_shared<InputsNode>();
+    calls_.watch(node);
+    return node;
+  }
+  // `node` has run in a backward that reaches `reached`.
+  bool complete(const NodePtr& node, const std::set<NodePtr>& reached = {},
+                bool nested = false) {
+    return calls_.complete(node.get(), nested, [&](const auto* other) {
+      return std::any_of(
+          reached.begin(), reached.end(),
+          [&](const NodePtr& one) { return one.get() == other; });
+    });
+  }
+
+  ForwardCalls calls_;
+};
+
+TEST_F(ForwardCallsTest, OneCallIsOverWhenItsInputsAre) {
+  const auto node = call();
+  calls_.begin_backward();
+  EXPECT_TRUE(complete(node));
+}
+
+TEST_F(ForwardCallsTest, WaitsForEveryCallThatThisBackwardReaches) {
+  const auto first = call();
+  const auto second = call();
+  calls_.begin_backward();
+  EXPECT_FALSE(complete(second, {first, second}));
+  EXPECT_TRUE(complete(first, {first, second}));
+}
+
+TEST_F(ForwardCallsTest, IgnoresCallsOfAnotherBackwardAndOfDeadGraphs) {
+  const auto other = call();
+  auto dead = call();
+  const auto node = call();
+  dead.reset();
+  calls_.begin_backward();
+  EXPECT_TRUE(complete(node, {node}));
+}
+
+TEST_F(ForwardCallsTest, OnlyTheFirstModuleOfAForwardIsWatched) {
+  calls_.begin_forward();
+  EXPECT_TRUE(calls_.enter(true, true));
+  EXPECT_FALSE(calls_.enter(true, true));
+  calls_.begin_forward();
+  EXPECT_TRUE(calls_.enter(true, true));
+}
+
+TEST_F(ForwardCallsTest, ACallWithoutInputsToWatchLastsUntilTheEnd) {
+  const auto node = call();
+  calls_.begin_forward();
+  EXPECT_TRUE(calls_.enter(true, true));  // nothing requires grad
+  calls_.begin_backward();
+  EXPECT_FALSE(complete(node, {node}));
+  calls_.end_backward(/*more_backwards=*/false, /*graph_kept=*/false);
+  const auto next = call();
+  EXPECT_TRUE(complete(next, {next}));
+}
+
+TEST_F(ForwardCallsTest, AReentrantCallIsOverWithItsNestedBackward) {
+  calls_.begin_forward();
+  EXPECT_FALSE(calls_.enter(/*grad_mode=*/false, /*inside_recorded=*/true));
+  calls_.begin_forward();
+  EXPECT_FALSE(calls_.enter(false, true));
+  calls_.begin_backward();
+  const auto recomputed = std::make_shared<InputsNode>();
+  EXPECT_FALSE(complete(recomputed, {}, /*nested=*/true));
+  EXPECT_TRUE(complete(std::make_shared<InputsNode>(), {}, /*nested=*/true));
+}
+
+TEST_F(ForwardCallsTest, CallsOfAKeptGraphComeAgain) {
+  const auto first = call();
+  const auto second = call();
+  calls_.begin_backward();
+  EXPECT_FALSE(complete(second, {first, second}));
+  EXPECT_TRUE(complete(first, {first, second}));
+  calls_.end_backward(/*more_backwards=*/false, /*graph_kept=*/true);
+  calls_.begin_backward();
+  EXPECT_FALSE(complete(second, {first, second}));
+  EXPECT_TRUE(complete(first, {first, second}));
+  EXPECT_EQ(calls_.graphs().own().kept, 1);
+}
+
+TEST_F(ForwardCallsTest, ARecordedBackwardLastsUntilTheEnd) {
+  const auto node = call();
+  const auto given = std::make_shared<InputsNode>();
+  calls_.graphs().record(given);
+  calls_.begin_backward();
+  EXPECT_FALSE(complete(node, {node}));
+}
+
+TEST_F(ForwardCallsTest, NothingWaitsAfterAnAbort) {
+  const auto open = call();
+  calls_.begin_forward();
+  calls_.enter(true, true);
+  calls_.clear();
+  const auto node = call();
+  calls_.begin_backward();
+  EXPECT_TRUE(complete(node, {open, node}));
+}
+
+}  // namespace
+}  // namespace lowtide::shard
