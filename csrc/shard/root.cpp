@@ -176,6 +176,8 @@ void Root::end_forward() {
   open_forwards_ += recorded_ ? 1 : 0;
   for (auto* unit : units_) {
     if (unit != nullptr && unit->prefetched_in_vain()) {
+      // Ranks that differ may lack this gather, which would wait for them.
+      if (ranks_.compares()) require_agreement();
       unit->reshard();
     }
   }
@@ -489,11 +491,12 @@ void Root::close_backward() {
   for (auto* unit : units_) {
     if (unit != nullptr) unit->take_written_gradients();
   }
+  stream_.finish();
+  // Behind what has left, which some ranks seal later than others.
   if (!posted_backward_) {
     ranks_.ask();
   }
   posted_backward_ = false;
-  stream_.finish();
   if (ranks_.compares()) {
     require_agreement();
   }

@@ -58,7 +58,7 @@ class StepLog {
   void note(StepNote note, std::string in_words = {});
   // Asks the other ranks if anything has been noted since the last time;
   // `numbers_of` gives each unit's numbers.  Does not block.
-  using Numbers = std::array<std::int64_t, 7>;
+  using Numbers = std::array<std::int64_t, 8>;
   void post(const std::function<Numbers(std::int32_t unit)>& numbers_of);
   // Waits for what was posted.  `agreed` is told the greatest numbers over the
   // ranks of each unit.  Throws lowtide::Error where notes differ.

@@ -346,9 +346,11 @@ void Unit::end_forward() {
 StepLog::Numbers Unit::numbers_to_compare() {
   const auto held = calls_.graphs().own();
   const auto used = static_cast<std::int64_t>(leaves().used_hash() >> 1);
+  const bool without_inputs =
+      calls_.has_calls_without_inputs(root_ ? root_->optimizer_steps() : 0);
   return {-output_rows_, leaves().ever_saved() ? 1 : 0, held.kept,
           held.recorded, has_gradient_hooks() ? 1 : 0,  used,
-          -used};
+          -used,         without_inputs ? 1 : 0};
 }
 
 void Unit::agree_on(const StepLog::Numbers& greatest) {
@@ -357,6 +359,7 @@ void Unit::agree_on(const StepLog::Numbers& greatest) {
   calls_.graphs().agree_on({greatest[2], greatest[3]});
   listened_by_any_ = greatest[4] != 0;
   used_alike_ = greatest[5] == -greatest[6];
+  calls_.agree_on_calls_without_inputs(greatest[7] != 0);
 }
 
 void Unit::agree_alone() {
@@ -531,7 +534,10 @@ void Unit::on_recorded_backward(WeakNodePtr result) {
 void Unit::on_inputs_done(const torch::autograd::Node* node) {
   const base::TraceRange trace("lowtide::post_backward", *name_);
   root_->open_backward();
-  arriving_.on_inputs_done();
+  // As torch's schedules set it for the backwards that they split.
+  if (!settings_->reshard_after_backward && !gradients_.sync()) {
+    arriving_.on_inputs_done();
+  }
   output_gradient_ = false;
   if (calls_.complete(node, root_->nested_backward(), in_current_backward)) {
     finish_backward();
@@ -617,7 +623,7 @@ void Unit::end_backward(bool more_backwards, bool graph_kept) {
   }
   in_backward_ = output_gradient_ = false;
   next_in_backward_ = nullptr;
-  calls_.end_backward(more_backwards, graph_kept);
+  calls_.end_backward(more_backwards, graph_kept, root_->optimizer_steps());
   parameters_.drain();
   if (settings_->reshard_after_backward) {
     reshard();

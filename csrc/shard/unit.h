@@ -172,8 +172,8 @@ class Unit final : public BackwardReceiver,
   // What ranks may differ in and the order of calls depends on: of this rank,
   // to be compared, and what it is for all of them.  The negative number of
   // rows of the last forward's output, whether autograd saved a parameter,
-  // what graphs it holds, whether a hook waits for a gradient, and, there and
-  // back, which parameters graphs use.
+  // what graphs it holds, whether a hook waits for a gradient, there and back
+  // which parameters graphs use, and whether it has calls without inputs.
   StepLog::Numbers numbers_to_compare();
   void agree_on(const StepLog::Numbers& greatest);
   // Where ranks can not be compared: by what the program has done so far.

@@ -34,8 +34,8 @@ bool ForwardCalls::complete(const torch::autograd::Node* node, bool nested,
   if (nested) {
     ++nested_calls_done_;
   }
-  bool more_to_come = graphs_.recorded() || without_inputs_ > 0 ||
-                      without_grad_ > nested_calls_done_;
+  bool more_to_come = graphs_.recorded() || without_inputs_on_any_ ||
+                      without_inputs_ > 0 || without_grad_ > nested_calls_done_;
   const auto is_over = [&](const WeakNodePtr& weak, bool open) {
     const auto call = weak.lock();
     if (!call || call.get() == node) {
@@ -53,8 +53,12 @@ bool ForwardCalls::complete(const torch::autograd::Node* node, bool nested,
   return !more_to_come;
 }
 
-void ForwardCalls::end_backward(bool more_backwards, bool graph_kept) {
+void ForwardCalls::end_backward(bool more_backwards, bool graph_kept,
+                                std::int64_t optimizer_steps) {
   without_grad_ = nested_calls_done_ = 0;
+  if (graph_kept && without_inputs_ > 0) {
+    kept_without_inputs_ = optimizer_steps;
+  }
   if (!more_backwards) {
     without_inputs_ = 0;
   }

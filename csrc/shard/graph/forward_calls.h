@@ -41,7 +41,19 @@ class ForwardCalls {
                 const Reaches& reaches);
   // `more_backwards`: forwards from before this backward still wait for theirs.
   // `graph_kept`: another backward may go through its graph.
-  void end_backward(bool more_backwards, bool graph_kept);
+  // `optimizer_steps`: that have been taken.
+  void end_backward(bool more_backwards, bool graph_kept,
+                    std::int64_t optimizer_steps);
+
+  // Whether a recorded call on this rank has no inputs that tell when its
+  // backward is over; one of a graph that was kept counts until the optimizer
+  // steps.  To be compared over ranks, which must seal the unit alike.
+  bool has_calls_without_inputs(std::int64_t optimizer_steps) const {
+    return without_inputs_ > 0 || kept_without_inputs_ == optimizer_steps;
+  }
+  void agree_on_calls_without_inputs(bool on_any) {
+    without_inputs_on_any_ = on_any;
+  }
 
   // The step was aborted.
   void clear();
@@ -60,8 +72,12 @@ class ForwardCalls {
   // of such.
   std::int64_t without_grad_ = 0;
   std::int64_t nested_calls_done_ = 0;
-  // Recorded calls none of whose inputs required grad.
+  // Recorded calls none of whose inputs required grad; whether any rank has
+  // one; how many steps the optimizer had made when a backward kept one's
+  // graph.
   std::int64_t without_inputs_ = 0;
+  bool without_inputs_on_any_ = false;
+  std::int64_t kept_without_inputs_ = -1;
   bool recorded_ = false;  // a module of the forward that runs
   HeldGraphs graphs_;
 };

@@ -16,6 +16,8 @@ struct InputsNode final : torch::autograd::Node {
   }
 };
 
+constexpr std::int64_t kSteps = 3;  // of the optimizer
+
 class ForwardCallsTest : public ::testing::Test {
  protected:
   // A forward of the unit whose inputs require grad.
@@ -76,9 +78,25 @@ TEST_F(ForwardCallsTest, ACallWithoutInputsToWatchLastsUntilTheEnd) {
   EXPECT_TRUE(calls_.enter(true, true));  // nothing requires grad
   calls_.begin_backward();
   EXPECT_FALSE(complete(node, {node}));
-  calls_.end_backward(/*more_backwards=*/false, /*graph_kept=*/false);
+  calls_.end_backward(/*more_backwards=*/false, /*graph_kept=*/false, kSteps);
   const auto next = call();
   EXPECT_TRUE(complete(next, {next}));
+}
+
+TEST_F(ForwardCallsTest, ACallWithoutInputsOnAnotherRankLastsUntilTheEndHere) {
+  const auto node = call();
+  calls_.agree_on_calls_without_inputs(/*on_any=*/true);
+  calls_.begin_backward();
+  EXPECT_FALSE(complete(node, {node}));
+}
+
+TEST_F(ForwardCallsTest, AKeptGraphWithoutInputsCountsUntilTheOptimizerSteps) {
+  calls_.begin_forward();
+  EXPECT_TRUE(calls_.enter(true, true));  // nothing requires grad
+  EXPECT_TRUE(calls_.has_calls_without_inputs(kSteps));
+  calls_.end_backward(/*more_backwards=*/false, /*graph_kept=*/true, kSteps);
+  EXPECT_TRUE(calls_.has_calls_without_inputs(kSteps));
+  EXPECT_FALSE(calls_.has_calls_without_inputs(kSteps + 1));
 }
 
 TEST_F(ForwardCallsTest, AReentrantCallIsOverWithItsNestedBackward) {
@@ -98,7 +116,7 @@ TEST_F(ForwardCallsTest, CallsOfAKeptGraphComeAgain) {
   calls_.begin_backward();
   EXPECT_FALSE(complete(second, {first, second}));
   EXPECT_TRUE(complete(first, {first, second}));
-  calls_.end_backward(/*more_backwards=*/false, /*graph_kept=*/true);
+  calls_.end_backward(/*more_backwards=*/false, /*graph_kept=*/true, kSteps);
   calls_.begin_backward();
   EXPECT_FALSE(complete(second, {first, second}));
   EXPECT_TRUE(complete(first, {first, second}));
