@@ -18,6 +18,7 @@
 #include "python/forward_hooks.h"
 #include "python/module_view.h"
 #include "shard/graph/linear_node.h"
+#include "shard/planned_step.h"
 #include "shard/root.h"
 #include "shard/row_stream.h"
 #include "shard/unit.h"
@@ -28,6 +29,7 @@ namespace lowtide::python {
 namespace {
 
 using NoGil = py::call_guard<py::gil_scoped_release>;
+using pybind11::literals::operator""_a;
 
 std::shared_ptr<memory::DeviceMemory> make_device_memory(
     const c10::Device& device, std::shared_ptr<memory::Ledger> ledger) {
@@ -106,26 +108,62 @@ at::Tensor fused_linear(const std::shared_ptr<shard::Unit>& unit,
                              bias.value_or(at::Tensor()));
 }
 
-py::dict unit_plan(shard::Unit& unit) {
+shard::UnitBytes bytes_of(shard::Unit& unit) {
   auto& gradients = unit.gradients();
-  py::dict bytes;
-  bytes["parameters"] = unit.buffers().shard_bytes();
-  bytes["gathered"] =
-      unit.planned_gathered_bytes() + unit.buffers().passing_bytes();
-  bytes["gather_input"] = unit.planned_input_bytes();
-  bytes["gradient_chunks"] = gradients.num_chunks();
-  bytes["gradient_slot"] = gradients.slot_bytes();
-  bytes["gradient_slots"] = gradients.num_slots();
-  bytes["gradient_own_slots"] = gradients.own_slots() ? 1 : 0;
-  bytes["gradient_slab"] = gradients.slab_bytes();
-  bytes["gradient_in_place"] = gradients.in_place_bytes();
-  bytes["partial_gradients"] =
-      gradients.reduction().of_whole_units()
-          ? gradients.partial().bytes_of(gradients.trainable())
-          : 0;
-  bytes["sharded_gradients"] =
-      gradients.sharded().generation_bytes(gradients.trainable());
-  return bytes;
+  const auto& trainable = gradients.trainable();
+  return {
+      .parameters = unit.buffers().shard_bytes(),
+      .gathered =
+          unit.planned_gathered_bytes() + unit.buffers().passing_bytes(),
+      .gather_input = unit.planned_input_bytes(),
+      .gradient_chunks = gradients.num_chunks(),
+      .gradient_slot = gradients.slot_bytes(),
+      .gradient_slots = gradients.num_slots(),
+      .own_slots = gradients.own_slots(),
+      .gradient_slab = gradients.slab_bytes(),
+      .gradient_in_place = gradients.in_place_bytes(),
+      .partial_gradients = gradients.reduction().of_whole_units()
+                               ? gradients.partial().bytes_of(trainable)
+                               : 0,
+      .sharded_gradients = gradients.sharded().generation_bytes(trainable),
+  };
+}
+
+py::dict unit_plan(shard::Unit& unit) {
+  const auto bytes = bytes_of(unit);
+  return py::dict("parameters"_a = bytes.parameters,
+                  "gathered"_a = bytes.gathered,
+                  "gather_input"_a = bytes.gather_input,
+                  "gradient_chunks"_a = bytes.gradient_chunks,
+                  "gradient_slot"_a = bytes.gradient_slot,
+                  "gradient_slots"_a = bytes.gradient_slots,
+                  "gradient_own_slots"_a = bytes.own_slots ? 1 : 0,
+                  "gradient_slab"_a = bytes.gradient_slab,
+                  "gradient_in_place"_a = bytes.gradient_in_place,
+                  "partial_gradients"_a = bytes.partial_gradients,
+                  "sharded_gradients"_a = bytes.sharded_gradients);
+}
+
+// `inside`: the number of the unit whose forward each one's own runs in, or -1.
+py::dict planned_peaks(const std::vector<std::shared_ptr<shard::Unit>>& units,
+                       const std::vector<std::int32_t>& inside) {
+  std::vector<shard::PlannedUnit> planned;
+  for (std::size_t i = 0; i < units.size(); ++i) {
+    auto& unit = *units[i];
+    const auto& settings = unit.settings();
+    planned.push_back({.bytes = bytes_of(unit),
+                       .inside = inside.at(i),
+                       .reshard_after_forward = settings.reshard_after_forward,
+                       .gradient_sync = settings.gradient_sync,
+                       .all_reduce = settings.reduction.all_reduce});
+  }
+  const auto peaks = shard::planned_peaks(planned);
+  return py::dict("parameters"_a = peaks.parameters,
+                  "gathered"_a = peaks.gathered,
+                  "gather_input"_a = peaks.gather_input,
+                  "gradient_stream"_a = peaks.gradient_stream,
+                  "gradient_slab"_a = peaks.gradient_slab,
+                  "sharded_gradients"_a = peaks.sharded_gradients);
 }
 
 std::vector<std::weak_ptr<shard::Unit>> weak_units(
@@ -285,6 +323,9 @@ void bind_shard(py::module_& module) {
       .def("gather", &Unit::gather, NoGil())
       .def("unshard", &Unit::unshard, NoGil())
       .def("reshard", &Unit::reshard, NoGil());
+
+  module.def("planned_peaks", &planned_peaks, py::arg("units"),
+             py::arg("inside"));
 
   using shard::FusedUses;
   py::class_<FusedUses>(module, "FusedUses")

@@ -1,7 +1,8 @@
 """What lowtide holds: bytes by category and unit, planned and observed.
 
-Planned figures are arithmetic over the units' layouts (docs/design/memory.md has the
-formulas); observed figures come from the ledger every buffer is leased from.
+Planned figures are the engine's arithmetic over the units' layouts (planned_step.h,
+docs/design/memory.md); observed figures come from the ledger every buffer is leased
+from.
 """
 
 import dataclasses
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from lowtide import _C
 from lowtide._activation import report as activations
 from lowtide._activation.regions import device_of
 from lowtide._activation.report import ActivationReport
@@ -18,13 +20,13 @@ from lowtide._sharding.unit import UnitState, unit_state
 
 @dataclasses.dataclass(frozen=True)
 class Category:
-    """Of the ledger every buffer is leased from."""
+    """A category of the ledger every buffer is leased from."""
 
     holds: str
     in_plans: str  # the category of `lowtide plan` that its bytes count in
 
 
-# By the ledger's names, in the order of the report.
+# Categories by the ledger's names, in the order of the report.
 CATEGORIES = {
     "parameters": Category("shards in the storage dtype", "parameters"),
     "gathered": Category("full parameters of the units in use", "gathered_parameters"),
@@ -102,8 +104,8 @@ def memory_report(model: nn.Module, *, reset_peaks: bool = False) -> MemoryRepor
     device = states[0].device if states else device_of(model)
     book = ledger(device)
     live, peak, at_peak = book.live(), book.peak(), book.at_total_peak()
-    units = {state.name: state.materialized().plan() for state in states}
-    planned = _planned(states, units)
+    units = [state.materialized() for state in states]
+    planned = _C.planned_peaks(units, _inside(states))
     planned["activations"] = activations.planned_bytes(model)
     report = MemoryReport(
         device=str(device),
@@ -111,7 +113,7 @@ def memory_report(model: nn.Module, *, reset_peaks: bool = False) -> MemoryRepor
             name: CategoryBytes(live[name], peak[name], at_peak[name], planned[name])
             for name in CATEGORIES
         },
-        units=units,
+        units={s.name: u.plan() for s, u in zip(states, units, strict=True)},
         total_live=book.total_live,
         total_peak=book.total_peak,
         activations=activation_report,
@@ -141,85 +143,17 @@ def _fused(states: list[UnitState]) -> FusedReport | None:
     return FusedReport(fused, exact)
 
 
-def _planned(
-    states: list[UnitState], units: dict[str, dict[str, int]]
-) -> dict[str, int]:
-    every = [units[state.name] for state in states]
-    syncing = [units[s.name] for s in states if s.settings.gradient_sync]
-    waiting = [units[s.name] for s in states if not s.settings.gradient_sync]
-    gathered, gather_input = _gather_peaks(states, units)
-    return {
-        "parameters": sum(unit["parameters"] for unit in every),
-        "gathered": gathered,
-        "gather_input": gather_input,
-        "gradient_stream": _ring_peak(syncing),
-        "gradient_slab": sum(unit["gradient_slab"] for unit in waiting)
-        + max((unit["gradient_in_place"] for unit in syncing), default=0),
-        "sharded_gradients": _sharded_gradients_peak(states, units),
-        "activations": 0,
-    }
-
-
-# Sums that are under way: one comes together, one waits for its place behind the next
-# unit's first chunk, one is with the replicas.
-_SUMS_AT_ONCE = 3
-
-
-def _sharded_gradients_peak(
-    states: list[UnitState], units: dict[str, dict[str, int]]
-) -> int:
-    """What `.grad` shows, and what is not summed over replicas yet."""
-    syncing = [s for s in states if s.settings.gradient_sync]
-    landing = [units[s.name] for s in syncing if s.settings.reduction.all_reduce]
-    staying = [units[s.name] for s in syncing if not s.settings.reduction.all_reduce]
-    sums = sorted((unit["partial_gradients"] for unit in landing), reverse=True)
-    return (
-        sum(unit["sharded_gradients"] for unit in landing)
-        + sum(sums[:_SUMS_AT_ONCE])
-        + sum(u["partial_gradients"] or u["sharded_gradients"] for u in staying)
-    )
-
-
-def _ring_peak(units: list[dict[str, int]]) -> int:
-    """Of slots that units share, which a unit may replace by its own, longer ones."""
-    chunks = sum(unit["gradient_chunks"] for unit in units)
-    shared = [u["gradient_slot"] for u in units if not u["gradient_own_slots"]]
-    slot, peak = max(shared, default=0), 0
-    for unit in units:
-        slots = min(chunks, unit["gradient_slots"])
-        own = min(unit["gradient_chunks"], slots) * unit["gradient_own_slots"]
-        peak = max(peak, own * unit["gradient_slot"] + (slots - own) * slot)
-    return peak
-
-
-def _gather_peaks(
-    states: list[UnitState], units: dict[str, dict[str, int]]
-) -> tuple[int, int]:
-    """Plays a forward in registration order: a unit is gathered while the one before
-    it runs, and freed after its own forward unless it stays for backward, which walks
-    the same pairs in reverse."""
-    below = {
-        state: {m for module in state.modules for m in module.modules()}
-        for state in states
-    }
-    gathered: dict[UnitState, None] = {}
-    peak = peak_input = 0
-    running: list[UnitState] = []
-
-    def leave(state: UnitState) -> None:
-        if state.settings.reshard_after_forward:
-            gathered.pop(state, None)
-
-    for place, state in enumerate(states):
+def _inside(states: list[UnitState]) -> list[int]:
+    """The number of the unit whose forward each one's own runs in; -1 for none."""
+    below = [{m for top in state.modules for m in top.modules()} for state in states]
+    running: list[int] = []
+    found = []
+    for number, state in enumerate(states):
         while running and state.modules[0] not in below[running[-1]]:
-            leave(running.pop())
-        running.append(state)
-        arriving = [s for s in states[place : place + 2] if s not in gathered]
-        gathered.update(dict.fromkeys(arriving))
-        peak = max(peak, sum(units[s.name]["gathered"] for s in gathered))
-        inputs = sum(units[s.name]["gather_input"] for s in states[place : place + 2])
-        peak_input = max(peak_input, inputs)
-    return peak, peak_input
+            running.pop()
+        found.append(running[-1] if running else -1)
+        running.append(number)
+    return found
 
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")

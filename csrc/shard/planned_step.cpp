@@ -1,0 +1,118 @@
+#include "shard/planned_step.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <functional>
+#include <set>
+#include <vector>
+
+#include "shard/schedule.h"
+
+namespace lowtide::shard {
+namespace {
+
+using Units = c10::ArrayRef<PlannedUnit>;
+
+// Sums that are under way: one comes together, one waits for its place behind
+// the next unit's first chunk, one is with the replicas.
+constexpr std::size_t kSumsAtOnce = 3;
+
+// What `.grad` shows, and what is not summed over replicas yet.
+std::int64_t sharded_gradients_peak(Units units) {
+  std::int64_t bytes = 0;
+  std::vector<std::int64_t> sums;
+  for (const auto& unit : units) {
+    if (!unit.gradient_sync) continue;
+    const auto partial = unit.bytes.partial_gradients;
+    if (unit.all_reduce) {
+      bytes += unit.bytes.sharded_gradients;
+      sums.push_back(partial);
+    } else {
+      bytes += partial != 0 ? partial : unit.bytes.sharded_gradients;
+    }
+  }
+  std::sort(sums.begin(), sums.end(), std::greater<>());
+  sums.resize(std::min(sums.size(), kSumsAtOnce));
+  for (const auto sum : sums) bytes += sum;
+  return bytes;
+}
+
+// Slots that units share; a unit may replace them by its own, longer ones.
+std::int64_t ring_peak(Units units) {
+  std::int64_t chunks = 0;
+  std::int64_t shared_slot = 0;
+  for (const auto& unit : units) {
+    if (!unit.gradient_sync) continue;
+    chunks += unit.bytes.gradient_chunks;
+    if (unit.bytes.own_slots) continue;
+    shared_slot = std::max(shared_slot, unit.bytes.gradient_slot);
+  }
+  std::int64_t peak = 0;
+  for (const auto& unit : units) {
+    if (!unit.gradient_sync) continue;
+    const auto& bytes = unit.bytes;
+    const auto slots = std::min(chunks, bytes.gradient_slots);
+    const auto own =
+        bytes.own_slots ? std::min(bytes.gradient_chunks, slots) : 0;
+    peak =
+        std::max(peak, own * bytes.gradient_slot + (slots - own) * shared_slot);
+  }
+  return peak;
+}
+
+// A forward as the schedule has it: a unit is gathered while the one before it
+// runs, and freed after its own forward unless it stays for backward, which
+// walks the same pairs in reverse.
+void play_forward(Units units, PlannedPeaks& peaks) {
+  const auto num_units = static_cast<std::int32_t>(units.size());
+  Schedule schedule(num_units);
+  std::set<std::int32_t> gathered;
+  std::vector<std::int32_t> running;
+  std::int64_t held = 0;
+  const auto of = [&](std::int32_t i) -> const PlannedUnit& {
+    return units[static_cast<std::size_t>(i)];
+  };
+  const auto gather = [&](std::int32_t i) {
+    if (gathered.insert(i).second) held += of(i).bytes.gathered;
+    return of(i).bytes.gather_input;
+  };
+  const auto leave = [&](std::int32_t i) {
+    if (of(i).reshard_after_forward && gathered.erase(i) == 1) {
+      held -= of(i).bytes.gathered;
+    }
+  };
+  schedule.begin_forward();
+  for (std::int32_t i = 0; i < num_units; ++i) {
+    while (!running.empty() && running.back() != of(i).inside) {
+      leave(running.back());
+      running.pop_back();
+    }
+    running.push_back(i);
+    const auto next = schedule.enter_forward(i);
+    const auto inputs = gather(i) + (next ? gather(*next) : 0);
+    peaks.gathered = std::max(peaks.gathered, held);
+    peaks.gather_input = std::max(peaks.gather_input, inputs);
+  }
+}
+
+}  // namespace
+
+PlannedPeaks planned_peaks(Units units) {
+  PlannedPeaks peaks;
+  std::int64_t in_place = 0;
+  for (const auto& unit : units) {
+    peaks.parameters += unit.bytes.parameters;
+    if (unit.gradient_sync) {
+      in_place = std::max(in_place, unit.bytes.gradient_in_place);
+    } else {
+      peaks.gradient_slab += unit.bytes.gradient_slab;
+    }
+  }
+  peaks.gradient_slab += in_place;
+  peaks.gradient_stream = ring_peak(units);
+  peaks.sharded_gradients = sharded_gradients_peak(units);
+  play_forward(units, peaks);
+  return peaks;
+}
+
+}  // namespace lowtide::shard
