@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _C
-from lowtide._activation import regions as state
+from lowtide._activation import regions
 from lowtide._base.classes import ClassSwap
 from lowtide.policies import INPUT, ActivationPolicy
 
@@ -16,7 +16,7 @@ __all__ = ["checkpoint", "tag"]
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
-_BOOK = state.book()
+_BOOK = regions.book()
 _RECOMPUTE_ALL = ActivationPolicy()
 
 
@@ -39,8 +39,8 @@ def tag(x: Tensor, name: str) -> Tensor:
 
             return compiled.tag(x, name)
         _C.name_value(_BOOK, x, name)
-    elif state.observers:
-        for observer in state.observers:
+    elif regions.observers:
+        for observer in regions.observers:
             observer(x, name)
     return x
 
@@ -72,22 +72,23 @@ def checkpoint(module: _Module, policy: ActivationPolicy = _RECOMPUTE_ALL) -> _M
             f"lowtide: checkpoint: expected a module with a forward, got {name}. Call "
             "it on the modules inside."
         )
-    if state.region_state(module) is not None:
+    if regions.region_state(module) is not None:
         raise ValueError(
             f"lowtide: checkpoint: expected a module without a policy, got {name}, "
             "which has one. Put all names into one ActivationPolicy."
         )
     named = {
-        listed: state.submodules_named(module, listed) for listed in policy.treatments()
+        listed: regions.submodules_named(module, listed)
+        for listed in policy.treatments()
     }
     for listed, modules in named.items():
-        if state.is_pattern(listed) and not modules:
+        if regions.is_pattern(listed) and not modules:
             raise ValueError(
                 f"lowtide: checkpoint({name}): expected {listed!r} to match a "
                 "submodule, got none. "
-                f"{state.nearest(listed, state.descendant_names(module))}"
+                f"{regions.nearest(listed, regions.descendant_names(module))}"
             )
-    state.attach(module, policy)
+    regions.attach(module, policy)
     _checkpointed.apply(module)
     for listed, modules in named.items():
         for submodule in modules:
@@ -110,24 +111,24 @@ def _tag_output(name: str, module: nn.Module, args: Any, output: Any) -> None:
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         return _call_in_graph(self, *args, **kwargs)
-    if (region := state.region_state(self)) is None:
+    if (region := regions.region_state(self)) is None:
         # Made of a checkpointed module's class, as a slice of a Sequential is.
         return type(self)._lowtide_original.__call__(self, *args, **kwargs)
     compiled = region.compiled_call
     if compiled is not None:
         return compiled(*args, **kwargs)
-    return state.run_region(self, args, kwargs)
+    return regions.run_region(self, args, kwargs)
 
 
 def _call_in_graph(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     # Dynamo imports it when it traces this, and finds its way around `run_region`.
     from lowtide._activation import compiled  # noqa: F401
 
-    return state.run_region(self, args, kwargs)
+    return regions.run_region(self, args, kwargs)
 
 
 def _compile(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-    region = state.region_state(self)
+    region = regions.region_state(self)
     if region is not None and region.treats_inside_a_graph():
         call = types.MethodType(_call_in_graph, self)
         region.compiled_call = torch.compile(call, *args, **kwargs)

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from lowtide._activation import regions as state
+from lowtide._activation import regions
 from lowtide.policies import INPUT, ActivationPolicy
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -65,7 +65,7 @@ def _enter(key: str, module_name: str) -> str:
     trace = weakref.ref(TracingContext.get())
     if _open and _open[-1].trace != trace:
         _open.clear()  # that trace failed
-    policy = state.policies_by_key[key]
+    policy = regions.policies_by_key[key]
     who = f"lowtide: checkpoint({module_name})"
     if policy.offload and not functorch_config.enable_activation_offloading:
         return (
@@ -91,8 +91,8 @@ def _leave(module_name: str) -> str:
     policy = left.policy
     if _latest.get(policy) != left.trace:
         _latest[policy] = left.trace
-        state.names_in_graphs[policy] = {}
-    found = state.names_in_graphs[policy]
+        regions.names_in_graphs[policy] = {}
+    found = regions.names_in_graphs[policy]
     for name, count in left.values.items():
         found[name] = found.get(name, 0) + count
     missing = [name for name in policy.treatments() if name not in found]
@@ -117,7 +117,7 @@ def _innermost(name: str) -> _Open | None:
 def _treatment(name: str) -> str:
     found = _innermost(name)
     if found is None:
-        state.names_in_compiled_code.add(name)
+        regions.names_in_compiled_code.add(name)
         return ""
     return found.policy.treatments()[name]
 
@@ -159,9 +159,9 @@ def _tag_input(x: Tensor) -> Tensor:
     return tag(x, INPUT) if x.requires_grad else x
 
 
-@torch._dynamo.substitute_in_graph(state.run_region)
+@torch._dynamo.substitute_in_graph(regions.run_region)
 def _run_region(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    region: state.RegionState = module._lowtide_region  # type: ignore[assignment]
+    region: regions.RegionState = module._lowtide_region  # type: ignore[assignment]
     call, module_name = region.call, region.module_name
     if not torch.is_grad_enabled():
         return call(module, *args, **kwargs)
