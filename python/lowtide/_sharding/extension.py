@@ -42,7 +42,8 @@ class _Extended:
     """One parameter's way through a gather."""
 
     def __init__(self, parameter: UnitParameter) -> None:
-        # Weakly, like all that the C++ unit holds: a parameter leads to its modules.
+        # The reference is weak, as are all that the C++ unit holds: a parameter leads
+        # to its modules.
         self._reference = weakref.ref(parameter)
         self.made = False
         self._num_arguments: int | None = None  # of the hook
@@ -143,8 +144,8 @@ class _Extended:
         return full, list(inner)
 
     def _put_in_order(self, gathered: Tensor, world_size: int) -> None:
-        """From the ranks' pieces one after the other to their places along another
-        dimension than the first."""
+        """Moves the ranks' pieces, which came one after the other, to their places
+        along another dimension than the first."""
         dim, size = self.parameter.shard_dim, self.local.shape
         if gathered.numel() != size.numel() * world_size:
             raise NotImplementedError(
@@ -160,7 +161,7 @@ class _Extended:
 
 
 class Extensions:
-    """Of one unit: in the order of its parameters, those that are extended."""
+    """The extended parameters of one unit, in the order of its parameters."""
 
     def __init__(
         self,
@@ -170,7 +171,7 @@ class Extensions:
         policy: MixedPrecisionPolicy,
         keeps_parts: bool,
     ) -> None:
-        # Between forward and backward, parts of what was gathered.
+        # Whether parts of what was gathered stay between forward and backward.
         self._keeps_parts = keeps_parts
         self._extended = [_Extended(parameter) for parameter in parameters]
         self._dtypes = dtypes
@@ -182,7 +183,7 @@ class Extensions:
     def calls(
         self,
     ) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-        """For the C++ unit, which a compiled forward calls: Dynamo would go on with
+        """What the C++ unit calls, also in a compiled forward: Dynamo would go on with
         the frames below it and trace the hooks."""
         return (
             torch.compiler.disable(self.inputs),
@@ -202,8 +203,8 @@ class Extensions:
 
     @_undisturbed
     def passing(self) -> list[bool]:
-        """Of what `inputs` sends, in its order: whether its bytes go when the
-        parameters have been made."""
+        """Whether the bytes of what `inputs` sends go when the parameters have been
+        made, in its order."""
         return [
             not self._keeps_parts and releases(extended.local, extended.parameter.name)
             for extended in self._extended
@@ -296,7 +297,7 @@ def _list(sizes: list[torch.Size], dtypes: list[torch.dtype]) -> str:
 
 
 def _last_dimension(mesh: DeviceMesh) -> DeviceMesh:
-    """Over which the unit is sharded."""
+    """The dimension that the unit is sharded over."""
     if mesh.ndim == 1:
         return mesh
     if mesh.mesh_dim_names is not None:

@@ -18,8 +18,8 @@ from lowtide._sharding.unit import UnitState, unit_state
 
 
 class _PlaceOfOriginal:
-    """Of the class that a module had before, among its bases. Other classes may have
-    been put in front of FSDP's: ``lowtide.checkpoint`` does."""
+    """The place of the class that a module had before, among its bases. Other classes
+    may have been put in front of FSDP's: ``lowtide.checkpoint`` does."""
 
     def __get__(self, module: object, owner: Any) -> int:
         place: int = owner.__mro__.index(owner._original_class)
@@ -52,8 +52,8 @@ class FSDPModule(TorchFSDPModule):
         return _UnshardHandle(unit)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ``nn.Module.zero_grad``, also while the full parameters are registered,
-        and gradients that wait for a reduction."""
+        """Does what ``nn.Module.zero_grad`` does, also while the full parameters are
+        registered, and for gradients that wait for a reduction."""
         assert isinstance(self, nn.Module)
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for state in self._states(recurse=True):
@@ -82,7 +82,7 @@ class FSDPModule(TorchFSDPModule):
     def set_requires_all_reduce(
         self, requires_all_reduce: bool, *, recurse: bool = True
     ) -> None:
-        """On a 2-D mesh: whether the next backwards sum gradients over the replicas.
+        """Whether the next backwards sum gradients over the replicas, on a 2-D mesh.
         Without, what was reduced over the shards is kept, in the reduce dtype."""
         for state in self._states(recurse):
             state.settings.reduction.all_reduce = requires_all_reduce

@@ -28,7 +28,7 @@ class UnitParameter:
     shard_dim: int
     sizes: torch.Size  # of the full parameter; of this rank's part if it is parallel
     parallel: DTensorSpec | None  # of a parameter that was a DTensor already
-    # Of a shard that says what is gathered for it, see subclass.py.
+    # The class of a shard that says what is gathered for it, see subclass.py.
     extended_class: type[torch.Tensor] | None = None
     # Registered while the unit is unsharded; printing it without bytes would crash.
     full: nn.Parameter | None = dataclasses.field(default=None, repr=False)
@@ -88,7 +88,7 @@ def over_parallel(data: torch.Tensor, parallel: DTensorSpec) -> DTensor:
 
 
 def require_sharded(registered: nn.Parameter, parameter: UnitParameter) -> None:
-    """Of what has taken the place of ``parameter``'s shard."""
+    """Raises unless what has taken the place of ``parameter``'s shard is a DTensor."""
     if not isinstance(registered, DTensor):
         raise ValueError(
             f"lowtide: {parameter.name}: expected a DTensor in place of the one that "

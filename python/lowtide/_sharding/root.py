@@ -20,7 +20,8 @@ from lowtide._sharding.unit import UnitState, unit_state
 
 
 def before_first_forward(state: UnitState) -> None:
-    """Of a unit that has no root yet, or in whose modules something was registered."""
+    """Looks at a unit that has no root yet, or in whose modules something was
+    registered."""
     if state.root is not None:
         warn_of_additions(state)
     elif "torch._dynamo" in sys.modules:  # the root's own forward may be compiled

@@ -75,7 +75,7 @@ class UnitState:
         self.auto_reshard = reshard_after_forward is None
         self.name = ", ".join(map(class_name, modules))
         self.ignored: set[int] = set()  # ids of parameters that stay the user's
-        # What to do where its parameters are read and its modules not called.
+        # The advice where its parameters are read and its modules not called.
         self.instead = "shard the module that reads it and not this one"
         self.chosen_by_wrap = False
         self.explains_errors = False  # as the root
@@ -84,7 +84,8 @@ class UnitState:
         self.unit: _C.Unit | None = None
         self.root: _C.Root | None = None  # of the tree this unit is in
         self.tree: list[weakref.ref[UnitState]] = []  # its units
-        # Of the last gather that no root has noted; its ranks have not compared it.
+        # The number of the last gather that no root has noted; its ranks have not
+        # compared it.
         self.gathered_alone = 0
         self.embedding_rows: EmbeddingRows | None = None  # of a large nn.Embedding
         self.extensions: Extensions | None = None  # of tensor subclasses
@@ -95,7 +96,7 @@ class UnitState:
         self.settings.reduction.replicas = self.groups.replicas
         self.custom_all_gather: AllGather | None = None
         self.custom_reduce_scatter: ReduceScatter | None = None
-        # Whose units to gather ahead; the units may not exist yet.
+        # States whose units to gather ahead; the units may not exist yet.
         self.forward_prefetch: list[UnitState] = []
         self.backward_prefetch: list[UnitState] = []
         if not isinstance(reshard_after_forward, bool | None):
@@ -405,8 +406,8 @@ class UnitState:
             self.root.reduce_accumulated()
 
     def require_extensions(self) -> None:
-        """Not earlier than the first forward: FSDP2 lets the hooks be set on what
-        ``fully_shard`` and ``to_empty`` leave."""
+        """Raises for a subclass without hooks, in the first forward and not earlier:
+        FSDP2 lets them be set on what ``fully_shard`` and ``to_empty`` leave."""
         for parameter in self.parameters:
             if parameter.extended:
                 require_hooks(local_of(parameter.shard), parameter.name)
@@ -458,7 +459,8 @@ def _with_alive(
 
 
 def _refuse_replaced(state: "weakref.ref[UnitState]", index: int, name: str) -> None:
-    """Of a parameter that is not where `fully_shard` left it, shard or full."""
+    """Raises for a parameter that is not where `fully_shard` left it, shard or
+    full."""
     alive = state()
     assert alive is not None
     parameter = alive.parameters[index]
