@@ -43,16 +43,16 @@ py::object container_of(TreeKind kind, py::handle keys,
     for (const auto key : keys) {
       dict[key] = std::move(items[i++]);
     }
-    return std::move(dict);
+    return dict;
   }
   if (kind == TreeKind::tuple) {
     py::tuple tuple(size);
     for (std::size_t i = 0; i < size; ++i) tuple[i] = std::move(items[i]);
-    return std::move(tuple);
+    return tuple;
   }
   py::list list(size);
   for (std::size_t i = 0; i < size; ++i) list[i] = std::move(items[i]);
-  return std::move(list);
+  return list;
 }
 
 }  // namespace lowtide::python
