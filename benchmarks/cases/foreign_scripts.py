@@ -92,6 +92,21 @@ FLOAT8 = (
     "--float8.enable_fsdp_float8_all_gather "
     "--float8.precompute_float8_dynamic_scale_for_fsdp"
 )
+FULL = "--activation_checkpoint.mode full"
+
+
+def of_torchtitan(what: str, arguments: str) -> Script:
+    """Its own configuration checkpoints selectively: published.py has these."""
+    return Script(
+        *(f"torchtitan, Llama 3 8B, {what}", "published.py"),
+        "trainers.torchtitan ranks=8 commit=f3943dd file=torchtitan/train.py "
+        f"config={TITAN} 'arguments={arguments}'",
+        world=8,
+        origin="runs pytorch/torchtitan at f3943dd, torchtitan/train.py, "
+        f"with {arguments}",
+    )
+
+
 SCRIPTS = (
     Script(
         *("nanoGPT, GPT-2 124M, compiled, DDP", "train.py"),
@@ -125,14 +140,9 @@ SCRIPTS = (
         world=4,
         **LIGHTNING,
     ),
-    Script(
-        *("torchtitan, Llama 3 8B, float8, FSDP2, compiled", "published.py"),
-        "trainers.torchtitan ranks=8 commit=f3943dd file=torchtitan/train.py "
-        f"config={TITAN} 'arguments={FLOAT8}'",
-        world=8,
-        origin="runs pytorch/torchtitan at f3943dd, torchtitan/train.py, "
-        f"with {FLOAT8}",
-    ),
+    of_torchtitan("float8, FSDP2, compiled", FLOAT8),
+    of_torchtitan("full checkpointing, FSDP2", FULL),
+    of_torchtitan("full checkpointing, FSDP2, compiled", f"{FULL} --training.compile"),
     Script(
         "diffusers' UNet, a loop of accelerate, fp16, EMA",
         "examples/unconditional_image_generation/train_unconditional.py",
