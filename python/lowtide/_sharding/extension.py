@@ -5,6 +5,7 @@ becomes: FSDP2's all-gather extensions, ``fsdp_pre_all_gather``,
 csrc/shard/parameters/all_gather_extension.h.
 """
 
+import dataclasses
 import inspect
 import weakref
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from lowtide._sharding.subclass import (
     plain_gradient,
     releases,
     require_hooks,
+    versions_of,
 )
 from lowtide.policies import MixedPrecisionPolicy
 
@@ -96,10 +98,7 @@ class _Extended:
         self.dtypes = dtypes
         return sent
 
-    def describe(self, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> str:
-        """What it sends, as the first time."""
-        if not self.sizes:
-            self.inputs(mesh, policy)
+    def describe(self) -> str:
         pairs = zip(self.sizes, self.dtypes, strict=True)
         text = ", ".join(f"{size.numel()} elements {dtype}" for size, dtype in pairs)
         return f"parameter '{self.parameter.name}' sending {text or 'nothing'}"
@@ -160,6 +159,14 @@ class _Extended:
             torch.cat(pieces, dim=dim, out=gathered.view(whole))
 
 
+@dataclasses.dataclass
+class _Asked:
+    """What a unit's hooks returned, and for which values."""
+
+    sent: list[Tensor]
+    versions: list[int]
+
+
 class Extensions:
     """The extended parameters of one unit, in the order of its parameters."""
 
@@ -178,6 +185,8 @@ class Extensions:
         self._mesh = _last_dimension(mesh)
         self._policy = policy
         self._agreed = False
+        # When the ranks agreed: what units send that have not been gathered since.
+        self._asked: dict[Extensions, _Asked] = {}
 
     @property
     def calls(
@@ -195,11 +204,23 @@ class Extensions:
     def inputs(self) -> list[Tensor]:
         if not self._agreed:  # the unit is gathered before the first forward
             agree([self])
+        asked = self._asked.pop(self, None)
+        if asked is None:
+            self._asked.clear()  # of units that the first forward left out
+        elif asked.versions == self._versions():
+            return asked.sent
+        return self._ask()
+
+    @_undisturbed
+    def _ask(self) -> list[Tensor]:
         return [
             tensor
             for extended in self._extended
             for tensor in extended.inputs(self._mesh, self._policy)
         ]
+
+    def _versions(self) -> list[int]:
+        return [v for extended in self._extended for v in versions_of(extended.local)]
 
     @_undisturbed
     def passing(self) -> list[bool]:
@@ -210,10 +231,6 @@ class Extensions:
             for extended in self._extended
             for _ in extended.sizes
         ]
-
-    @_undisturbed
-    def _describe(self) -> list[str]:
-        return [each.describe(self._mesh, self._policy) for each in self._extended]
 
     @_undisturbed
     def arrived(
@@ -240,24 +257,22 @@ class Extensions:
 def agree(units: list[Extensions]) -> None:
     """Compares what is sent over the units' ranks before any of it is gathered: what
     does not fit together would be exchanged between other places, or wait for ever.
-
-    The hooks are asked once more than there are gathers. To keep what they return for
-    those would take bytes that nobody planned, and miss what changes in between; random
-    numbers are drawn again."""
+    What the hooks return is kept for the units' first gathers: FSDP2 asks them once for
+    each."""
     failure: Exception | None = None
+    asked: dict[Extensions, _Asked] = {}
     by_group: dict[str, tuple[DeviceMesh, list[str]]] = {}
     for unit in units:
-        mesh = unit._mesh
-        device = torch.device(mesh.device_type)
-        drawn_from = [] if device.type == "cpu" else [torch.cuda.current_device()]
         try:
-            with torch.random.fork_rng(drawn_from):
-                lines = unit._describe()
+            if not unit._agreed:
+                sent = unit._ask()
+                asked[unit] = _Asked(sent, unit._versions())
+            lines = [each.describe() for each in unit._extended]
         except Exception as error:
             failure = failure or error
             lines = [f"{type(error).__name__}: {error}"]
-        name = mesh.get_group().group_name
-        by_group.setdefault(name, (mesh, []))[1].extend(lines)
+        name = unit._mesh.get_group().group_name
+        by_group.setdefault(name, (unit._mesh, []))[1].extend(lines)
     for mesh, lines in by_group.values():
         require_same_lines(
             mesh.get_group(),
@@ -269,8 +284,8 @@ def agree(units: list[Extensions]) -> None:
         )
     if failure is not None:
         raise failure
-    for unit in units:
-        unit._agreed = True
+    for unit in asked:
+        unit._agreed, unit._asked = True, asked
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # FSDP2's names for the hooks of an all-gather extension.
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -26,6 +27,15 @@ def is_extended(tensor: Tensor) -> bool:
 
 def extended_class(tensor: Tensor) -> type[Tensor] | None:
     return type(tensor) if is_extended(tensor) else None
+
+
+def versions_of(tensor: Tensor) -> list[int]:
+    """Of it and of the tensors that it is made of, which in-place writes change."""
+    versions = [0 if tensor.is_inference() else tensor._version]
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            versions += versions_of(getattr(tensor, name))
+    return versions
 
 
 def require_both_hooks(tensor: Tensor, who: str) -> None:

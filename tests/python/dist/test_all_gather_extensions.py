@@ -321,7 +321,7 @@ def seen() -> dict[str, Any]:
     return {
         "mesh": (up["mesh"].ndim, up["mesh"].size()),
         "outer": (tuple(up["size"]), tuple(up["stride"])),
-        "pre": len(pre),
+        "gathers": len(pre),
         "made": sum(facts["out"] is None for facts in post),
         "again": [type(f["out"]).__name__ for f in post if f["out"] is not None],
         "dtypes": {facts["dtype"] for facts in post},
@@ -336,9 +336,8 @@ def test_hooks_get_the_mesh_of_shards_and_the_whole_parameters_size(pool_of):
         assert facts == {
             "mesh": (1, 2),
             "outer": ((16, DIM), (DIM, 1)),
-            # Two matrices a block, in forward and in backward; the head stays. Each is
-            # asked for once more, when the ranks compare what they send.
-            "pre": 14,
+            # Two matrices a block, in forward and in backward; the head stays.
+            "gathers": 9,
             "made": 5,
             "again": ["Float8Full"] * 4,
             "dtypes": {torch.bfloat16},
@@ -679,6 +678,32 @@ def of_random_numbers(system_name: str) -> Record:
 
 def test_hooks_draw_the_random_numbers_they_draw_with_fsdp2(pool_of):
     compare(pool_of(2), of_random_numbers)
+
+
+def written_in_the_first_forward() -> tuple[Record, Record]:
+    """Behind the hooks of all units, and before the first gather of this one's."""
+
+    def output(in_forward: bool) -> Record:
+        model = wrap(get_system("lowtide"), net(extended.Float8Weight, blocks=3))
+        model.order = (0, 1, 2)
+        weight = model[2].up.weight._local_tensor._data
+
+        def write(*_: Any) -> None:
+            weight.mul_(2)
+
+        if in_forward:
+            model[0].register_forward_hook(write)
+        else:
+            write()
+        with torch.no_grad():
+            return {"out": model(batch(0))}
+
+    return output(True), output(False)
+
+
+def test_a_write_between_hook_and_first_gather_counts(pool_of):
+    for ours, expected in pool_of(2).run(written_in_the_first_forward):
+        assert_same_tensors(ours, expected, "written")
 
 
 def loaded_as_another_class() -> tuple[Record, Record]:
