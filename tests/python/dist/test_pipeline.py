@@ -161,6 +161,31 @@ def test_split_backward_of_bf16_stages(pool_of, name):
     assert_trains_as_fsdp2(pool_of(2), name, torch.bfloat16)
 
 
+def step_behind_a_slope() -> bool:
+    """Of the stages' inputs alone, as of a penalty or a saliency map."""
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("pp", "dp"))
+    records = []
+    for asks in (False, True):
+        schedule, stages = make_schedule(
+            "lowtide", "zero bubble V", mesh, reshard_after_forward=False
+        )
+        for stage in stages if asks else []:
+            x = torch.ones(2, DIM, requires_grad=True)
+            torch.autograd.grad(stage.submod(x).sum(), x)
+        x = torch.ones(2 * MICROBATCHES, DIM)
+        schedule.step(x, target=x)
+        record = Recorder()
+        for stage in stages:
+            record.add_model(stage.submod)
+        records.append(record.values)
+    assert_same_records(*records)
+    return True
+
+
+def test_gradients_of_inputs_before_a_split_backward(pool_of):
+    assert pool_of(1).run(step_behind_a_slope) == [True]
+
+
 def error_of_resharded_stages() -> str:
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("pp", "dp"))
     schedule, _ = make_schedule(

@@ -113,6 +113,24 @@ def test_units_gathered_before_the_first_forward_are_compared(pool_of):
         )
 
 
+def gathered_ahead_on_one_rank() -> str:
+    """Unit 2 is expected behind unit 1, which rank 1 runs behind unit 2."""
+    model = sharded()
+    model.calls = (2, 0, 1, 2)
+    model(data(0)).sum().backward()
+    model.zero_grad()
+    model.calls = (0, 1, 2) if dist.get_rank() == 0 else (2, 1, 0)
+    with pytest.raises(RuntimeError) as error:
+        model(data(1)).sum().backward()
+    return str(error.value)
+
+
+def test_a_gather_that_other_ranks_lack_is_named_before_it_is_waited_for():
+    with RankPool(2, group_timeout=8.0) as pool:
+        for text in pool.run(gathered_ahead_on_one_rank, timeout=60):
+            assert "expected every rank to run the same units" in text, text
+
+
 # -- what may differ ------------------------------------------------------------------
 
 KEPT: list[Any] = []
@@ -154,6 +172,29 @@ def input_that_wants_a_gradient(model: Any, step: int, differs: bool) -> None:
     model(data(step, grad=differs)).square().mean().backward()
 
 
+def twice_from_an_input_that_wants_a_gradient(
+    model: Any, step: int, differs: bool
+) -> None:
+    loss = model(data(step, grad=differs)).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def second_input_that_wants_a_gradient(model: Any, step: int, differs: bool) -> None:
+    """Of a unit behind which others run in backward."""
+    second = data(step + 9, grad=differs)
+
+    def call(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return x + layer(second) if layer is model.layers[1] else layer(x)
+
+    model.wrap_call = call
+    for _ in range(2):
+        loss = model(data(step)).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    model.wrap_call = lambda layer, x: layer(x)
+
+
 MAY_DIFFER = {
     one.__name__: one
     for one in (
@@ -162,6 +203,8 @@ MAY_DIFFER = {
         output_kept,
         hook_on_a_gradient,
         input_that_wants_a_gradient,
+        twice_from_an_input_that_wants_a_gradient,
+        second_input_that_wants_a_gradient,
     )
 }
 

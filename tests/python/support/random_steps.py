@@ -362,6 +362,11 @@ class Session:
         block.set_gradient_divide_factor(7.0 if what == "factor" and differs else 2.0)
         if what == "frozen" and differs:
             block.down.bias.requires_grad_(not frozen)
+        if what == "order":
+            # What is gathered ahead, by the order of the last forward, would be
+            # gathered on one rank alone; the ranks could not go on.
+            with torch.no_grad():
+                self.run_model(replace(run, order=tuple(range(BLOCKS))))
         with pytest.raises(RuntimeError, match=DISAGREE):
             self.run_model(replace(run, order=order))[1].backward()
         self.skip()
