@@ -306,6 +306,12 @@ void bind_shard(py::module_& module) {
                                       unit.rows()->looks_up();
                              })
       .def("fuse_gradients", &Unit::fuse_gradients, py::arg("fused"))
+      .def(
+          "refuse_fused",
+          [](Unit& unit, std::int32_t parameter, const std::string& why) {
+            unit.fused().refuse(parameter, why);
+          },
+          py::arg("parameter"), py::arg("why"))
       .def_property_readonly("fused_uses",
                              [](Unit& unit) { return unit.fused().uses(); })
       .def(
@@ -335,7 +341,8 @@ void bind_shard(py::module_& module) {
       .def_readonly("recorded", &FusedUses::recorded)
       .def_readonly("elsewhere", &FusedUses::elsewhere)
       .def_readonly("repeated", &FusedUses::repeated)
-      .def_readonly("unseen", &FusedUses::unseen);
+      .def_readonly("refused", &FusedUses::refused)
+      .def_property_readonly("unexplained", &FusedUses::unexplained);
   module.def("fused_linear", &fused_linear, py::kw_only(), py::arg("unit"),
              py::arg("parameter"), py::arg("input"), py::arg("weight"),
              py::arg("bias"));

@@ -2,6 +2,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "base/check.h"
@@ -40,6 +41,16 @@ void FusedGradients::list(const ParameterLeaves& leaves) {
       listed_.emplace_back(leaves.full()[k], leaves.receiver(), i, node);
     }
   }
+}
+
+std::int64_t FusedUses::unexplained() const {
+  auto left = unseen;
+  for (const auto& [why, calls] : refused) left -= calls;
+  return std::max<std::int64_t>(0, left);
+}
+
+void FusedGradients::refuse(std::int32_t i, const std::string& why) {
+  ++uses_.at(static_cast<std::size_t>(i)).refused[why];
 }
 
 void FusedGradients::begin_backward() {

@@ -12,7 +12,9 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "memory/device_memory.h"
@@ -36,6 +38,11 @@ struct FusedUses {
   std::int64_t repeated = 0;   // a second use in one backward
   // Backwards that brought a gradient and offered no product.
   std::int64_t unseen = 0;
+  // Forwards that left their call to autograd at once, by why.
+  std::map<std::string, std::int64_t> refused;
+
+  // How many of the unseen no refused forward explains.
+  std::int64_t unexplained() const;
 };
 
 class FusedGradients {
@@ -53,6 +60,9 @@ class FusedGradients {
   void list(const ParameterLeaves& leaves);
   // What became of each parameter's products so far.
   const std::vector<FusedUses>& uses() const { return uses_; }
+
+  // The forward of parameter i's layer leaves a call to autograd.
+  void refuse(std::int32_t i, const std::string& why);
 
   // A backward of the unit begins.
   void begin_backward();

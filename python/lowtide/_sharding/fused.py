@@ -128,14 +128,7 @@ class FusedWeights:
                 exact[parameter.name] = "its gradient comes in blocks of rows"
                 continue
             fused.append(parameter.name)
-            weight = self._weights.get(parameter)
-            counts = Counter(weight.exact) if weight is not None else Counter[str]()
-            if index < len(uses):
-                unseen = uses[index].unseen - counts.total()
-                counts[_UNSEEN] = max(0, unseen)
-                for field, reason in _OF_BACKWARD.items():
-                    counts[reason] = getattr(uses[index], field)
-            if counts := +counts:
+            if index < len(uses) and (counts := _reasons_of(uses[index])):
                 exact[parameter.name] = ", ".join(
                     f"{reason} ({count} {'use' if count == 1 else 'uses'})"
                     for reason, count in counts.items()
@@ -143,15 +136,23 @@ class FusedWeights:
         return fused, exact
 
 
+def _reasons_of(uses: _C.FusedUses) -> Counter[str]:
+    """How often a weight's products were left to autograd, by why."""
+    counts = Counter(uses.refused)
+    counts[_UNSEEN] = uses.unexplained
+    for field, reason in _OF_BACKWARD.items():
+        counts[reason] = getattr(uses, field)
+    return +counts
+
+
 class FusedWeight:
-    """Where the products of one layer go, and how often they did not and why."""
+    """Where the products of one layer go."""
 
     def __init__(self, parameter: UnitParameter) -> None:
         self._parameter = weakref.ref(parameter)
         self._unit: weakref.ref[_C.Unit] | None = None
         self._index = -1
         self.fuses = True
-        self.exact: Counter[str] = Counter()
 
     def bind(self, unit: _C.Unit, index: int) -> None:
         self._unit, self._index = weakref.ref(unit), index
@@ -167,7 +168,7 @@ class FusedWeight:
         ):
             return F.linear(input, weight, bias)
         if (reason := _obstacle_of_call(input, weight, bias)) is not None:
-            self.exact[reason] += 1
+            unit.refuse_fused(self._index, reason)
             return F.linear(input, weight, bias)
         return _C.fused_linear(
             unit=unit, parameter=self._index, input=input, weight=weight, bias=bias

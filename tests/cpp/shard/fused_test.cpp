@@ -173,6 +173,16 @@ TEST_P(FusedTest, AutogradsGradientJoinsTheProduct) {
   expect_naive_bits(scenario, GetParam(), fuse);
 }
 
+TEST(FusedUsesTest, RefusedForwardsExplainUnseenGradients) {
+  FusedUses uses;
+  uses.unseen = 3;
+  EXPECT_EQ(uses.unexplained(), 3);
+  uses.refused = {{"autocast", 1}, {"torch.func", 1}};
+  EXPECT_EQ(uses.unexplained(), 1);
+  uses.refused["autocast"] = 5;  // their backwards have not come
+  EXPECT_EQ(uses.unexplained(), 0);
+}
+
 TEST_P(FusedTest, HooksSeeTheGradient) {
   expect_naive_bits(scenario_of({true, false, true}), GetParam(), fuse_hooked);
   run_ranks(GetParam(), [&](Exchange& exchange, std::int64_t r) {
