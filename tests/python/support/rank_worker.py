@@ -1,6 +1,7 @@
-"""One rank of `ranks.RankPool`: takes tasks from a connection until it closes.
+"""The program of `fork_server.py`, and the ranks of `ranks.RankPool`, which it forks:
+each takes tasks from a connection until it closes.
 
-Started as a program by `ranks.py`:  rank_worker.py <fd> <settings, pickled hex>
+    rank_worker.py <descriptor of the server's connection>
 """
 
 from __future__ import annotations
@@ -17,12 +18,22 @@ import signal
 import sys
 import traceback
 from datetime import timedelta
+from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
+# What most ranks import, and nothing that starts a thread.
+PRELOADED = (
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.tensor.parallel",
+    "torch._dynamo",
+    "lowtide",
+)
 
 
 def die_with_parent() -> None:
@@ -101,20 +112,55 @@ def run_task(message: bytes) -> bytes:
     return out.getvalue()
 
 
-def main() -> None:
+def serve(connection: Connection) -> None:
+    """Forks ranks until the connection closes; see `fork_server.py`."""
+    while True:
+        try:
+            what, *arguments = connection.recv()
+        except EOFError:
+            return
+        if what == "status":
+            pid, status = os.waitpid(arguments[0], os.WNOHANG)
+            connection.send(os.waitstatus_to_exitcode(status) if pid else None)
+            continue
+        task, log = (reduction.recv_handle(connection) for _ in "12")
+        pid = os.fork()
+        if pid == 0:
+            connection.close()
+            be_rank(task, log, *arguments)
+        os.close(task)
+        os.close(log)
+        connection.send(pid)
+
+
+def be_rank(task: int, log: int, settings: dict[str, Any], env: dict[str, str]) -> None:
+    """Never returns: the server's code is not this process's to run."""
+    os.setsid()
     die_with_parent()
-    faulthandler.enable()
-    connection = Connection(int(sys.argv[1]))
-    settings = pickle.loads(bytes.fromhex(sys.argv[2]))
-    sys.path[:] = settings["sys_path"]
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    os.close(log)
+    try:
+        os.environ.clear()
+        os.environ.update(env)
+        os.chdir(settings["folder"])
+        sys.path[:] = settings["path"]
+        work(Connection(task), settings)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Tearing gloo down can wait for peers that are gone already.
+    os._exit(0)
 
-    os.environ["RANK"] = str(settings["rank"])
-    os.environ["WORLD_SIZE"] = str(settings["world_size"])
-    os.environ["RANK_POOL_STORE"] = settings["store"]
 
+def work(connection: Connection, settings: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
 
+    faulthandler.enable()
     torch.set_num_threads(1)
     if settings["group"]:
         dist.init_process_group(
@@ -128,13 +174,22 @@ def main() -> None:
         try:
             message = connection.recv_bytes()
         except EOFError:
-            break
+            return
         connection.send_bytes(run_task(message))
         if dist.is_initialized():
             drop_groups()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Tearing gloo down can wait for peers that are gone already.
+
+
+def main() -> None:
+    die_with_parent()
+    for name in PRELOADED:
+        importlib.import_module(name)
+    # Ranks collect garbage after every task: not a quarter of a million objects of
+    # modules each time.
+    gc.collect()
+    gc.freeze()
+    serve(Connection(int(sys.argv[1])))
+    # Ranks that are still there end with their parent.
     os._exit(0)
 
 

@@ -2,11 +2,12 @@
 
     values = RankPool(2).run(function, argument)     # one value per rank
 
-A pool keeps its processes, so that many small tests pay for `import torch`
-once.  Ranks find each other through a file, never a port.  Every task has a
-hard timeout; a rank that raises, dies or hangs ends the whole pool and the
-`RankFailure` shows each rank's traceback and what it wrote.  A test that
-*expects* ranks to fail uses `outcomes`, which reports instead of raising.
+A pool keeps its processes, and ranks are forked from one process that has imported
+torch and lowtide (`fork_server.py`): a new pool takes milliseconds.  Ranks find each
+other through a file, never a port.  Every task has a hard timeout; a rank that raises,
+dies or hangs ends the whole pool and the `RankFailure` shows each rank's traceback and
+what it wrote.  A test that *expects* ranks to fail uses `outcomes`, which reports
+instead of raising.
 
 Functions must be importable (module level); arguments and values travel by
 `torch.save`.
@@ -20,7 +21,6 @@ import os
 import pickle
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,7 +32,8 @@ from typing import Any
 
 import torch
 
-WORKER = Path(__file__).with_name("rank_worker.py")
+from support.fork_server import Forked, fork
+
 LOG_TAIL_BYTES = 6000
 
 
@@ -77,7 +78,7 @@ class RankPool:
         self._group = group
         self._group_timeout = group_timeout
         self._env = env or {}
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Forked] = []
         self._connections: list[Connection] = []
         self._directory: Path | None = None
 
@@ -121,25 +122,18 @@ class RankPool:
                 "store": str(self._directory / "store"),
                 "group": self._group,
                 "group_timeout": self._group_timeout,
-                "sys_path": sys.path,
+                "path": sys.path,
+                "folder": os.getcwd(),
             }
-            env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+            env = os.environ | {
+                "GLOO_SOCKET_IFNAME": "lo",
+                "RANK": str(rank),
+                "WORLD_SIZE": str(self.world_size),
+                "RANK_POOL_STORE": settings["store"],
+            }
             with open(self._log(rank), "wb") as log:
                 self._processes.append(
-                    subprocess.Popen(
-                        [
-                            sys.executable,
-                            str(WORKER),
-                            str(theirs.fileno()),
-                            pickle.dumps(settings).hex(),
-                        ],
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        pass_fds=[theirs.fileno()],
-                        start_new_session=True,
-                        env=env | self._env,
-                    )
+                    fork(settings, env | self._env, theirs.fileno(), log.fileno())
                 )
             theirs.close()
             self._connections.append(ours)
@@ -224,14 +218,11 @@ def _with_log(outcome: Outcome, path: Path, start: int) -> Outcome:
     return replace(outcome, log=log.strip())
 
 
-def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+def _end(processes: list[Forked]) -> None:
     """The ranks and whatever they started; one without work leaves by itself."""
     deadline = time.monotonic() + 1.0
     for process in processes:
-        try:
-            process.wait(timeout=max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            pass
+        process.wait(max(0.0, deadline - time.monotonic()))
     for process in processes:
         try:
             os.killpg(process.pid, signal.SIGKILL)
