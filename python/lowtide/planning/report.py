@@ -145,7 +145,7 @@ def parse_bytes(text: str) -> int:
     unit = stripped[len(number) :].strip()
     try:
         value = int(float(number) * units[unit])
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, OverflowError):
         value = 0
     if value <= 0 or (not unit and value < 1 << 20):
         raise ValueError(

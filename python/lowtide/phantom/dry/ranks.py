@@ -40,14 +40,15 @@ def parse(text: str, world: int) -> list[int]:
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         try:
-            found.update(range(int(first), int(last if dash else first) + 1))
+            ends = int(first), int(last if dash else first)
         except ValueError:
-            found.add(-1)
-    if not found or min(found) < 0 or max(found) >= world:
-        raise ValueError(
-            f"lowtide: --ranks: expected ranks of the {world} of the world, as 0,1,7, "
-            f"0-3 or all, got {text!r}. Pass --world too."
-        )
+            ends = -1, -1
+        if not 0 <= ends[0] <= ends[1] < world:
+            raise ValueError(
+                f"lowtide: --ranks: expected ranks of the {world} of the world, as "
+                f"0,1,7, 0-3 or all, got {text!r}. Pass --world too."
+            )
+        found.update(range(ends[0], ends[1] + 1))
     return sorted(found)
 
 
