@@ -23,6 +23,8 @@ target_link_libraries(lowtide_testing PUBLIC lowtide_core lowtide_warnings)
 target_precompile_headers(lowtide_testing REUSE_FROM lowtide_core)
 
 enable_testing()
+# What ctest runs, without the package.
+add_custom_target(cpp_tests)
 file(GLOB rooms CONFIGURE_DEPENDS LIST_DIRECTORIES true
   RELATIVE "${PROJECT_SOURCE_DIR}/tests/cpp" "${PROJECT_SOURCE_DIR}/tests/cpp/*")
 foreach(room IN LISTS rooms)
@@ -32,6 +34,7 @@ foreach(room IN LISTS rooms)
     continue()
   endif()
   add_executable(${room}_test ${sources})
+  add_dependencies(cpp_tests ${room}_test)
   target_include_directories(${room}_test PRIVATE
     "${PROJECT_SOURCE_DIR}/csrc" "${PROJECT_SOURCE_DIR}/tests/cpp")
   target_link_libraries(${room}_test PRIVATE
@@ -48,13 +51,14 @@ foreach(room IN LISTS rooms)
   # Files of a room name their helpers alike.
   set_target_properties(${room}_test PROPERTIES UNITY_BUILD OFF)
   add_test(NAME cpp.${room} COMMAND ${room}_test --gtest_brief=0)
-  set_tests_properties(cpp.${room} PROPERTIES TIMEOUT 900)
+  set_tests_properties(cpp.${room} PROPERTIES TIMEOUT 900
+    ENVIRONMENT "${LOWTIDE_SANITIZE_ENVIRONMENT}")
 endforeach()
 
 # CUDA's runtime runs over the dry driver, on a GPU or without one.  Only this
 # entry has the driver, whose answers CudaRuntimeTest asks for.
 set_tests_properties(cpp.device PROPERTIES
-  ENVIRONMENT "GTEST_FILTER=-CudaRuntimeTest.*")
+  ENVIRONMENT "GTEST_FILTER=-CudaRuntimeTest.*;${LOWTIDE_SANITIZE_ENVIRONMENT}")
 if(LOWTIDE_WITH_CUDA)
   add_test(NAME cpp.device.cuda
     COMMAND device_test "--gtest_filter=CudaRuntimeTest.*:*/cuda")
