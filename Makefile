@@ -1,6 +1,6 @@
 # make dev       .venv, pinned dependencies, build of what changed, importable lowtide
-# make test      dev, then all C++ and Python tests
-# make test-all  test, then some of the stored simulated figures again
+# make test      dev, then all C++ tests and the quick Python tests
+# make test-all  test, then the slow ones in shards (tests/shards.py --list)
 # make demo      dev, then examples/demo.py
 # make lint      formatters and type checks
 # make bench     benchmarks, JSON and a table
@@ -26,7 +26,7 @@ CPP_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*
 # One build at a time, also when two shells say `make`.
 LOCK = flock $(BUILD)/.lock
 
-.PHONY: dev test test-all demo lint bench clean
+.PHONY: dev test test-all sanitize demo lint bench clean
 .NOTPARALLEL:
 
 dev: $(CONFIGURED)
@@ -39,7 +39,16 @@ test: dev $(BUILD)/.tests
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 test-all: test
-	$(BIN)/python -m pytest -n 0 tests/slow
+	$(BIN)/python tests/shards.py
+
+# The C++ tests under SANITIZE=address (and undefined) or thread, in a build of their own.
+sanitize: .venv/.dev
+	$(CMAKE) -S . -B $(BUILD)/$(SANITIZE) -G Ninja -DLOWTIDE_SANITIZE=$(SANITIZE) \
+	  -DLOWTIDE_TESTS=ON -DLOWTIDE_CUDA=OFF -DLOWTIDE_UNITY=ON \
+	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
+	$(CMAKE) --build $(BUILD)/$(SANITIZE) -j $(JOBS) --target cpp_tests
+	$(BIN)/ctest --test-dir $(BUILD)/$(SANITIZE) --output-on-failure --no-tests=error
 
 demo: dev
 	$(BIN)/python examples/demo.py

@@ -12,6 +12,8 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 OPTIONS = ("LOWTIDE_CUDA", "LOWTIDE_CUDA_ARCHS", "LOWTIDE_UNITY", "LOWTIDE_WERROR")
+# Who installs compiles everything once, and that is the faster way.
+DEFAULTS = {"LOWTIDE_UNITY": "ON"}
 
 
 class CMakeBuild(build_ext):
@@ -20,9 +22,8 @@ class CMakeBuild(build_ext):
         build = Path(self.build_temp).resolve()
         package = Path(self.get_ext_fullpath(ext.name)).resolve().parent
         cmake, ninja = tool("cmake"), tool("ninja")
-        options = [
-            f"-D{name}={os.environ[name]}" for name in OPTIONS if name in os.environ
-        ]
+        given = DEFAULTS | os.environ
+        options = [f"-D{name}={given[name]}" for name in OPTIONS if name in given]
         run_cmake(
             [
                 *(cmake, "-S", str(source), "-B", str(build), "-G", "Ninja"),

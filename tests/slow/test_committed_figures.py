@@ -17,6 +17,7 @@ TURN = int(os.environ.get("LOWTIDE_TURN", date.today().toordinal()))
 CASES = [case for case in map(runner.load, runner.CASES) if case.parts]
 
 
+@pytest.mark.slow("figures")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_a_part_gives_the_stored_figures(

@@ -37,6 +37,7 @@ def free_port() -> int:
         return listening.getsockname()[1]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_the_demo_finds_all_systems_equal(tmp_path):
     """Lowtide, resumed from its checkpoint, FSDP2, unsharded: same losses, same
@@ -65,6 +66,7 @@ def test_the_demo_finds_all_systems_equal(tmp_path):
     assert picture.startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_two_machines_train_as_one_does(tmp_path):
     """Two agents of one process each meet by a c10d rendezvous."""

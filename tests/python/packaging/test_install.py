@@ -30,6 +30,7 @@ def run(*command: object, cwd: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow("install")
 @pytest.mark.timeout(1800)  # compiles the extension once
 def test_sdist_and_wheel_install_into_an_empty_environment(tmp_path, bare_venv):
     build = (sys.executable, "-m", "build", "--no-isolation")

@@ -35,6 +35,7 @@ def test_the_libraries_are_joined_and_the_tests_are_not(tmp_path: Path) -> None:
     assert "_test.dir/" in rules and "_test.dir/Unity/" not in rules
 
 
+@pytest.mark.slow("unity")
 @pytest.mark.timeout(900)  # reads all of the C++ once
 def test_all_files_of_a_library_may_be_joined(tmp_path: Path) -> None:
     """Which eight are joined changes with every new file, and with CUDA."""

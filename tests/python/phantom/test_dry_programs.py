@@ -140,6 +140,7 @@ def test_lowtides_engine_with_activations_on_the_host(of_eight):
     assert found["pinned"] >= 2 * 512 * 1024 * 4  # two blocks' inputs at once
 
 
+@pytest.mark.slow
 def test_compiled_blocks_whose_hooks_gather():
     """What hears of a gather is no part of the compiled region that it is asked for in:
     the checkpoint would run another one again."""
@@ -149,6 +150,7 @@ def test_compiled_blocks_whose_hooks_gather():
     assert "torch._dynamo" not in done.stderr
 
 
+@pytest.mark.slow
 def test_llama_8b_of_the_benchmarks_as_it_stands(tmp_path):
     """FSDP2 at world 8: the stored figure, in torch's own memory history too."""
     report, snapshot = tmp_path / "report.json", tmp_path / "snapshot.pickle"

@@ -64,6 +64,7 @@ def test_ranks_of_a_mesh_agree(system):
     assert len(peaks) == 1
 
 
+@pytest.mark.slow
 def test_a_call_has_its_unit_and_the_line_it_was_made_for():
     calls = compared(2, "0", TRAIN, "fsdp2")["ranks"]["0"]["calls"]
     gathers = [call for call in calls if call["kind"] == "all_gather"]
@@ -78,12 +79,14 @@ def test_a_call_has_its_unit_and_the_line_it_was_made_for():
     assert reduce == BACKWARD
 
 
+@pytest.mark.slow
 def test_ddp_agrees():
     found = compared(2, "0,1", TRAIN, "ddp")
     assert found["nccl"]["divergences"] == []
     assert found["nccl"]["calls"] > 6
 
 
+@pytest.mark.slow
 def test_units_of_fsdp2_in_another_order():
     found = compared(2, "0,1", TRAIN, "fsdp2", "order", status=1)
     difference, calls = divergence(found)
@@ -122,6 +125,7 @@ def test_an_all_reduce_that_a_rank_leaves_out_when_its_data_is_odd():
     assert (calls[1]["range"], calls[1]["where"]) == ("FSDP::all_gather", STEP)
 
 
+@pytest.mark.slow
 def test_the_stages_of_a_pipeline_agree():
     found = compared(2, "all", SCRIPTS / "train_pipeline.py")
     assert found["nccl"]["divergences"] == []
@@ -165,6 +169,7 @@ def test_a_rank_that_ends_before_an_exchange():
     ) in said
 
 
+@pytest.mark.slow
 def test_plans_of_several_ranks(tmp_path):
     file = tmp_path / "plan.json"
     options = f"--world 4 --ranks 0,1,2 --json {file} --".split()
@@ -179,6 +184,7 @@ def test_plans_of_several_ranks(tmp_path):
     assert "error" not in said
 
 
+@pytest.mark.slow
 def test_plans_of_ranks_that_would_wait_for_each_other():
     words = ("--world", 2, "--ranks", "0,1", "--", TRAIN, "fsdp2", "order")
     printed, said = lowtide("plan", *words, status=1)

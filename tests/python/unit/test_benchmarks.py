@@ -196,6 +196,7 @@ def test_without_valgrind_the_result_says_what_to_do(
     assert row.kind == "missing" and "apt install valgrind" in row.note
 
 
+@pytest.mark.slow
 def test_flat_gradients_case() -> None:
     case = runner.load("case1_flat_gradients")
     values = {(r.system, r.quantity): r.value for r in case.rows()}

@@ -105,6 +105,7 @@ def test_a_digest_sees_one_bit():
     assert parameters_sha256(model) != before
 
 
+@pytest.mark.slow
 def test_generated_text_depends_on_the_seed_alone():
     model = Llama(CONFIGS["tiny"])
     init_weights(model, seed=0)
