@@ -1,199 +1,216 @@
-"""Builds, tests and measures lowtide on one NVIDIA GPU; see docs/gpu_check.md.
+"""Measures lowtide on one NVIDIA GPU beside FSDP2 and beside bars; docs/gpu_check.md.
 
-Steps that are done are kept: the same command goes on after an interruption. Exit: 0
-all done and every bar met; 1 the build failed, or with no step left one failed, a bar
-was missed, or GoogleTest or compute-sanitizer was not there; 2 something that is needed
-is missing here; 3 steps are left, run it again; 128 + n ended by signal n.
+    check.py [--list] [--tiny] [--out DIR] [STEP ...]
+
+A step that fails is a row that says why, and the others go on. Exit status 1 if one
+failed or a bar was missed.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
+import json
 import sys
-import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-BEGAN = time.monotonic()
 GPU = Path(__file__).resolve().parent
-BENCHMARKS = GPU.parent
-REPOSITORY = BENCHMARKS.parent
-for directory in (GPU, BENCHMARKS, BENCHMARKS / "programs"):
+REPOSITORY = GPU.parents[1]
+for directory in (GPU, GPU.parent, GPU.parent / "programs"):
     if str(directory) not in sys.path:
         sys.path.insert(0, str(directory))
 
 import bars  # noqa: E402
-import prerequisites  # noqa: E402
-import processes  # noqa: E402
+import launch  # noqa: E402
+import measure_cases as cases  # noqa: E402
+import measure_ledger as ledger  # noqa: E402
+import measure_llama as llama  # noqa: E402
+import measure_parts as parts  # noqa: E402
 import results  # noqa: E402
 import tables  # noqa: E402
 from case import Row  # noqa: E402
-from progress import OtherMachine, Outcome, Progress  # noqa: E402
-from scale import FULL, TINY  # noqa: E402
-from step import Step  # noqa: E402
-from steps import steps  # noqa: E402
+from scale import FULL, TINY, Scale  # noqa: E402
 
-FINISHED, BAD, UNUSABLE, UNFINISHED = range(4)
+STEP_SECONDS = 600  # that one of its programs may take
 HOW = """\
 One GPU. Memory: rank 0 of 8 on torch's `fake` group, the highest of the third step.
 Speed: one rank on NCCL, the systems step by step in turns in one process, events on the
-GPU's stream. Columns of a line were taken in one run of this command."""
+GPU's stream."""
 
 
-# The build itself puts headers into the package.
-SOURCES = {
-    "csrc": (".h", ".cpp", ".cu", ".cuh"),
-    "python/lowtide": (".py",),
-    "benchmarks": (".py",),
-    "examples": (".py",),
-}
+class Programs:
+    """Runs programs of ../programs on the GPU; what each prints, read as JSON."""
+
+    def __call__(self, name: str, *arguments: object) -> Any:
+        return self._read(name, arguments, gpu=True)
+
+    def dry(self, name: str, *arguments: object) -> Any:
+        """Over the dry driver instead of the GPU."""
+        from lowtide.phantom.dry.launch import Machine
+
+        return self._read(name, arguments, machine=Machine())
+
+    def together(
+        self, calls: Sequence[Sequence[object]], *, at_once: int = 3
+    ) -> list[Any]:
+        """Programs that measure bytes do not disturb each other as long as the device
+        holds those that run ``at_once``."""
+        with ThreadPoolExecutor(max_workers=at_once) as threads:
+            return list(threads.map(lambda call: self(*map(str, call)), calls))
+
+    def _read(self, name: str, arguments: Sequence[object], **where: Any) -> Any:
+        printed = launch.run(name, *map(str, arguments), timeout=STEP_SECONDS, **where)
+        return json.loads(printed.splitlines()[-1])
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="gpu_check.sh",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--list", action="store_true", help="name the steps and stop")
-    parser.add_argument("--only", nargs="+", metavar="STEP", help="these steps")
-    parser.add_argument("--again", nargs="+", metavar="STEP", help="even if done")
-    parser.add_argument("--fresh", action="store_true", help="forget what is done")
-    parser.add_argument(
-        "--budget",
-        type=float,
-        default=565,
-        metavar="SECONDS",
-        help="begin no step that would end later, 565 by default",
-    )
-    parser.add_argument(
-        "--out", type=Path, default=REPOSITORY / "out/gpu_check", metavar="DIR"
-    )
-    parser.add_argument(
-        "--tiny", action="store_true", help="sizes of a dry run: figures mean nothing"
-    )
-    return parser.parse_args(arguments)
+@dataclass(frozen=True)
+class Step:
+    """``measure`` gives figures that JSON can keep, ``read`` their rows."""
+
+    name: str
+    what: str
+    measure: Callable[[Scale, Programs], Any]
+    read: Callable[[Any], Iterator[Row]]
 
 
-def sources() -> str:
-    """Changes with anything that is built or measured."""
-    digest = hashlib.sha256()
-    for folder, suffixes in SOURCES.items():
-        for path in sorted((REPOSITORY / folder).rglob("*")):
-            if path.suffix in suffixes and path.name != "_built_for.py":
-                digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+def steps(scale: Scale) -> list[Step]:
+    return [
+        *(
+            Step(
+                f"memory-{checkpoint}",
+                f"peaks of the slice at world 8, checkpoint {checkpoint}",
+                partial(llama.llama_memory, checkpoint),
+                partial(llama.llama_memory_rows, checkpoint),
+            )
+            for checkpoint in llama.CHECKPOINTS
+        ),
+        Step(
+            *("bits", "losses and parameters beside FSDP2's"),
+            *(llama.bits, llama.bits_rows),
+        ),
+        Step(
+            *("graphs", "losses and parameters of CUDA graphs"),
+            *(llama.graphs, llama.variants_rows),
+        ),
+        *(
+            Step(
+                f"speed-{name}",
+                f"step time of the slice, NCCL, loss {loss}",
+                partial(llama.llama_speed, loss),
+                partial(llama.llama_speed_rows, loss),
+            )
+            for name, loss in llama.losses(scale).items()
+        ),
+        Step(
+            *("links", "bandwidth to and from the host"),
+            *(parts.links, parts.links_rows),
+        ),
+        Step(
+            *("kernels", "bandwidth of the operators"),
+            *(parts.kernels, parts.kernels_rows),
+        ),
+        Step(
+            *("case1-memory", "peaks with flat gradients"),
+            *(cases.flat_peaks, cases.flat_peaks_rows),
+        ),
+        Step(
+            *("case1-speed", "rate with flat gradients"),
+            *(cases.flat_speed, cases.flat_speed_rows),
+        ),
+        Step(
+            *("case2-memory", "peaks with offload of the residual"),
+            *(cases.residual_peaks, cases.residual_peaks_rows),
+        ),
+        Step(
+            *("case2-speed", "step time with offload of the residual"),
+            *(cases.residual_speed, cases.residual_speed_rows),
+        ),
+        Step(
+            *("host", "host time per unit"),
+            *(parts.host_units, parts.host_units_rows),
+        ),
+        Step(
+            *("ledger", "ledger, and the same step dry"),
+            *(ledger.ledger, ledger.ledger_rows),
+        ),
+    ]
 
 
-def rows_of_step(step: Step, progress: Progress, outcome: Outcome) -> list[Row]:
-    figures = progress.figures(step.name)
-    if figures is not None and "missing" not in figures:
-        return list(step.rows(figures))
-    if figures is not None:
-        reason = figures["missing"]
-        return [bars.row("lowtide", step.what, None, "", "missing", reason)]
-    failed = outcome.failed.get(step.name)
-    reason = f"failed: {ends(failed)}" if failed else "not run"
-    return [bars.row("lowtide", step.what, None, "", "missing", reason)]
+def rows_of(step: Step, scale: Scale, programs: Programs, out: Path) -> list[Row]:
+    """The figures as they came are kept beside the result."""
+    try:
+        figures = step.measure(scale, programs)
+    except Exception as error:
+        traceback.print_exc()
+        return [bars.row("lowtide", step.what, None, "", "missing", last_line(error))]
+    path = out / "figures" / f"{step.name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(figures, indent=1) + "\n")
+    return list(step.read(figures))
 
 
-def ends(error: str) -> str:
+def last_line(error: Exception) -> str:
     """What was done, and what became of it."""
-    lines = [line.strip() for line in error.splitlines() if line.strip()]
-    return " ... ".join(dict.fromkeys((lines[0], lines[-1])))
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ... ".join(dict.fromkeys((lines[0], lines[-1]))) if lines else repr(error)
 
 
-def report(rows: dict[str, list[Row]], facts: Any, folder: Path) -> str:
-    """Writes all rows as JSON; returns and writes a table for each step."""
+def store(rows: Sequence[Row], out: Path) -> None:
+    import environment
+    import torch
+
+    described = environment.describe()
+    described["GPU"] = torch.cuda.get_device_name(0)
+    described["CUDA"] = torch.version.cuda or "none"
     result = results.Result(
         case=bars.NAME,
         describe="On one GPU, by `bash benchmarks/gpu_check.sh`.",
         how=HOW,
         headlines=(),
         command="bash benchmarks/gpu_check.sh",
-        environment=facts,
-        rows=tuple(row for of_step in rows.values() for row in of_step),
+        environment=described,
+        rows=tuple(rows),
     )
-    results.write(result, folder)
-    lines = ["# gpu_check", "", HOW, tables.obtained_with(result)]
-    for what, of_step in rows.items():
-        lines += ["", f"## {what}", "", *tables.table(of_step)]
-    text = "\n".join(lines)
-    (folder / "gpu_check.md").write_text(text + "\n")
-    return text
+    results.write(result, out)
+    (out / "gpu_check.md").write_text("\n".join(tables.section(result)) + "\n")
 
 
-def write_errors(outcome: Outcome, folder: Path) -> None:
-    """The whole ends of the output of steps that failed in this run."""
-    folder.mkdir(parents=True, exist_ok=True)
-    texts = (f"{name}: {error}\n" for name, error in outcome.failed.items())
-    (folder / "errors.txt").write_text("\n".join(texts))
-
-
-def status(outcome: Outcome, missed: Sequence[str]) -> int:
-    if "build" in outcome.failed:
-        return BAD
-    if outcome.left:
-        return UNFINISHED
-    return FINISHED if outcome.finished and not missed else BAD
-
-
-def check(options: argparse.Namespace) -> int:
-    all_steps = steps(TINY if options.tiny else FULL)
-    names = [step.name for step in all_steps]
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("step", nargs="*", metavar="STEP", help="default: all")
+    parser.add_argument("--list", action="store_true", help="name the steps and stop")
+    parser.add_argument(
+        "--tiny", action="store_true", help="sizes of a dry run: figures mean nothing"
+    )
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "out/gpu_check")
+    options = parser.parse_args(arguments)
+    scale = TINY if options.tiny else FULL
+    known = {step.name: step for step in steps(scale)}
+    if unknown := sorted(set(options.step) - set(known)):
+        parser.error(f"expected {', '.join(known)}, got {', '.join(unknown)}")
     if options.list:
-        for step in all_steps:
-            print(f"{step.name:<18}{step.seconds:>4} s  {step.what}")
-        return FINISHED
-    asked = {*(options.only or ()), *(options.again or ())}
-    if unknown := sorted(asked - set(names)):
-        print(
-            f"lowtide: gpu_check: expected steps of {', '.join(names)}, got "
-            f"{', '.join(unknown)}. See --list.",
-            file=sys.stderr,
-        )
-        return UNUSABLE
-    try:
-        facts = prerequisites.check(any_gpu=options.tiny)
-        stored = options.out / "steps.json"
-        if options.fresh:
-            stored.unlink(missing_ok=True)
-        belongs = {"GPU": facts["GPU"], "torch": facts["torch"], "sources": sources()}
-        progress = Progress(stored, belongs | {"tiny": options.tiny})
-    except (prerequisites.Missing, OtherMachine) as error:
-        print(error, file=sys.stderr)
-        if isinstance(error, prerequisites.Missing):
-            print(prerequisites.ALL, file=sys.stderr)
-        return UNUSABLE
-    for name in options.again or ():
-        progress.forget(name)
-    wanted = [step for step in all_steps if not options.only or step.name in asked]
-    rows: dict[str, list[Row]] = {}
-
-    def report_so_far(outcome: Outcome) -> str:
-        for step in all_steps:
-            rows[step.what] = rows_of_step(step, progress, outcome)
-        write_errors(outcome, options.out)
-        return report(rows, facts, options.out)
-
-    outcome = progress.run(
-        wanted, budget=options.budget, began=BEGAN, after=report_so_far
-    )
-    print(report_so_far(outcome))
-    missed = bars.missed(row for of_step in rows.values() for row in of_step)
-    for quantity in missed:
-        print(f"bar missed: {quantity}")
-    for name, error in outcome.failed.items():
-        print(f"failed: {name}: {ends(error)}")
-    for name in outcome.missing:
-        print(f"not there: what {name} needs")
-    if outcome.left:
-        print(f"left for the next run: {', '.join(outcome.left)}")
-    return status(outcome, missed)
+        for step in known.values():
+            print(f"{step.name:<18}{step.what}")
+        return 0
+    rows: list[Row] = []
+    for name in options.step or known:
+        print(f"-- {name}: {known[name].what}", flush=True)
+        of_step = rows_of(known[name], scale, Programs(), options.out)
+        print("\n".join(tables.table(of_step)), flush=True)
+        rows += of_step
+        store(rows, options.out)
+    bad = [f"bar missed: {quantity}" for quantity in bars.missed(rows)]
+    bad += [f"failed: {r.quantity}: {r.note}" for r in rows if r.kind == "missing"]
+    print("\n".join(bad))
+    return bool(bad)
 
 
 if __name__ == "__main__":
-    processes.end_all_on_signals()
-    sys.exit(check(parse(None)))
+    sys.exit(main())

@@ -8,9 +8,8 @@ from statistics import median
 import bars
 from bars import row, with_bar
 from case import Row
-from measuring import FLAGS, GIB, Programs, spread
+from figures import FLAGS, GIB, Figures, Programs, spread
 from scale import Scale
-from step import Figures
 
 # -- case 1 ---------------------------------------------------------------------------
 
@@ -74,7 +73,7 @@ FP32 = "fp32 without TF32"
 
 
 def residual_peaks(scale: Scale, programs: Programs) -> Figures:
-    return programs("residual.py", "peaks", *scale.residual)
+    return programs("residual_speed.py", "peaks", *scale.residual)
 
 
 def residual_peaks_rows(figures: Figures) -> Iterator[Row]:
@@ -97,7 +96,7 @@ def residual_peaks_rows(figures: Figures) -> Iterator[Row]:
 
 def residual_speed(scale: Scale, programs: Programs) -> Figures:
     rounds = max(scale.rounds // 3, RESIDUAL_ROUNDS)
-    return programs("residual.py", "speed", *scale.residual, rounds)
+    return programs("residual_speed.py", "speed", *scale.residual, rounds)
 
 
 def residual_speed_rows(figures: Figures) -> Iterator[Row]:

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import bars
 from bars import row, with_bar
 from case import Row
-from measuring import FLAGS, GIB, Programs
+from figures import FLAGS, GIB, Figures, Programs
 from scale import Scale
-from step import Figures
 
 KINDS = ("allocated", "reserved")
 

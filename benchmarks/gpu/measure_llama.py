@@ -8,9 +8,8 @@ from statistics import median
 import bars
 from bars import row, with_bar
 from case import Row
-from measuring import FLAGS, GIB, Programs, spread
+from figures import FLAGS, GIB, Figures, Programs, spread
 from scale import Scale
-from step import Figures
 
 CHECKPOINTS = ("full", "selective", "none")
 # like for like, and with the loss that lowtide would take

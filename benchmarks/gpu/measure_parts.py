@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from bars import row
 from case import Row
-from measuring import Programs
+from figures import Figures, Programs
 from scale import Scale
-from step import Figures
 
 DIRECTIONS = {"h2d": "to the device", "d2h": "to the host", "both": "both at once"}
 

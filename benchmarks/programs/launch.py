@@ -35,14 +35,15 @@ def run(
     under: Sequence[str] = (),
     directory: Path | None = None,
     machine: Machine | None = None,
+    gpu: bool = False,
     timeout: float,
 ) -> str:
     """What it printed; RuntimeError with the end of its errors when it fails. It sees
-    no GPU, or those of ``machine``, over the driver that computes nothing."""
+    no GPU, or with ``gpu`` that of this computer, or those of ``machine``, over the
+    driver that computes nothing."""
     base = os.environ | ENVIRONMENT
-    line, environment = command(program, *arguments), base | NO_GPU
+    line, environment = command(program, *arguments), base | ({} if gpu else NO_GPU)
     if machine is not None:
-        # The programs of gpu/ build lowtide, so they cannot import it here.
         from lowtide.phantom.dry import launch
 
         line = launch.command(line[1:], machine, launch.Settings())

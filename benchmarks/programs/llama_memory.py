@@ -40,7 +40,7 @@ KEPT = (
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
-    parser.set_defaults(device="cuda")  # bits.py of gpu/ has an option
+    parser.set_defaults(device="cuda")  # bits.py has an option
     parser.add_argument("--system", choices=SYSTEMS, default="lowtide")
     parser.add_argument("--config", choices=CONFIGS, default="8b")
     parser.add_argument("--num-layers", type=int, help="instead of the config's")

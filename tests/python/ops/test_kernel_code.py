@@ -3,12 +3,13 @@ that hold everything. No GPU is needed."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-from prerequisites import of_toolkit
 from torch.utils.cpp_extension import include_paths
 
 KERNELS = Path(__file__).parents[3] / "csrc" / "ops" / "cuda"
@@ -17,7 +18,9 @@ ARCH = "sm_90"
 
 def entries(name: str, folder: Path) -> dict[str, tuple[str, str]]:
     """{kernel: (its PTX, what ptxas says of it)}"""
-    tools = [of_toolkit(program) for program in ("nvcc", "ptxas")]
+    toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")
+    places = os.pathsep.join([str(toolkit), os.environ["PATH"]])
+    tools = [shutil.which(program, path=places) for program in ("nvcc", "ptxas")]
     if None in tools:
         pytest.skip("needs nvcc and ptxas")
     nvcc, ptxas = map(str, tools)

@@ -13,7 +13,7 @@ from typing import Any
 import bits
 import torch
 
-from support.gpu_check import GpuCheck
+from support.gpu_check import check_dry
 
 ON_CPU = {
     bits.AGAIN,
@@ -51,11 +51,11 @@ def test_differences_are_counted() -> None:
 
 
 def test_it_runs_on_cuda(tmp_path: Path) -> None:
-    seen = GpuCheck.run(tmp_path / "out", "bits", "graphs")
+    figures, rows = check_dry(tmp_path, "bits", "graphs")
     captured = {"lowtide, captured", "lowtide, offloaded and captured"}
-    assert set(seen.figures["bits"]["beside FSDP2"]) == ON_CPU
-    assert set(seen.figures["graphs"]["beside FSDP2"]) == captured
-    with_bars = {row["quantity"] for row in seen.rows if row["system"] == "met"}
+    assert set(figures["bits"]["beside FSDP2"]) == ON_CPU
+    assert set(figures["graphs"]["beside FSDP2"]) == captured
+    with_bars = {row["quantity"] for row in rows if row["system"] == "met"}
     assert len(with_bars) == 2 * 6 + 1
-    control = {row["system"] for row in seen.rows if bits.AGAIN in row["quantity"]}
+    control = {row["system"] for row in rows if bits.AGAIN in row["quantity"]}
     assert control == {"fsdp2", "bar", "met"}

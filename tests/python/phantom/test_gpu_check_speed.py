@@ -3,35 +3,36 @@ driver, where everything between two events takes a millisecond."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from scale import TINY
 
-from support.gpu_check import GpuCheck
+from support.gpu_check import check_dry
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> GpuCheck:
-    folder = tmp_path_factory.mktemp("dry")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     steps = ("speed-plain", "speed-chunked", "links", "kernels", "host")
-    return GpuCheck.run(folder / "out", *steps)
+    return check_dry(tmp_path_factory.mktemp("dry"), *steps)[0]
 
 
-def test_steps_of_both_systems_take_turns(seen: GpuCheck) -> None:
+def test_steps_of_both_systems_take_turns(seen: dict[str, Any]) -> None:
     for name in ("speed-plain", "speed-chunked"):
-        speed = seen.figures[name]
+        speed = seen[name]
         assert speed["ms"] == {"fsdp2": [1.0, 1.0], "lowtide": [1.0, 1.0]}
         one = {"median": 1.0, "low": 1.0, "high": 1.0, "share": "all"}
         assert speed["ratio"] == one
         assert speed["flops"] > 0
 
 
-def test_links_move_the_bytes_asked_for(seen: GpuCheck) -> None:
+def test_links_move_the_bytes_asked_for(seen: dict[str, Any]) -> None:
     each = 4096 / 1e6  # GB/s
-    assert seen.figures["links"] == {"h2d": each, "d2h": each, "both": 2 * each}
+    assert seen["links"] == {"h2d": each, "d2h": each, "both": 2 * each}
 
 
-def test_kernels_count_what_they_read_and_write(seen: GpuCheck) -> None:
-    rates = {k: round(v * 1e6) for k, v in seen.figures["kernels"].items()}
+def test_kernels_count_what_they_read_and_write(seen: dict[str, Any]) -> None:
+    rates = {k: round(v * 1e6) for k, v in seen["kernels"].items()}
     copied = rates["copy"] // 2  # bytes of the list in fp32
     assert rates["copy and cast, bf16 to fp32"] == copied * 3 // 2
     assert rates["copy and cast, fp32 to bf16"] == copied * 3 // 2
@@ -42,16 +43,16 @@ def test_kernels_count_what_they_read_and_write(seen: GpuCheck) -> None:
     assert 0 < rates["rows, bf16 to fp32"] < copied
 
 
-def test_host_time_has_every_system_and_phase(seen: GpuCheck) -> None:
-    host = seen.figures["host"]
+def test_host_time_has_every_system_and_phase(seen: dict[str, Any]) -> None:
+    host = seen["host"]
     assert set(host) == {"plain", "fsdp2", "lowtide"}
     for system in host.values():
         assert set(system["phases"]) == {"forward", "backward"}
         assert min(system["phases"].values()) > 0
 
 
-def test_host_time_of_the_group_is_told_apart(seen: GpuCheck) -> None:
-    host = seen.figures["host"]
+def test_host_time_of_the_group_is_told_apart(seen: dict[str, Any]) -> None:
+    host = seen["host"]
     assert host["plain"]["calls"] == {}
     units = TINY.host_layers + 1
     gathers = (2 * units - 1) / units  # the root's parameters stay

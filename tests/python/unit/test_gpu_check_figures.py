@@ -1,8 +1,10 @@
-"""What gpu_check finds in figures made up here: bars, and the report."""
+"""What gpu_check finds in figures made up here: bars, a step that fails, and the order
+of the command."""
 
 from __future__ import annotations
 
-import json
+import os
+import subprocess
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,16 +16,12 @@ import measure_ledger
 import measure_llama
 import measure_parts
 import pytest
-from measuring import spread
-from progress import Outcome, Progress
-from scale import FULL
-from steps import steps
+from figures import spread
+from scale import TINY
 from timing import ratio as ratio_of
 
+ROOT = Path(__file__).parents[3]
 GIB = 1 << 30
-
-
-# -- bars ---------------------------------------------------------------------------
 
 
 def missed(rows: Any) -> list[str]:
@@ -197,26 +195,79 @@ def test_a_peak_that_the_allocator_lowered_is_no_figure() -> None:
         measure_llama.steady(seen | {"retries": 2})
 
 
-# -- the report ---------------------------------------------------------------------
-
-
-def test_the_report_has_every_row_and_every_step_that_was_not_run(
-    tmp_path: Path,
+def test_a_step_that_fails_is_a_row_that_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    figures = {"h2d": 50.0, "d2h": 51.0, "both": 90.0}
-    done = {"links": {"seconds": 1.0, "figures": figures}}
-    path = tmp_path / "steps.json"
-    path.write_text(json.dumps({"of": {}, "steps": done}))
-    progress = Progress(path, {})
-    error = "llama_speed.py: exit 1\nTraceback\nOutOfMemoryError: 80 GiB\n"
-    outcome = Outcome(failed={"speed-plain": error})
-    planned = steps(FULL)
-    rows = {step.what: check.rows_of_step(step, progress, outcome) for step in planned}
-    text = check.report(rows, {"GPU": "one"}, tmp_path)
-    assert "| link, both at once | 90 | GB/s | measured |" in text
-    assert "1. failed: llama_speed.py: exit 1 ... OutOfMemoryError: 80 GiB" in text
-    assert text.count("1. not run") == len(planned) - 2
-    assert (tmp_path / "gpu_check.md").read_text() == text + "\n"
-    stored = json.loads((tmp_path / "gpu_check.json").read_text())
-    assert stored["environment"] == {"GPU": "one"}
-    assert len(stored["rows"]) == sum(map(len, rows.values()))
+    def fail(scale: Any, programs: Any) -> Any:
+        raise RuntimeError("x.py: exit 1\nTraceback\nOutOfMemoryError: 80 GiB\n")
+
+    step = check.Step("speed", "step time", fail, lambda figures: iter(()))
+    (row,) = check.rows_of(step, TINY, check.Programs(), tmp_path)
+    assert (row.kind, row.quantity) == ("missing", "step time")
+    assert row.note == "x.py: exit 1 ... OutOfMemoryError: 80 GiB"
+
+
+# -- the command, with programs that only say that they were called --------------------
+
+SAYS = """#!/bin/sh
+echo "$(basename "$0") $*" >> "$SAID"
+case "$*" in
+  *get_device_capability*) echo 9.0 ;;
+  *{failing}*) exit 1 ;;
+esac
+case "$0" in *compute-sanitizer) echo "========= ERROR SUMMARY: {errors} errors" ;; esac
+"""
+
+
+def command(folder: Path, failing: str = "nothing", errors: int = 0) -> tuple[Any, ...]:
+    """Its exit status, and what it called."""
+    for name in ("python", "cmake", "ctest", "compute-sanitizer"):
+        tool = folder / name
+        tool.write_text(SAYS.format(failing=failing, errors=errors))
+        tool.chmod(0o755)
+    said = folder / "said"
+    done = subprocess.run(
+        ["bash", str(ROOT / "benchmarks/gpu_check.sh"), "links"],
+        env=os.environ | {"PYTHON": str(folder / "python"), "SAID": str(said)},
+        capture_output=True,
+        text=True,
+    )
+    return done.returncode, said.read_text().splitlines(), done.stdout
+
+
+def test_the_command_builds_tests_measures_and_sanitizes(tmp_path: Path) -> None:
+    status, calls, _ = command(tmp_path)
+    assert status == 0
+    assert [call.split()[0] for call in calls] == [
+        *("python", "cmake", "cmake", "cmake"),  # the GPU; configure, build, install
+        *("cmake", "ctest", "python"),
+        *("compute-sanitizer",) * 3,
+    ]
+    assert "-DLOWTIDE_CUDA_ARCHS=9.0" in calls[1]
+    assert "-DFETCHCONTENT_FULLY_DISCONNECTED=ON" in calls[1]
+    assert calls[6].endswith("benchmarks/gpu/check.py links")
+    tools = [call.split("--tool ")[1].split()[0] for call in calls[7:]]
+    assert tools == ["memcheck", "racecheck", "memcheck"]
+
+
+def test_without_googletest_each_kernel_runs_once(tmp_path: Path) -> None:
+    status, calls, said = command(tmp_path, failing="-DLOWTIDE_TESTS=ON")
+    assert status == 1 and "not there: GoogleTest" in said
+    assert not [call for call in calls if call.startswith("ctest")]
+    assert all("kernels.py" in call for call in calls[-3:-1])
+
+
+@pytest.mark.parametrize(
+    ("failing", "errors", "said"),
+    [
+        ("gpu/check.py", 0, "benchmarks/gpu/check.py links"),
+        ("nothing", 2, "failed: sanitize --tool racecheck"),
+        ("--verbose", 0, "failed: ctest"),
+    ],
+)
+def test_what_fails_is_said_and_the_rest_goes_on(
+    failing: str, errors: int, said: str, tmp_path: Path
+) -> None:
+    status, calls, printed = command(tmp_path, failing, errors)
+    assert status == 1 and said in printed
+    assert len(calls) == 10

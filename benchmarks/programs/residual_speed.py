@@ -1,8 +1,8 @@
 """The residual's stack at the report's size on a GPU, as JSON: peak bytes as rank 0 of
 eight, or step times with and without offload, in turns, one rank on NCCL.
 
-    residual.py peaks NUM_LAYERS ROWS WIDTH
-    residual.py speed NUM_LAYERS ROWS WIDTH ROUNDS
+    residual_speed.py peaks NUM_LAYERS ROWS WIDTH
+    residual_speed.py speed NUM_LAYERS ROWS WIDTH ROUNDS
 
 One process for all systems, so that host memory is page-locked once.
 """
@@ -79,8 +79,8 @@ def refuse_pageable(model: Trained) -> None:
     report = memory_report(model).activations
     if report is not None and report.pageable_peak > 0:
         raise RuntimeError(
-            "residual.py: expected page-locked memory for all that is offloaded, got "
-            f"{report.pageable_peak} bytes that are pageable. Free host memory, or "
+            "residual_speed.py: expected page-locked memory for all that is offloaded, "
+            f"got {report.pageable_peak} bytes that are pageable. Free host memory, or "
             "raise what may be locked (ulimit -l)."
         )
 
