@@ -363,6 +363,7 @@ void Unit::agree_on(const StepLog::Numbers& greatest) {
 }
 
 void Unit::agree_alone() {
+  saved_by_any_ = saved_by_any_ || leaves().ever_saved();
   calls_.graphs().agree_alone();
   listened_by_any_ = has_gradient_hooks();
 }
