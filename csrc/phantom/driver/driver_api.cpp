@@ -286,6 +286,13 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType,
   return CUDA_SUCCESS;
 }
 
+// Nothing is logged.
+CUresult cuLogsRegisterCallback(CUlogsCallback, void*,
+                                CUlogsCallbackHandle* handle) {
+  return handle ? create(handle) : CUDA_SUCCESS;
+}
+CUresult cuLogsUnregisterCallback(CUlogsCallbackHandle) { return CUDA_SUCCESS; }
+
 // How libraries find the driver's functions.
 CUresult cuGetProcAddress(const char* name, void** function, int, cuuint64_t,
                           CUdriverProcAddressQueryResult* result) {
