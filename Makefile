@@ -12,6 +12,8 @@
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
 BUILD ?= build
+# Eight files at once: minutes for who builds once. Who edits one sets it to OFF.
+LOWTIDE_UNITY ?= ON
 # Warnings of compilers we do not develop with must not break a user's build.
 LOWTIDE_WERROR ?= $(if $(CI),ON,OFF)
 
