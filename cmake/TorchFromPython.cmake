@@ -1,12 +1,16 @@
 # Asks the Python interpreter where its torch is.  find_package(Torch) is not
 # used: under a CUDA wheel it is fatal on a machine without the CUDA toolkit.
 #
-# Sets LOWTIDE_TORCH_VERSION  "2.11.0+cu130"
+# Sets LOWTIDE_TORCH_VERSION  "2.11.0+cu130", of one of LOWTIDE_TORCH_MINORS
 #      LOWTIDE_TORCH_CUDA     "13.0", empty for a CPU build
 #      LOWTIDE_TORCH_LIB_DIR
 # and the targets torch::cpu, torch::python (and Python::Module).
 
-set(LOWTIDE_TORCH_MINOR "2.11")
+# Minor versions that the tests are run with (docs/torch_versions.md); where any
+# will do, the first is asked for.
+set(LOWTIDE_TORCH_MINORS 2.11 2.15)
+list(GET LOWTIDE_TORCH_MINORS 0 torch_first)
+list(JOIN LOWTIDE_TORCH_MINORS " or " torch_minors)
 
 find_package(Python 3.10 COMPONENTS Interpreter Development.Module QUIET)
 if(NOT Python_Interpreter_FOUND)
@@ -31,19 +35,20 @@ print(torch.__version__, torch.version.cuda or '', root.as_posix(),
   OUTPUT_STRIP_TRAILING_WHITESPACE)
 if(torch_missing)
   string(REGEX REPLACE ".*\n([^\n]+)\n*$" "\\1" torch_error "${torch_error}")
-  message(FATAL_ERROR "lowtide: torch: expected torch ${LOWTIDE_TORCH_MINOR} "
+  message(FATAL_ERROR "lowtide: torch: expected torch ${torch_minors} "
     "in ${Python_EXECUTABLE}, got '${torch_error}'. "
-    "Run `${Python_EXECUTABLE} -m pip install 'torch==${LOWTIDE_TORCH_MINOR}.*'`.")
+    "Run `${Python_EXECUTABLE} -m pip install 'torch==${torch_first}.*'`.")
 endif()
 list(GET torch_facts 0 LOWTIDE_TORCH_VERSION)
 list(GET torch_facts 1 LOWTIDE_TORCH_CUDA)
 list(GET torch_facts 2 torch_root)
 list(GET torch_facts 3 torch_cxx11_abi)
 list(GET torch_facts 4 LOWTIDE_TORCH_CUDA_LIB_DIR)
-if(NOT LOWTIDE_TORCH_VERSION MATCHES "^2\\.11\\.")
-  message(FATAL_ERROR "lowtide: torch: expected ${LOWTIDE_TORCH_MINOR}, got "
+string(REGEX MATCH "^[0-9]+\\.[0-9]+" torch_minor "${LOWTIDE_TORCH_VERSION}")
+if(NOT torch_minor IN_LIST LOWTIDE_TORCH_MINORS)
+  message(FATAL_ERROR "lowtide: torch: expected ${torch_minors}, got "
     "${LOWTIDE_TORCH_VERSION} in ${Python_EXECUTABLE}. "
-    "Run `${Python_EXECUTABLE} -m pip install 'torch==${LOWTIDE_TORCH_MINOR}.*'`.")
+    "Run `${Python_EXECUTABLE} -m pip install 'torch==${torch_first}.*'`.")
 endif()
 set(LOWTIDE_TORCH_LIB_DIR "${torch_root}/lib")
 

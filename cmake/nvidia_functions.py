@@ -63,7 +63,12 @@ def main(out: Path, torch_lib: Path, nvidia: Path) -> None:
         '#include "phantom/driver/device.h"',
         '#include "phantom/driver/missing.h"',
     ]
-    lines += [f"#include <{h}>" for _, headers in LIBRARIES.values() for h in headers]
+    lines += [
+        f"#include <{header}>"
+        for _, headers in LIBRARIES.values()
+        for header in headers
+        if list(nvidia.glob(f"*/include/{header}"))
+    ]
     lines.append(
         "template <typename H> void make(H* handle) {\n"
         "  *handle = (H)lowtide::dry::new_handle();\n}"
@@ -143,10 +148,10 @@ def exports(nvidia: Path, library: str) -> set[str]:
 
 
 def declarations(nvidia: Path, headers: Iterable[str]) -> dict[str, str]:
-    """{function: its declaration, without API marks}"""
+    """{function: its declaration, without API marks}; none of a library that this
+    torch does without"""
     found = {}
-    for header in headers:
-        (path,) = nvidia.glob(f"*/include/{header}")
+    for path in [p for header in headers for p in nvidia.glob(f"*/include/{header}")]:
         texts = [path.read_text(errors="replace")]
         for part in re.findall(r'#include [<"](cudnn_\w+\.h)[>"]', texts[0]):
             texts.append((path.parent / part).read_text(errors="replace"))

@@ -6,6 +6,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include <exception>
+#include <functional>
 #include <optional>
 #include <set>
 #include <stdexcept>
@@ -13,6 +14,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
 
+#include "base/torch_version.h"
 #include "comm/call_observer.h"
 #include "comm/tensor_lists.h"
 #include "comm/wire.h"
@@ -218,17 +220,20 @@ std::unique_ptr<Pending> C10dCollectives::all_gather(
   options.asyncOp = async();
   if (gathers_lists_) {
     work->start([&](auto& full, auto& pieces) {
-      return group_->allgather_into_tensor_coalesced(full, pieces, options);
+      return std::invoke(base::all_gather_single_coalesced, *group_, full,
+                         pieces, options);
     });
   } else if (work->lists().outs.size() > 1 &&
              work->lists().full_bytes(Kind::all_gather) <= kPackedBytes) {
     work->start_packed([&](auto& full, auto& piece) {
-      return group_->_allgather_base(full, piece, options);
+      return std::invoke(base::all_gather_single, *group_, full, piece,
+                         options);
     });
   } else {
     for (std::size_t i = 0; i < work->lists().outs.size(); ++i) {
       work->start([&](auto& full, auto& pieces) {
-        return group_->_allgather_base(full[i], pieces[i], options);
+        return std::invoke(base::all_gather_single, *group_, full[i], pieces[i],
+                           options);
       });
     }
   }
@@ -244,8 +249,8 @@ std::unique_ptr<Pending> C10dCollectives::reduce_scatter(
       checked_lists(Kind::reduce_scatter, {out}, {in}, size()));
   if (work->lists().empty()) return work;
   work->start([&](auto& pieces, auto& full) {
-    return group_->_reduce_scatter_base(
-        pieces[0], full[0], options_for(reduction, size(), async()));
+    return std::invoke(base::reduce_scatter_single, *group_, pieces[0], full[0],
+                       options_for(reduction, size(), async()));
   });
   count(Kind::reduce_scatter, work->lists().full_bytes(Kind::reduce_scatter));
   return work;
@@ -259,8 +264,8 @@ std::unique_ptr<Pending> C10dCollectives::reduce_scatter_coalesced(
       checked_lists(Kind::reduce_scatter, outs, ins, size()));
   if (work->lists().empty()) return work;
   work->start([&](auto& pieces, auto& full) {
-    return group_->reduce_scatter_tensor_coalesced(
-        pieces, full, options_for(reduction, size(), async()));
+    return std::invoke(base::reduce_scatter_single_coalesced, *group_, pieces,
+                       full, options_for(reduction, size(), async()));
   });
   count(Kind::reduce_scatter, work->lists().full_bytes(Kind::reduce_scatter));
   return work;
@@ -294,8 +299,8 @@ std::unique_ptr<Pending> C10dCollectives::all_to_all(at::Tensor& out,
     c10d::AllToAllOptions options;
     options.asyncOp = async();
     std::vector<std::int64_t> equal_parts;
-    return group_->alltoall_base(received[0], sent[0], equal_parts, equal_parts,
-                                 options);
+    return std::invoke(base::all_to_all_single, *group_, received[0], sent[0],
+                       equal_parts, equal_parts, options);
   });
   count(Kind::all_to_all, work->lists().full_bytes(Kind::all_to_all));
   return work;

@@ -76,7 +76,7 @@ std::string describe(const std::vector<at::Tensor>& tensors) {
   for (const std::int64_t size : tensors[0].sizes()) {
     sizes += (sizes.empty() ? "" : ", ") + std::to_string(size);
   }
-  const std::string dtype = c10::getDtypeNames(tensors[0].scalar_type()).first;
+  const auto dtype = c10::getDtypeNames(tensors[0].scalar_type()).first;
   return base::concat(dtype, "[", sizes, "]");
 }
 

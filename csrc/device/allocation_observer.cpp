@@ -15,7 +15,8 @@ namespace {
 
 namespace profiler = torch::profiler::impl;
 
-constexpr auto kKind = c10::DebugInfoKind::PROFILER_STATE;
+// A constant of its library, and no constant expression, from 2.13 on.
+const auto& kKind = c10::DebugInfoKind::PROFILER_STATE;
 
 thread_local int unobserved_depth = 0;
 

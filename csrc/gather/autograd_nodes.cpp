@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/torch_version.h"
 #include "gather/linear_math.h"
 
 namespace lowtide::gather {
@@ -231,7 +232,7 @@ Gathered all_gather(const std::shared_ptr<Axis>& axis, const at::Tensor& shard,
     result.site = Site::make(axis, options.name, shard, options.prefetch_bytes);
   }
   if (needs_graph({shard})) {
-    const auto node = std::make_shared<GatherNode>(axis, options.name);
+    const auto node = base::make_node<GatherNode>(axis, options.name);
     node->set_next_edges(torch::autograd::collect_next_edges(shard));
     torch::autograd::set_history(result.tensor, node);
     if (result.site) result.site->set_node(node);
@@ -247,7 +248,7 @@ at::Tensor reduce_scatter(const std::shared_ptr<Axis>& axis,
                               partial.sizes()));
   at::Tensor result = axis->reduce_scatter(partial, kReduceScatter).take();
   if (needs_graph({partial})) {
-    const auto node = std::make_shared<ReduceScatterNode>(axis);
+    const auto node = base::make_node<ReduceScatterNode>(axis);
     node->set_next_edges(torch::autograd::collect_next_edges(partial));
     torch::autograd::set_history(result, node);
   }
@@ -273,7 +274,7 @@ std::vector<at::Tensor> gather_linear(const std::shared_ptr<Axis>& axis,
   }
   if (!needs_graph(inputs)) return outputs;
   const auto node =
-      std::make_shared<GatherLinearNode>(axis, options, shard.scalar_type());
+      base::make_node<GatherLinearNode>(axis, options, shard.scalar_type());
   node->set_next_edges(torch::autograd::collect_next_edges(inputs));
   node->save(shard, gathered, weights);
   for (at::Tensor& output : outputs) {

@@ -43,7 +43,7 @@ std::int64_t Site::gathered_bytes() const {
   return static_cast<std::int64_t>(shard_.nbytes()) * axis_->size();
 }
 
-void Site::set_node(std::weak_ptr<Node> node) { node_ = std::move(node); }
+void Site::set_node(base::WeakNodePtr node) { node_ = std::move(node); }
 
 std::size_t Site::add_consumer() {
   const std::lock_guard lock(mutex_);

@@ -22,11 +22,8 @@
 #include <vector>
 
 #include "base/seen_version.h"
+#include "base/torch_version.h"
 #include "gather/axis.h"
-
-namespace torch::autograd {
-struct Node;
-}
 
 namespace lowtide::gather {
 
@@ -55,7 +52,7 @@ class Site : public std::enable_shared_from_this<Site> {
   // Throws lowtide::Error if the shard or the gathered bytes were written to.
   void require_unmodified() const;
   // The node in whose backward, or before it, the value is needed.
-  void set_node(std::weak_ptr<torch::autograd::Node> node);
+  void set_node(base::WeakNodePtr node);
 
   // --- consumers -----------------------------------------------------------
   std::size_t add_consumer();
@@ -98,7 +95,7 @@ class Site : public std::enable_shared_from_this<Site> {
   const base::SeenVersion shard_version_;
   const std::int64_t prefetch_bytes_;
   std::optional<base::SeenVersion> gathered_;
-  std::weak_ptr<torch::autograd::Node> node_;
+  base::WeakNodePtr node_;
   std::int64_t number_ = 0;
 
   mutable std::mutex mutex_;

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "base/torch_version.h"
 
 namespace lowtide::spmd {
 namespace {
@@ -165,7 +166,7 @@ at::Tensor apply(const at::Tensor& x, const Step& step,
   }
   if (!at::GradMode::is_enabled() || !x.requires_grad()) return result;
   const Dims back{dims.join, dims.split};
-  auto node = std::make_shared<TransitionNode>(
+  auto node = base::make_node<TransitionNode>(
       entry.backward, std::move(axis), back,
       base::concat(kTypedLabel, operation_name(step.operation)));
   node->set_next_edges(torch::autograd::collect_next_edges(x));

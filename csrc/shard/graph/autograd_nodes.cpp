@@ -77,11 +77,11 @@ class ReturnedHook final : public FunctionPreHook {
   std::int32_t index_;
 };
 
-class GradientNode final : public Node {
+class GradientNode final : public base::WeaklyHeldNode {
  public:
   GradientNode(at::Tensor parameter, std::weak_ptr<BackwardReceiver> receiver,
                std::int32_t index)
-      : Node(/*sequence_nr=*/UINT64_MAX),
+      : WeaklyHeldNode(/*sequence_nr=*/UINT64_MAX),
         parameter_(std::move(parameter)),
         receiver_(std::move(receiver)),
         index_(index) {
@@ -123,6 +123,12 @@ class GradientNode final : public Node {
   }
 
  private:
+  // The parameter, which holds the node weakly.
+  void release_owned() override {
+    parameter_.reset();
+    returned_.clear();
+  }
+
   at::Tensor parameter_;
   std::weak_ptr<BackwardReceiver> receiver_;
   std::int32_t index_;
@@ -200,8 +206,8 @@ NodePtr install_gradient_node(const at::Tensor& parameter,
                               std::weak_ptr<BackwardReceiver> receiver,
                               std::int32_t index) {
   auto node =
-      std::make_shared<GradientNode>(parameter, std::move(receiver), index);
-  impl::set_grad_accumulator(parameter, std::weak_ptr<Node>(node));
+      base::make_node<GradientNode>(parameter, std::move(receiver), index);
+  impl::set_grad_accumulator(parameter, WeakNodePtr(node));
   return node;
 }
 
@@ -222,7 +228,7 @@ void watch_output(const at::Tensor& output,
 
 WatchedInputs watch_inputs(const std::vector<at::Tensor>& inputs,
                            std::weak_ptr<BackwardReceiver> receiver) {
-  auto node = std::make_shared<InputsNode>(std::move(receiver));
+  auto node = base::make_node<InputsNode>(std::move(receiver));
   node->set_next_edges(torch::autograd::collect_next_edges(inputs));
   WatchedInputs watched;
   watched.tensors.reserve(inputs.size());

@@ -1,8 +1,5 @@
 // lowtide's own nodes in the autograd graph.  They hold their receiver weakly:
 // a graph may outlive the model.
-//
-// torch 2.15 turns Node into an intrusive_ptr; everything that depends on its
-// being a shared_ptr is in this file and its .cpp.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,14 +9,12 @@
 #include <memory>
 #include <vector>
 
-namespace torch::autograd {
-struct Node;
-}
+#include "base/torch_version.h"
 
 namespace lowtide::shard {
 
-using NodePtr = std::shared_ptr<torch::autograd::Node>;
-using WeakNodePtr = std::weak_ptr<torch::autograd::Node>;
+using base::NodePtr;
+using base::WeakNodePtr;
 
 // Why autograd has to see a gradient that could be summed in place.
 enum class Obstacle : std::uint8_t {

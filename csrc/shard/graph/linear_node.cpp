@@ -129,7 +129,7 @@ class TracedNode final : public LinearNode {
   }
 };
 
-at::Tensor recorded(const std::shared_ptr<LinearNode>& node,
+at::Tensor recorded(const base::SharedNode<LinearNode>& node,
                     const at::Tensor& input, const at::Tensor& weight,
                     const at::Tensor& bias) {
   variable_list inputs{input, weight};
@@ -184,13 +184,13 @@ at::Tensor fused_linear(std::weak_ptr<BackwardReceiver> receiver,
                         std::int32_t index, const at::Tensor& input,
                         const at::Tensor& weight, const at::Tensor& bias) {
   return recorded(
-      std::make_shared<OfferingNode>(std::move(receiver), index, input, weight),
+      base::make_node<OfferingNode>(std::move(receiver), index, input, weight),
       input, weight, bias);
 }
 
 at::Tensor traced_linear(const at::Tensor& input, const at::Tensor& weight,
                          const at::Tensor& bias) {
-  return recorded(std::make_shared<TracedNode>(input, weight), input, weight,
+  return recorded(base::make_node<TracedNode>(input, weight), input, weight,
                   bias);
 }
 

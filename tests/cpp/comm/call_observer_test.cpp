@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/torch_version.h"
 #include "comm/c10d_collectives.h"
 
 namespace lowtide::comm {
@@ -119,7 +120,7 @@ TEST(CallObserverTest, KnowsTheNodeThatSends) {
   Notes notes;
   const at::Tensor x = at::ones({4}).requires_grad_();
   at::Tensor y = (x * 2).detach();
-  const auto node = std::make_shared<SendingNode>(quiet_group());
+  const auto node = base::make_node<SendingNode>(quiet_group());
   node->set_next_edges(torch::autograd::collect_next_edges(x));
   torch::autograd::set_history(y, node);
   {

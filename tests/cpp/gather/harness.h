@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "base/torch_version.h"
 #include "gather/autograd_nodes.h"
 #include "gather/saved_values.h"
 #include "shard/skipping_runtime.h"
@@ -97,7 +98,7 @@ class SquareNode final : public torch::autograd::Node {
 };
 
 inline at::Tensor square(const at::Tensor& x, SavedValues& saved) {
-  auto node = std::make_shared<SquareNode>(saved.pack(x));
+  auto node = base::make_node<SquareNode>(saved.pack(x));
   node->set_next_edges(torch::autograd::collect_next_edges(x));
   at::Tensor y = x.detach() * x.detach();
   torch::autograd::set_history(y, node);

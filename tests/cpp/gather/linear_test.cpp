@@ -96,6 +96,19 @@ TEST(LinearNodeTest, AKeptValueIsNotGatheredAgain) {
   EXPECT_EQ(paper.ledger->total_peak(), 0);
 }
 
+// Its node and its site know each other.
+TEST(LinearNodeTest, AGraphThatNoBackwardRunsFreesItsShard) {
+  Paper paper;
+  Layers layers{paper};
+  at::Tensor shard = paper.shard(0);
+  const c10::weak_intrusive_ptr<c10::TensorImpl> seen(shard.getIntrusivePtr());
+  at::Tensor loss = layers.run(shard, {{"attn_in", true}, false});
+  shard.reset();
+  EXPECT_FALSE(seen.expired());
+  loss.reset();
+  EXPECT_TRUE(seen.expired());
+}
+
 TEST(LinearNodeTest, NoGatherWhereNoWeightWantsAGradient) {
   Paper paper;
   Layers layers{paper};

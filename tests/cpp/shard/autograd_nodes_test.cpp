@@ -112,13 +112,24 @@ TEST_F(AutogradNodesTest, AParameterThatContributesNothingFiresUndefined) {
       return {at::Tensor()};
     }
   };
-  auto node = std::make_shared<Silent>();
+  auto node = base::make_node<Silent>();
   node->set_next_edges(torch::autograd::collect_next_edges(weight_));
   at::Tensor y = at::ones({1});
   torch::autograd::set_history(y, node);
   y.sum().backward();
   EXPECT_THAT(recorder_->events, ElementsAre("parameter 0"));
   EXPECT_FALSE(recorder_->gradients[0].defined());
+}
+
+// The parameter holds the node weakly, the node the parameter.
+TEST_F(AutogradNodesTest, AParameterIsFreedWithItsNode) {
+  at::Tensor weight = at::ones({2}).set_requires_grad(true);
+  const c10::weak_intrusive_ptr<c10::TensorImpl> seen(weight.getIntrusivePtr());
+  NodePtr node = install_gradient_node(weight, recorder_, 2);
+  weight.reset();
+  EXPECT_FALSE(seen.expired());
+  node.reset();
+  EXPECT_TRUE(seen.expired());
 }
 
 TEST_F(AutogradNodesTest, AGraphMayOutliveItsReceiver) {

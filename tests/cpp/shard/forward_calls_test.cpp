@@ -24,7 +24,7 @@ class ForwardCallsTest : public ::testing::Test {
   NodePtr call() {
     calls_.begin_forward();
     EXPECT_TRUE(calls_.enter(/*grad_mode=*/true, /*inside_recorded=*/true));
-    auto node = std::make_shared<InputsNode>();
+    auto node = base::make_node<InputsNode>();
     calls_.watch(node);
     return node;
   }
@@ -105,9 +105,9 @@ TEST_F(ForwardCallsTest, AReentrantCallIsOverWithItsNestedBackward) {
   calls_.begin_forward();
   EXPECT_FALSE(calls_.enter(false, true));
   calls_.begin_backward();
-  const auto recomputed = std::make_shared<InputsNode>();
+  const auto recomputed = base::make_node<InputsNode>();
   EXPECT_FALSE(complete(recomputed, {}, /*nested=*/true));
-  EXPECT_TRUE(complete(std::make_shared<InputsNode>(), {}, /*nested=*/true));
+  EXPECT_TRUE(complete(base::make_node<InputsNode>(), {}, /*nested=*/true));
 }
 
 TEST_F(ForwardCallsTest, CallsOfAKeptGraphComeAgain) {
@@ -125,7 +125,7 @@ TEST_F(ForwardCallsTest, CallsOfAKeptGraphComeAgain) {
 
 TEST_F(ForwardCallsTest, ARecordedBackwardLastsUntilTheEnd) {
   const auto node = call();
-  const auto given = std::make_shared<InputsNode>();
+  const auto given = base::make_node<InputsNode>();
   calls_.graphs().record(given);
   calls_.begin_backward();
   EXPECT_FALSE(complete(node, {node}));

@@ -9,7 +9,7 @@
 namespace lowtide::shard {
 namespace {
 
-NodePtr node() { return std::make_shared<torch::autograd::Identity>(); }
+NodePtr node() { return base::make_node<torch::autograd::Identity>(); }
 
 // Compares over two ranks.
 void compare(HeldGraphs& one, HeldGraphs& other) {

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/torch_version.h"
 #include "layers.h"
 
 namespace lowtide::shard {
@@ -42,7 +43,7 @@ inline at::Tensor reentrant_checkpoint(Region region, const at::Tensor& x) {
     const at::NoGradGuard no_grad;
     y = region(x);
   }
-  auto node = std::make_shared<ReentrantNode>(std::move(region), x.detach());
+  auto node = base::make_node<ReentrantNode>(std::move(region), x.detach());
   node->set_next_edges(torch::autograd::collect_next_edges(x));
   torch::autograd::set_history(y, node);
   return y;

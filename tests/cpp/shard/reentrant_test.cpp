@@ -71,7 +71,7 @@ TEST(ReentrantErrorTest, AGradientAfterTheUnitsWereReducedIsRefused) {
     };
     // Forward did not announce these calls: the unit is sealed after the first.
     const auto unannounced = [&](const at::Tensor& x) {
-      auto node = std::make_shared<ReentrantNode>(region, x.detach());
+      auto node = base::make_node<ReentrantNode>(region, x.detach());
       node->set_next_edges(torch::autograd::collect_next_edges(x));
       at::Tensor y = x.detach() * 2;
       torch::autograd::set_history(y, node);
