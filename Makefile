@@ -20,6 +20,8 @@ BUILD ?= build$(OTHER:%=-%)
 PREFIX := $(if $(OTHER),$(BUILD)/python,python)
 LINKS := $(if $(OTHER),$(filter-out %.so %/_built_for.py %/include %/__pycache__,\
   $(wildcard $(CURDIR)/python/lowtide/*)))
+# Eight files at once: minutes for who builds once. Who edits one sets it to OFF.
+LOWTIDE_UNITY ?= ON
 # Warnings of compilers we do not develop with must not break a user's build.
 LOWTIDE_WERROR ?= $(if $(CI),ON,OFF)
 

@@ -92,24 +92,37 @@ def drop_groups() -> None:
     gc.collect()
 
 
+def left_bytes() -> int:
+    """Of lowtide's ledger: what a task's tensors, or threads of gloo's, still hold."""
+    import torch
+
+    from lowtide._base.memory import ledger
+
+    gc.collect()
+    return ledger(torch.device("cpu")).total_live
+
+
 def run_task(message: bytes) -> bytes:
+    """`(left_bytes, reply)`, the reply by `torch.save`, the pair pickled."""
     import torch
 
     module_name, path, qualname, timeout, payload = pickle.loads(message)
     faulthandler.dump_traceback_later(timeout)
+    reply: Any
     try:
         fn = resolve(module_name, path, qualname)
         args, kwargs = torch.load(io.BytesIO(payload), weights_only=False)
         reply = ("value", fn(*args, **kwargs))
+        del args, kwargs
     except Exception as error:
         text = traceback.format_exc()
         reply = ("error", (type(error).__name__, str(error), text))
     finally:
         faulthandler.cancel_dump_traceback_later()
-    gc.collect()
     out = io.BytesIO()
     torch.save(reply, out)
-    return out.getvalue()
+    del reply
+    return pickle.dumps((left_bytes(), out.getvalue()))
 
 
 def serve(connection: Connection) -> None:

@@ -3,8 +3,10 @@
     values = RankPool(2).run(function, argument)     # one value per rank
 
 A pool keeps its processes, and ranks are forked from one process that has imported
-torch and lowtide (`fork_server.py`): a new pool takes milliseconds.  Ranks find each
-other through a file, never a port.  Every task has a hard timeout; a rank that raises,
+torch and lowtide (`fork_server.py`): a new pool takes milliseconds.  A task that leaves
+bytes in lowtide's ledger, of a model that somebody keeps or a tensor that a thread of
+gloo's does, is the last of its processes: the next one counts from nothing.  Ranks find
+each other through a file, never a port.  Every task has a hard timeout; a rank that raises,
 dies or hangs ends the whole pool and the `RankFailure` shows each rank's traceback and
 what it wrote.  A test that *expects* ranks to fail uses `outcomes`, which reports
 instead of raising.
@@ -48,6 +50,7 @@ class Outcome:
     rank: int
     kind: str
     value: Any = None
+    left_bytes: int = 0
     error_type: str = ""
     error: str = ""
     traceback: str = ""
@@ -187,6 +190,8 @@ class RankPool:
             ]
             self.close()
             return ordered
+        if any(outcome.left_bytes for outcome in outcomes.values()):
+            self.close()
         return [outcomes[r] for r in range(self.world_size)]
 
     def _receive(self, rank: int, connection: Connection) -> Outcome:
@@ -195,9 +200,10 @@ class RankPool:
         except (EOFError, ConnectionResetError):
             code = self._processes[rank].wait()
             return Outcome(rank, "died", error=f"exit status {code}")
+        left, reply = pickle.loads(reply)
         kind, content = torch.load(io.BytesIO(reply), weights_only=False)
         if kind == "value":
-            return Outcome(rank, "value", value=content)
+            return Outcome(rank, "value", value=content, left_bytes=left)
         error_type, error, text = content
         return Outcome(
             rank, "error", error_type=error_type, error=error, traceback=text
