@@ -85,9 +85,6 @@ class Root : public std::enable_shared_from_this<Root> {
   }
 
  private:
-  // Lives in the graph task; dies without `close` when the backward raised.
-  struct Sentinel;
-
   void begin_forward(Unit& unit);
   void end_forward();
   void close_backward();

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/graph_task.h"
 #include "base/trace.h"
 #include "shard/policy.h"
 #include "shard/root.h"
@@ -166,7 +167,7 @@ bool Unit::looks_up_rows() const { return rows_ && rows_->looks_up(); }
 
 void Unit::gather() {
   const auto steps = root_ ? root_->optimizer_steps() : 0;
-  const bool backward = current_backward() != -1;
+  const bool backward = base::in_backward();
   if (parameters_.here()) {
     if (backward || !parameters_.stale(steps)) {
       return;
@@ -232,7 +233,7 @@ void Unit::prefetch(Unit& other) {
 Unit::ForwardCall Unit::pre_forward(std::size_t module) {
   const base::TraceRange trace("lowtide::pre_forward", *name_);
   const bool rows = looks_up_rows();
-  if (in_backward()) {
+  if (base::in_backward()) {
     // A recomputation; its backward follows.
     if (!rows) unshard();
     return {group_.began_with(module), true};
@@ -294,7 +295,7 @@ void Unit::prefetch_for_forward() {
 std::vector<at::Tensor> Unit::watch_forward_inputs(
     const std::vector<at::Tensor>& inputs) {
   auto watched = watch_inputs(inputs, weak_from_this());
-  if (!in_backward()) {
+  if (!base::in_backward()) {
     input_bytes_ = bytes_of(inputs);
     calls_.watch(std::move(watched.node));
   }
@@ -309,7 +310,7 @@ bool Unit::post_forward(const std::vector<at::Tensor>& outputs,
     watch_output(output, weak_from_this());
     output_rows_ = std::max(output_rows_, rows_of(output));
   }
-  if (in_backward()) {
+  if (base::in_backward()) {
     return group_.ended_with(module);
   }
   // Of the gradient of its output, which only its own backward needs.
@@ -540,7 +541,7 @@ void Unit::on_inputs_done(const torch::autograd::Node* node) {
     arriving_.on_inputs_done();
   }
   output_gradient_ = false;
-  if (calls_.complete(node, root_->nested_backward(), in_current_backward)) {
+  if (calls_.complete(node, root_->nested_backward(), base::in_graph_task)) {
     finish_backward();
   }
   gather_next();  // chunks of other units are ahead of this one's
