@@ -178,8 +178,9 @@ def hook_on_a_gradient(model: Any, step: int, differs: bool) -> None:
     if differs and not KEPT:
         KEPT.append(step)
         for p in model.parameters():
-            p.register_post_accumulate_grad_hook(lambda p: None)
+            p.register_post_accumulate_grad_hook(KEPT.append)
     model(data(step)).square().mean().backward()
+    assert not differs or len(KEPT) > 1
 
 
 def input_that_wants_a_gradient(model: Any, step: int, differs: bool) -> None:
