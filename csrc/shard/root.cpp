@@ -404,13 +404,14 @@ void Root::open_backward() {
 // A graph that an earlier backward kept may be gone through again together with
 // a later one, behind it.  Whether ranks still hold such a graph they tell each
 // other with the numbers they compare; a unit without inputs that autograd
-// follows has no node to know by, and counts as held until the optimizer steps.
+// follows has no node to know by, so whatever was kept counts as held until the
+// optimizer steps.  Where ranks are not compared a graph that one of them kept
+// must not move its calls: there a later graph may not run together with one
+// that was kept, which raises where its gradients come late.
 bool Root::all_run_in_order() const {
-  return kept_at_step_ != optimizer_steps_ &&
-         std::none_of(units_.begin(), units_.end(), [](const Unit* unit) {
-           return unit != nullptr &&
-                  (unit->in_kept_graph() || !unit->runs_in_order());
-         });
+  return std::none_of(units_.begin(), units_.end(), [](const Unit* unit) {
+    return unit != nullptr && (unit->in_kept_graph() || !unit->runs_in_order());
+  });
 }
 
 bool Root::nested_backward() const {
@@ -426,6 +427,7 @@ Unit* Root::enter_backward(Unit& unit) {
     posted_backward_ = true;
     ranks_.ask();
   }
+  if (!call.place) unit.runs_out_of_schedule();
   const bool in_order = call.place && !nested_backward() && all_run_in_order();
   if (in_order) {
     stream_.seal_leading([&](const UnitGradients& gradients) {

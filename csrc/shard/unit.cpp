@@ -347,9 +347,10 @@ void Unit::end_forward() {
 StepLog::Numbers Unit::numbers_to_compare() {
   const auto held = calls_.graphs().own();
   const auto used = static_cast<std::int64_t>(leaves().used_hash() >> 1);
+  const bool kept = held.kept != 0 || root_->keeps_graph();
   const bool without_inputs =
-      calls_.has_calls_without_inputs(root_ ? root_->optimizer_steps() : 0);
-  return {-output_rows_, leaves().ever_saved() ? 1 : 0, held.kept,
+      calls_.has_calls_without_inputs(root_->optimizer_steps());
+  return {-output_rows_, leaves().ever_saved() ? 1 : 0, kept ? 1 : 0,
           held.recorded, has_gradient_hooks() ? 1 : 0,  used,
           -used,         without_inputs ? 1 : 0};
 }
@@ -363,10 +364,11 @@ void Unit::agree_on(const StepLog::Numbers& greatest) {
   calls_.agree_on_calls_without_inputs(greatest[7] != 0);
 }
 
+// Rank 0's first numbers stay, but one: inputs that want gradients, on one rank
+// or later than in the first forward, have autograd save the parameters.
 void Unit::agree_alone() {
-  saved_by_any_ = saved_by_any_ || leaves().ever_saved();
-  calls_.graphs().agree_alone();
-  listened_by_any_ = has_gradient_hooks();
+  compared_ = false;
+  saved_by_any_ = !looks_up_rows();
 }
 
 // --- backward ---------------------------------------------------------------
@@ -448,7 +450,7 @@ void Unit::begin_backward() {
     return;
   }
   arriving_.drop_cleared();
-  in_backward_ = true;
+  in_backward_ = scheduled_ = true;
   output_gradient_ = false;
   calls_.begin_backward();
   fused_.begin_backward();
@@ -541,7 +543,8 @@ void Unit::on_inputs_done(const torch::autograd::Node* node) {
     arriving_.on_inputs_done();
   }
   output_gradient_ = false;
-  if (calls_.complete(node, root_->nested_backward(), base::in_graph_task)) {
+  if (calls_.complete(node, root_->nested_backward(), base::in_graph_task) &&
+      (compared_ || scheduled_)) {
     finish_backward();
   }
   gather_next();  // chunks of other units are ahead of this one's
