@@ -4,8 +4,6 @@
 #include <cublasLt.h>
 #include <cublas_v2.h>
 
-#include <cstdint>
-
 #include "phantom/driver/capture.h"
 #include "phantom/driver/device.h"
 #include "phantom/driver/timekeeper.h"
@@ -15,7 +13,7 @@ namespace {
 // A handle of its own, never looked into: torch keeps one workspace for each.
 template <typename Handle>
 cublasStatus_t create(Handle* handle) {
-  *handle = reinterpret_cast<Handle>(lowtide::dry::new_handle());
+  lowtide::dry::make_handle(handle);
   return CUBLAS_STATUS_SUCCESS;
 }
 

@@ -10,8 +10,7 @@ extern "C" {
 
 cudnnStatus_t cudnnBackendCreateDescriptor(cudnnBackendDescriptorType_t,
                                            cudnnBackendDescriptor_t* result) {
-  *result =
-      reinterpret_cast<cudnnBackendDescriptor_t>(lowtide::dry::new_handle());
+  lowtide::dry::make_handle(result);
   return CUDNN_STATUS_SUCCESS;
 }
 

@@ -42,7 +42,7 @@ const char* text_of(CUresult error) {
 
 template <typename Handle>
 CUresult create(Handle* handle) {
-  *handle = reinterpret_cast<Handle>(new_handle());
+  make_handle(handle);
   return CUDA_SUCCESS;
 }
 
@@ -284,6 +284,11 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType,
                                 CUtensorMapFloatOOBfill) {
   *map = {};
   return CUDA_SUCCESS;
+}
+
+// Tables that NVIDIA's libraries have in common: NVRTC does without.
+CUresult cuGetExportTable(const void**, const CUuuid*) {
+  return CUDA_ERROR_NOT_FOUND;
 }
 
 // How libraries find the driver's functions.
