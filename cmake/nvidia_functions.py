@@ -13,6 +13,7 @@ does follows from who wants it and from its declaration:
   says which stream       is remembered (cublasSetStream)
   computes, and torch calls it            succeeds; takes time
   sets or destroys, and torch calls it    succeeds
+  has nothing to do (SUCCEED)             succeeds
   anything else           ends in lowtide_dry_missing with its name
 """
 
@@ -27,7 +28,7 @@ from pathlib import Path
 # (library, error status of what is missing, headers that declare makers and sizes)
 LIBRARIES = {
     "cublas": (15, ("cublas_api.h",)),
-    "cublasLt": (15, ()),
+    "cublasLt": (15, ("cublasLt.h",)),
     "cudart": (801, ()),
     "cudnn": (3000, ("cudnn.h",)),
     "cufft": (16, ("cufft.h", "cufftXt.h")),
@@ -49,6 +50,21 @@ SIZES = re.compile(r"[sS]ize|MakePlan|workEstimation|SpGEMM_compute|GetWorkspace
 INFORMING = re.compile(r"^cublas[SDCZ](geqrf|getrs|gels)Batched$")
 STREAMS = re.compile(r"^(cublas|cudnn|cufft|cusolverDn|cusparse)SetStream(_v2)?$")
 COMPUTING = re.compile(r"^(cublas|cudnn|cufft|cusolver|cusparse(?!Lt))")
+# Of CUDA's runtime and driver, whatever their version.
+SUCCEED = set(
+    """
+    cudaDeviceDisablePeerAccess cudaDeviceEnablePeerAccess cudaDeviceReset
+    cudaDeviceSetCacheConfig cudaDeviceSetLimit cudaFuncSetAttribute
+    cudaFuncSetCacheConfig cudaGetLastError cudaGraphDestroy cudaGraphUpload
+    cudaIpcCloseMemHandle cudaMemPoolSetAccess cudaMemPoolSetAttribute
+    cudaMemPoolTrimTo cudaPeekAtLastError cudaProfilerStart cudaProfilerStop
+    cudaSetDeviceFlags cudaStreamDestroy cudaStreamQuery
+    cuCtxSetLimit cuDevicePrimaryCtxRelease cuFuncSetAttribute cuFuncSetCacheConfig
+    cuGreenCtxDestroy cuInit cuLibraryUnload cuLinkAddData cuLinkDestroy cuMemMap
+    cuMemSetAccess cuModuleUnload cuMulticastAddDevice cuMulticastBindMem
+    cuMulticastUnbind cuStreamWriteValue32
+    """.split()
+)
 # What the names of functions have that a library's handle does not compute with.
 SETTING = re.compile(r"Set|[dD]estroy|Finalize|Descriptor|AutoAllocation")
 RESULTS = re.compile(
@@ -79,8 +95,10 @@ def main(out: Path, torch_lib: Path, nvidia: Path) -> None:
             else:
                 returns = library != OF_CALLERS and RESULTS.search(name)
                 computes = name in wanted and not returns
-                trivial[name] = 0 if computes else missing
-    trivial |= {name: DRIVER_MISSING for name in driver_functions(nvidia)}
+                trivial[name] = 0 if computes or name in SUCCEED else missing
+    for name in driver_functions(nvidia):
+        plain = re.sub(r"_v\d$", "", name)
+        trivial[name] = 0 if plain in SUCCEED else DRIVER_MISSING
     lines.append("}")
     out.write_text("\n".join(lines) + "\n")
     # Without their headers: any type stands for theirs.

@@ -58,7 +58,6 @@ CUresult cuGreenCtxCreate(CUgreenCtx* green, CUdevResourceDesc, CUdevice index,
                           unsigned) {
   return cuDevicePrimaryCtxRetain(reinterpret_cast<CUcontext*>(green), index);
 }
-CUresult cuGreenCtxDestroy(CUgreenCtx) { return CUDA_SUCCESS; }
 CUresult cuCtxFromGreenCtx(CUcontext* context, CUgreenCtx green) {
   *context = reinterpret_cast<CUcontext>(green);
   return CUDA_SUCCESS;
