@@ -12,7 +12,7 @@ from lowtide.cli.phantom import seconds, share
 
 if TYPE_CHECKING:
     from lowtide.planning.report import Plan
-    from lowtide.planning.request import Module, Request, Script
+    from lowtide.planning.request import Request, Script
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -181,7 +181,7 @@ def request_of(options: argparse.Namespace) -> Request:
         for name in _OF_MODEL_FILES
         if (value := getattr(options, name)) is not None
     }
-    program: ModelFile | Script | Module
+    program: ModelFile | Script
     if options.is_script:
         given = [*settings, *(["verify"] if options.verify else [])]
         program = _program_of(options, given)
@@ -213,9 +213,9 @@ def request_of(options: argparse.Namespace) -> Request:
     )
 
 
-def _program_of(options: argparse.Namespace, given: list[str]) -> Script | Module:
+def _program_of(options: argparse.Namespace, given: list[str]) -> Script:
     """What follows `--`. ``given`` are options that only model files have."""
-    from lowtide.planning.request import Module, Script
+    from lowtide.planning.request import Script
 
     if given:
         names = ", ".join(f"--{name}" for name in given)
@@ -231,14 +231,12 @@ def _program_of(options: argparse.Namespace, given: list[str]) -> Script | Modul
             f"{' '.join([first, *rest])}. Leave it and its options out: --world says "
             "how many ranks there are."
         )
-    if first == "-m" and rest:
-        return Module(rest[0], rest[1:])
-    if first.startswith("-"):
+    if first.startswith("-") and not (first == "-m" and rest):
         raise ValueError(
             "lowtide: plan: expected a script or -m MODULE after `--`, got "
             f"{' '.join([first, *rest])}. Leave other options of python out."
         )
-    return Script(first, rest)
+    return Script((first, *rest))
 
 
 def _require_folders(options: argparse.Namespace) -> None:

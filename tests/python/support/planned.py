@@ -35,12 +35,12 @@ def plan_text(folder: Path, text: str, **settings: Any) -> Plan:
     """Of a script with that text, ``train.py`` in ``folder``."""
     script = folder / "train.py"
     script.write_text(text)
-    return plan_request(Request(Script(str(script)), **settings))
+    return plan_request(Request(Script((str(script),)), **settings))
 
 
 @functools.cache
 def plan_script(name: str, *arguments: str, **settings: Any) -> Plan:
-    return plan_request(Request(Script(str(SCRIPTS / name), arguments), **settings))
+    return plan_request(Request(Script((str(SCRIPTS / name), *arguments)), **settings))
 
 
 @functools.cache
