@@ -28,7 +28,7 @@ from lowtide.planning.stacks import Line
 
 def main(connection: Connection, request: Request) -> None:
     """Sends ``("step", number)`` for each step, ``("calls", dict)`` of NCCL if they are
-    asked for, then ``("plan", dict)`` or ``("error", message, traceback)``."""
+    asked for, then ``("plan", Plan)`` or ``("error", message, traceback)``."""
     _redirect_output(request.output)
     if request.limit is not None:
         os.setpgid(0, 0)  # what it starts ends with it
@@ -38,7 +38,7 @@ def main(connection: Connection, request: Request) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         plan = run(request, lambda number: connection.send(("step", number)))
-        answer: tuple[object, ...] = ("plan", plan.to_dict())
+        answer: tuple[object, ...] = ("plan", plan)
     except BaseException as error:
         answer = ("error", message_of(error), stack_of(error))
     if request.calls:
