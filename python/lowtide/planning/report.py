@@ -136,7 +136,7 @@ def parse_bytes(text: str) -> int:
         value = 0
     if value <= 0 or (not unit and value < 1 << 20):
         raise ValueError(
-            "lowtide: plan: expected a size such as 80GiB or 512MiB, got "
+            "lowtide: --device-memory: expected a size such as 80GiB or 512MiB, got "
             f"{text!r}. Write a number and a unit."
         )
     return value

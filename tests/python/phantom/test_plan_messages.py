@@ -47,13 +47,13 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ),
         (
             ["--device-memory", "H100"],
-            "lowtide: plan: expected a size such as 80GiB or 512MiB, got 'H100'. Write "
-            "a number and a unit.",
+            "lowtide: --device-memory: expected a size such as 80GiB or 512MiB, got "
+            "'H100'. Write a number and a unit.",
         ),
         (
             ["--device-memory", "80"],
-            "lowtide: plan: expected a size such as 80GiB or 512MiB, got '80'. Write a "
-            "number and a unit.",
+            "lowtide: --device-memory: expected a size such as 80GiB or 512MiB, got "
+            "'80'. Write a number and a unit.",
         ),
         (
             ["--gpu", "h300"],
@@ -74,6 +74,14 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 )
 def test_of_options(capsys, given, message):
     assert complaint(capsys, planned.LLAMA, *given) == message
+
+
+def test_a_size_is_refused_alike_by_lowtide_phantom(capsys):
+    assert main(["phantom", "--device-memory", "80", "--", "train.py"]) == 2
+    assert capsys.readouterr().err == (
+        "lowtide: --device-memory: expected a size such as 80GiB or 512MiB, got '80'. "
+        "Write a number and a unit.\n"
+    )
 
 
 @pytest.mark.parametrize("package", ["rich", "matplotlib"])
