@@ -17,6 +17,7 @@ import pytest
 
 from lowtide.phantom.dry import launch
 from support import dry_programs
+from support.dry_process import run_dry
 
 ROOT = Path(__file__).parents[3]
 MIB, GIB = 1 << 20, 1 << 30
@@ -35,16 +36,9 @@ OF_EIGHT = (
 def run(
     *program: str, report: Path | None = None, status: int = 0, **machine: Any
 ) -> subprocess.CompletedProcess[str]:
-    told = launch.Settings(report=str(report) if report else None)
     on = launch.Machine(**machine)
-    done = subprocess.run(
-        launch.command(program, on, told),
-        env=launch.environment(on) | ENVIRONMENT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == status, done.stdout + done.stderr
-    return done
+    settings = {"report": report, "status": status, "environment": ENVIRONMENT}
+    return run_dry(*program, machine=on, **settings)
 
 
 def programs(names: tuple[str, ...], **machine: Any) -> dict[str, dict[str, Any]]:
