@@ -7,16 +7,6 @@
 #include "phantom/driver/device.h"
 #include "phantom/driver/timekeeper.h"
 
-namespace {
-
-template <typename Handle>
-cudaError_t create(Handle* handle) {
-  *handle = reinterpret_cast<Handle>(lowtide::dry::new_handle());
-  return cudaSuccess;
-}
-
-}  // namespace
-
 using namespace lowtide::dry;
 
 extern "C" {
@@ -32,7 +22,7 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t stream,
   return cudaSuccess;
 }
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
-  create(graph);
+  make_handle(graph);
   timekeeper().end_graph(*graph);
   return capture().end(stream);
 }
@@ -49,7 +39,7 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream,
                                      const cudaGraphEdgeData** edges,
                                      std::size_t* count) {
   if (id) *id = capture().id(stream);
-  if (graph) create(graph);
+  if (graph) make_handle(graph);
   if (nodes) *nodes = nullptr;
   if (edges) *edges = nullptr;
   if (count) *count = 0;
@@ -58,14 +48,14 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream,
 // torch warns of a graph without nodes.
 cudaError_t cudaGraphGetNodes(cudaGraph_t, cudaGraphNode_t* nodes,
                               std::size_t* count) {
-  if (nodes && *count > 0) create(nodes);
+  if (nodes && *count > 0) make_handle(nodes);
   *count = 1;
   return cudaSuccess;
 }
 cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* exec,
                                           cudaGraph_t graph,
                                           unsigned long long) {
-  create(exec);
+  make_handle(exec);
   timekeeper().instantiate(*exec, graph);
   return cudaSuccess;
 }
@@ -77,10 +67,6 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
   timekeeper().play(exec, stream);
   return cudaSuccess;
 }
-cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t) {
-  return cudaSuccess;
-}
-cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
   timekeeper().forget(exec);
   return cudaSuccess;
