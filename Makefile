@@ -5,19 +5,27 @@
 # make lint      formatters and type checks
 # make bench     benchmarks, JSON and a table
 #
-# Reads: JOBS, LOWTIDE_CUDA (AUTO|ON|OFF), LOWTIDE_CUDA_ARCHS, LOWTIDE_UNITY,
-#   LOWTIDE_WERROR.
+# Reads: TORCH (2.15, say: that version of torch, in .venv-2.15 and build-2.15), JOBS,
+#   LOWTIDE_CUDA (AUTO|ON|OFF), LOWTIDE_CUDA_ARCHS, LOWTIDE_UNITY, LOWTIDE_WERROR.
 # Needs: Debian with g++, make, python3-dev and python3-venv (Python >= 3.10).
 
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
-BUILD ?= build
+# What is developed with has .venv, build and python/lowtide; every other version has an
+# environment, a build and, in the build, the package: links to its sources.
+TORCH ?= 2.11
+OTHER := $(filter-out 2.11,$(TORCH))
+VENV := .venv$(OTHER:%=-%)
+BUILD ?= build$(OTHER:%=-%)
+PREFIX := $(if $(OTHER),$(BUILD)/python,python)
+LINKS := $(if $(OTHER),$(filter-out %.so %/_built_for.py %/include %/__pycache__,\
+  $(wildcard $(CURDIR)/python/lowtide/*)))
 # Eight files at once: minutes for who builds once. Who edits one sets it to OFF.
 LOWTIDE_UNITY ?= ON
 # Warnings of compilers we do not develop with must not break a user's build.
 LOWTIDE_WERROR ?= $(if $(CI),ON,OFF)
 
-BIN := .venv/bin
+BIN := $(VENV)/bin
 CMAKE := $(BIN)/cmake
 OPTIONS := $(foreach name,LOWTIDE_CUDA LOWTIDE_CUDA_ARCHS LOWTIDE_UNITY LOWTIDE_WERROR,\
   $(if $($(name)),'-D$(name)=$($(name))','-U$(name)'))
@@ -33,18 +41,24 @@ LOCK = flock $(BUILD)/.lock
 
 dev: $(CONFIGURED)
 	$(LOCK) $(CMAKE) --build $(BUILD) -j $(JOBS) --target dev
-	$(LOCK) $(CMAKE) --install $(BUILD) --prefix python > $(BUILD)/install.log
+	$(LOCK) $(CMAKE) --install $(BUILD) --prefix $(PREFIX) > $(BUILD)/install.log
+	$(if $(LINKS),find $(PREFIX)/lowtide -maxdepth 1 -type l -delete; \
+	  ln -s $(LINKS) $(PREFIX)/lowtide)
 
 test: dev $(BUILD)/.tests
 	$(LOCK) $(CMAKE) --build $(BUILD) -j $(JOBS)
-	$(BIN)/ctest --test-dir $(BUILD) --verbose --no-tests=error
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	rm -rf $(BUILD)/passed
+	GTEST_OUTPUT=xml:$(CURDIR)/$(BUILD)/passed/ \
+	  $(BIN)/ctest --test-dir $(BUILD) --verbose --no-tests=error
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile \
+	  --junitxml=$(BUILD)/passed/python.xml
+	$(BIN)/python tests/record_versions.py $(BUILD)/passed
 
 test-all: test
 	$(BIN)/python tests/shards.py
 
 # The C++ tests under SANITIZE=address (and undefined) or thread, in a build of their own.
-sanitize: .venv/.dev
+sanitize: $(VENV)/.dev
 	$(CMAKE) -S . -B $(BUILD)/$(SANITIZE) -G Ninja -DLOWTIDE_SANITIZE=$(SANITIZE) \
 	  -DLOWTIDE_TESTS=ON -DLOWTIDE_CUDA=OFF -DLOWTIDE_UNITY=ON \
 	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
@@ -67,17 +81,17 @@ bench: dev
 clean:
 	rm -rf $(BUILD) dist python/lowtide/*.so python/lowtide/_built_for.py
 
-# An existing .venv is reused; a changed requirements file updates it.
-.venv/.dev: requirements/dev.txt
-	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv || { echo \
-	  "lowtide: .venv: expected Python >= 3.10 with venv, got an error from" \
+# An existing environment is reused; a changed requirements file updates it.
+$(VENV)/.dev: requirements/dev.txt requirements/torch-$(TORCH).txt
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || { echo \
+	  "lowtide: $(VENV): expected Python >= 3.10 with venv, got an error from" \
 	  "$(PYTHON). Run \`apt install python3-venv python3-dev\`." >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $<
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(^:%=-r %)
 	$(BIN)/python -c "import pathlib, sysconfig; pathlib.Path(\
-	sysconfig.get_path('purelib'), 'lowtide-dev.pth').write_text('$(CURDIR)/python\n')"
+	sysconfig.get_path('purelib'), 'lowtide-dev.pth').write_text('$(CURDIR)/$(PREFIX)\n')"
 	touch $@
 
-$(CONFIGURED): .venv/.dev
+$(CONFIGURED): $(VENV)/.dev
 	rm -f $(BUILD)/.configured-*
 	$(CMAKE) -S . -B $(BUILD) -G Ninja $(OPTIONS) \
 	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \

@@ -55,7 +55,7 @@ SUCCEED = set(
     """
     cudaDeviceDisablePeerAccess cudaDeviceEnablePeerAccess cudaDeviceReset
     cudaDeviceSetCacheConfig cudaDeviceSetLimit cudaFuncSetAttribute
-    cudaFuncSetCacheConfig cudaGetLastError cudaGraphDestroy cudaGraphUpload
+    cudaFuncSetCacheConfig cudaGetLastError cudaGraphUpload
     cudaIpcCloseMemHandle cudaMemPoolSetAccess cudaMemPoolSetAttribute
     cudaMemPoolTrimTo cudaPeekAtLastError cudaProfilerStart cudaProfilerStop
     cudaSetDeviceFlags cudaStreamDestroy cudaStreamQuery

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -14,8 +15,9 @@ if TYPE_CHECKING:
 
 PROGRAMS = Path(__file__).resolve().parent
 REPOSITORY = PROGRAMS.parents[1]
-# The package of this checkout, whatever else is installed.
-PATHS = (REPOSITORY / "tests" / "python", REPOSITORY / "python", PROGRAMS)
+# The package that this process would import, whatever else is installed.
+(PACKAGE,) = importlib.util.find_spec("lowtide").submodule_search_locations
+PATHS = (REPOSITORY / "tests" / "python", Path(PACKAGE).parent, PROGRAMS)
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",

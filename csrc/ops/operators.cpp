@@ -4,10 +4,12 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/stack.h>
 #include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
 #include <torch/library.h>
 
 #include <vector>
 
+#include "base/check.h"
 #include "ops/clipping.h"
 #include "ops/foreach.h"
 #include "ops/rows.h"
@@ -28,13 +30,39 @@ TORCH_LIBRARY_FRAGMENT(lowtide, m) {
       "bool accumulate) -> ()");
 }
 
+// From an operator, torch 2.15 passes on only what its own exceptions say of
+// their kind.
+template <auto function>
+struct Operator;
+template <typename Result, typename... Arguments,
+          Result (*function)(Arguments...)>
+struct Operator<function> {
+  static Result call(Arguments... arguments) {
+    try {
+      return function(arguments...);
+    } catch (const InvalidArgument& error) {
+      throw c10::ValueError(error.what(), /*backtrace=*/nullptr);
+    }
+  }
+};
+template <auto function>
+constexpr auto operation = &Operator<function>::call;
+
 void implement(torch::Library& m) {
-  m.impl("foreach_copy_", &foreach_copy);
-  m.impl("foreach_add_", &foreach_add);
-  m.impl("foreach_scale_", &foreach_scale);
-  m.impl("foreach_l2_norm", &foreach_l2_norm);
-  m.impl("add_rows_", &add_rows);
-  m.impl("weight_gradient_", &weight_gradient);
+  m.impl("foreach_copy_", operation<&foreach_copy>);
+  m.impl("foreach_add_", operation<&foreach_add>);
+  m.impl("foreach_scale_", operation<&foreach_scale>);
+  m.impl("foreach_l2_norm", operation<&foreach_l2_norm>);
+  m.impl("add_rows_", operation<&add_rows>);
+  m.impl("weight_gradient_", operation<&weight_gradient>);
+}
+
+void copy_on_meta(at::TensorList to, at::TensorList from) {
+  require_pairs("foreach_copy_", to, from);
+}
+
+void add_on_meta(at::TensorList to, at::TensorList from) {
+  require_pairs("foreach_add_", to, from);
 }
 
 at::Tensor norm_on_meta(at::TensorList tensors) {
@@ -47,16 +75,12 @@ TORCH_LIBRARY_IMPL(lowtide, CPU, m) { implement(m); }
 TORCH_LIBRARY_IMPL(lowtide, CUDA, m) { implement(m); }
 #endif
 TORCH_LIBRARY_IMPL(lowtide, Meta, m) {
-  m.impl("foreach_copy_", [](at::TensorList to, at::TensorList from) {
-    require_pairs("foreach_copy_", to, from);
-  });
-  m.impl("foreach_add_", [](at::TensorList to, at::TensorList from) {
-    require_pairs("foreach_add_", to, from);
-  });
-  m.impl("foreach_scale_", &require_scale_arguments);
-  m.impl("foreach_l2_norm", &norm_on_meta);
-  m.impl("add_rows_", &require_rows_arguments);
-  m.impl("weight_gradient_", &require_weight_gradient_arguments);
+  m.impl("foreach_copy_", operation<&copy_on_meta>);
+  m.impl("foreach_add_", operation<&add_on_meta>);
+  m.impl("foreach_scale_", operation<&require_scale_arguments>);
+  m.impl("foreach_l2_norm", operation<&norm_on_meta>);
+  m.impl("add_rows_", operation<&require_rows_arguments>);
+  m.impl("weight_gradient_", operation<&require_weight_gradient_arguments>);
 }
 
 // Version counters see what is written: `self`, in all of them.

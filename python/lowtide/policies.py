@@ -11,6 +11,8 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
 )
 
+from lowtide._torch_version import default_reduce_dtype
+
 __all__ = [
     "INPUT",
     "ActivationPolicy",
@@ -50,12 +52,12 @@ def parameter_dtypes(
     trainable: bool = True,
 ) -> ParameterDtypes:
     """FSDP2's rule: parameters that are not floating-point are never cast, and
-    gradients travel in the compute dtype unless ``reduce_dtype`` says otherwise. A
-    frozen parameter has no gradient to reduce: any dtype will do."""
+    without a ``reduce_dtype`` gradients travel as in this version of torch. A frozen
+    parameter has no gradient to reduce: any dtype will do."""
     if not storage.is_floating_point:
         return ParameterDtypes(storage, storage, storage)
     compute = policy.param_dtype or storage
-    reduce = policy.reduce_dtype or compute
+    reduce = policy.reduce_dtype or default_reduce_dtype(storage, compute)
     if trainable and reduce not in REDUCE_DTYPES:
         raise NotImplementedError(
             f"lowtide: {who}: expected reduce_dtype torch.float32, torch.bfloat16, "

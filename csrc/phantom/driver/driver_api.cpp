@@ -276,6 +276,12 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType,
 CUresult cuGetExportTable(const void**, const CUuuid*) {
   return CUDA_ERROR_NOT_FOUND;
 }
+// Nothing is logged.
+CUresult cuLogsRegisterCallback(CUlogsCallback, void*,
+                                CUlogsCallbackHandle* handle) {
+  return handle ? create(handle) : CUDA_SUCCESS;
+}
+CUresult cuLogsUnregisterCallback(CUlogsCallbackHandle) { return CUDA_SUCCESS; }
 
 // How libraries find the driver's functions.
 CUresult cuGetProcAddress(const char* name, void** function, int, cuuint64_t,

@@ -242,6 +242,22 @@ class FSDPModule(TorchFSDPModule):
             state.refresh()
 
 
+def _refused(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: FSDPModule, *args: object, **kwargs: object) -> NoReturn:
+        raise NotImplementedError(
+            f"lowtide: FSDPModule.{name}: expected a method that lowtide has, got one "
+            f"that only torch {torch.__version__} has. Leave the call out."
+        )
+
+    return refuse
+
+
+# A method of a later FSDP2 would look for torch's state.
+for _name in {name for name in vars(TorchFSDPModule) if not name.startswith("_")}:
+    if _name not in vars(FSDPModule):
+        setattr(FSDPModule, _name, _refused(_name))
+
+
 class _UnshardHandle(UnshardHandle):
     def __init__(self, unit: Any) -> None:
         self._unit: Any = unit

@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <functional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
 #include <vector>
@@ -99,7 +100,8 @@ TEST(CallObserverTest, SeesCallsOnAGroupAndWhatTheyCarry) {
   {
     const Observation observation(notes);
     group->allreduce(sent);
-    group->_allgather_base(out, in);
+    std::invoke(base::all_gather_single, *group, out, in,
+                c10d::AllgatherOptions());
     std::vector<at::Tensor> pair = {at::zeros({2}), at::zeros({3})};
     group->broadcast(pair);
   }

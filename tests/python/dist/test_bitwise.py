@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lowtide._sharding.unit import unit_state
-from support.bits import assert_follows_rule
+from support.bits import assert_follows_rule, assert_same_traces
 from support.model import TINY, ModelConfig, build
 from support.systems import get_system
 from support.training import (
@@ -57,6 +57,17 @@ def test_uneven_rows(pool_of, rule, system, world_size, precision, accumulation)
         sync=sync,
     )
     check(pool_of, rule, system, run)
+
+
+# In param_dtype, from torch 2.15 on in the dtype of the parameters.
+@pytest.mark.parametrize("accumulation", ["one_microbatch", "three_synced_at_last"])
+def test_without_reduce_dtype_as_this_version_of_fsdp2(pool_of, accumulation):
+    microbatches, sync = ACCUMULATIONS[accumulation]
+    run = Run(TINY, 2, reduce_dtype=None, microbatches=microbatches, sync=sync)
+    ours, theirs = (
+        pool_of(2).run(train_sharded, system, run) for system in ("lowtide", "fsdp2")
+    )
+    assert_same_traces(ours, theirs)
 
 
 @pytest.mark.parametrize("accumulation", ACCUMULATIONS)

@@ -37,6 +37,7 @@ CPP_STRANGERS = [("shard/parameters/", "shard/gradients/")]
 
 PYTHON_LAYERS = {
     "_built_for": 0,
+    "_torch_version": 0,
     "_version_check": 0,
     "_C": 0,
     "policies": 1,

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import lowtide
 from llama import CONFIGS, Llama
 from lowtide.losses import linear_cross_entropy, stream_rows
-from lowtide.phantom.dry import lone_rank
+from lowtide.phantom.dry import groups, lone_rank
 
 Step = Callable[[], None]
 
@@ -41,6 +41,7 @@ class LlamaWithLoss(Llama):
 def start(options: Any = None) -> None:
     """One rank of WORLD on NCCL; ``options``: ProcessGroupNCCL's."""
     lone_rank.replace_gloo()
+    groups.install()  # torch 2.15 looks at the size of a part's communicator
     dist.init_process_group(
         "nccl",
         store=dist.HashStore(),

@@ -5,10 +5,22 @@ import sys
 from types import FunctionType, ModuleType
 
 import pytest
-from torch.distributed.fsdp import _fully_shard
+from torch.distributed.fsdp import FSDPModule, _fully_shard
 
 import lowtide
 
+FSDP2 = {
+    *("fully_shard", "FSDPModule", "UnshardHandle", "register_fsdp_forward_method"),
+    *("share_comm_ctx", "MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"),
+}
+# What torch 2.15 has beyond these, and its FSDPModule beyond lowtide's.
+LATER = {"DataParallelMeshDims", "GradientReductionHandle"}
+LATER_METHODS = {
+    *("finalize_backward", "reset_iter_state", "set_keep_unsharded_storage"),
+    *("set_manual_backward_finalization", "set_reduce_scatter_max_input_buffers"),
+    *("set_reduce_scatter_unused_params", "set_separate_reduce_scatter_group"),
+    "set_symm_mem_for_comm",
+}
 OWN = {
     *("wrap", "plan", "memory_report", "abort_step", "clip_grad_norm_"),
     *("local_parameters", "sharded_optimizer"),
@@ -18,8 +30,19 @@ MODULES = {"losses", "phantom", "sequence_parallel", "spmd"}
 
 
 def test_eight_of_fsdp2_ten_of_our_own_and_four_modules():
-    assert len(_fully_shard.__all__) == 8 and len(OWN) == 10
-    assert sorted(lowtide.__all__) == sorted({*_fully_shard.__all__, *OWN, *MODULES})
+    assert len(FSDP2) == 8 and len(OWN) == 10
+    assert FSDP2 <= set(_fully_shard.__all__) <= FSDP2 | LATER
+    assert sorted(lowtide.__all__) == sorted({*FSDP2, *OWN, *MODULES})
+
+
+def test_a_method_that_only_torch_has_says_so():
+    torchs = {name for name in vars(FSDPModule) if not name.startswith("_")}
+    for name in LATER_METHODS & torchs:
+        with pytest.raises(NotImplementedError, match=f"FSDPModule.{name}: expected"):
+            vars(lowtide.FSDPModule)[name](None)
+    for name in torchs - LATER_METHODS:
+        assert vars(lowtide.FSDPModule)[name].__module__.startswith("lowtide.")
+        assert "_refused" not in vars(lowtide.FSDPModule)[name].__qualname__
 
 
 @pytest.mark.parametrize("name", sorted(OWN | MODULES))

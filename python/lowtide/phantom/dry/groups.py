@@ -99,12 +99,13 @@ def _split(split: Callable[..., Any]) -> Callable[..., Any]:
         timeout: Any = None,
         opts: Any = None,
         group_name: str | None = None,
-        group_desc: str | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         world = dist.get_process_group_ranks(self)
         name = group_name or ""
         _ranks[name] = tuple(world[rank] for rank in ranks)
         driver.name_split(name, _ranks[name])
-        return split(self, ranks, timeout, opts, group_name, group_desc)
+        return split(self, ranks, timeout, opts, group_name, *args, **kwargs)
 
     return made

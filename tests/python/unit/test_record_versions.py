@@ -1,0 +1,59 @@
+"""tests/record_versions.py: what a green run leaves in docs/torch_versions.md."""
+
+import pytest
+
+import record_versions
+
+TABLE = """| torch | Python | on | C++ tests | Python tests |
+|---|---|---|---|---|
+| 2.9.1 | 3.11 | 2026-01-02 | 3 passed | 4 passed |
+| 2.11.0 | 3.11 | 2026-01-02 | 3 passed | 4 passed |
+
+After it.
+"""
+GTEST = """<testsuites><testsuite name="shard">
+<testcase name="a" status="run"/><testcase name="b" status="run"/>
+<testcase name="c" status="notrun"/>
+</testsuite></testsuites>"""
+PYTEST = """<testsuites><testsuite name="pytest">
+<testcase name="a"/><testcase name="b"><skipped/></testcase>{more}
+</testsuite></testsuites>"""
+
+
+@pytest.fixture
+def passed(tmp_path, monkeypatch):
+    monkeypatch.setattr(record_versions, "TABLE", tmp_path / "torch_versions.md")
+    record_versions.TABLE.write_text(TABLE)
+    (tmp_path / "shard_test.xml").write_text(GTEST)
+    (tmp_path / "python.xml").write_text(PYTEST.format(more=""))
+    return tmp_path
+
+
+def test_last_run_of_a_version_is_its_line(passed, monkeypatch):
+    for version in ("2.15.0+cu132", "2.11.1+cpu"):
+        monkeypatch.setattr("torch.__version__", version)
+        record_versions.main(passed)
+    heading, _, *rows, blank, after = record_versions.TABLE.read_text().splitlines()
+    assert [heading, blank, after] == [TABLE.splitlines()[0], "", "After it."]
+    assert [row.split(" | ")[0] for row in rows] == [
+        *("| 2.9.1", "| 2.11.1+cpu", "| 2.15.0+cu132")
+    ]
+    assert all(
+        row.endswith(" | 2 passed, 1 skipped | 1 passed, 1 skipped |")
+        for row in rows[1:]
+    )
+
+
+@pytest.mark.parametrize("bad", ["failure", "error"])
+def test_a_failure_is_refused(passed, bad):
+    more = f'<testcase name="c"><{bad}/></testcase>'
+    (passed / "python.xml").write_text(PYTEST.format(more=more))
+    with pytest.raises(SystemExit, match="expected a run without failures, got one in"):
+        record_versions.main(passed)
+    assert record_versions.TABLE.read_text() == TABLE
+
+
+def test_no_tests_are_no_green_run(passed):
+    (passed / "shard_test.xml").unlink()
+    with pytest.raises(SystemExit, match="expected the tests that were run, got none"):
+        record_versions.main(passed)
