@@ -7,12 +7,14 @@ gets a weak definition, so that none of the real ones is ever reached; what
 csrc/phantom/driver defines takes its place when it is linked. What such a definition
 does follows from who wants it and from its declaration:
 
-  makes something    writes a new handle (cusolverDnCreate)
-  says how large     writes 0 to each size (cusolverDnSgeqrf_bufferSize)
-  says which stream                               is remembered (cublasSetStream)
-  computes, and torch calls it                    succeeds; takes time
-  sets or destroys, and torch calls it            succeeds
-  anything else      ends in lowtide_dry_missing with its name
+  makes something         writes a new handle (cusolverDnCreate)
+  says how large          writes 0 to each size (cusolverDnSgeqrf_bufferSize)
+  says whether it did     writes 0 and computes (cublasSgeqrfBatched)
+  says which stream       is remembered (cublasSetStream)
+  computes, and torch calls it            succeeds; takes time
+  sets or destroys, and torch calls it    succeeds
+  has nothing to do (SUCCEED)             succeeds
+  anything else           ends in lowtide_dry_missing with its name
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from pathlib import Path
 
 # (library, error status of what is missing, headers that declare makers and sizes)
 LIBRARIES = {
-    "cublas": (15, ()),
-    "cublasLt": (15, ()),
+    "cublas": (15, ("cublas_api.h",)),
+    "cublasLt": (15, ("cublasLt.h",)),
     "cudart": (801, ()),
     "cudnn": (3000, ("cudnn.h",)),
     "cufft": (16, ("cufft.h", "cufftXt.h")),
@@ -44,8 +46,25 @@ USERS = ("torch_cuda", "c10_cuda", "torch_cuda_linalg", "caffe2_nvrtc", "torch_c
 PURE = re.compile(r"Error(String|Name)$|Status(String|Name)$")
 MAKERS = re.compile(r"Create|_createDescr$")
 SIZES = re.compile(r"[sS]ize|MakePlan|workEstimation|SpGEMM_compute|GetWorkspace$")
+# Whose info is on the host; that of others is the device's.
+INFORMING = re.compile(r"^cublas[SDCZ](geqrf|getrs|gels)Batched$")
 STREAMS = re.compile(r"^(cublas|cudnn|cufft|cusolverDn|cusparse)SetStream(_v2)?$")
 COMPUTING = re.compile(r"^(cublas|cudnn|cufft|cusolver|cusparse(?!Lt))")
+# Of CUDA's runtime and driver, whatever their version.
+SUCCEED = set(
+    """
+    cudaDeviceDisablePeerAccess cudaDeviceEnablePeerAccess cudaDeviceReset
+    cudaDeviceSetCacheConfig cudaDeviceSetLimit cudaFuncSetAttribute
+    cudaFuncSetCacheConfig cudaGetLastError cudaGraphUpload
+    cudaIpcCloseMemHandle cudaMemPoolSetAccess cudaMemPoolSetAttribute
+    cudaMemPoolTrimTo cudaPeekAtLastError cudaProfilerStart cudaProfilerStop
+    cudaSetDeviceFlags cudaStreamDestroy cudaStreamQuery
+    cuCtxSetLimit cuDevicePrimaryCtxRelease cuFuncSetAttribute cuFuncSetCacheConfig
+    cuGreenCtxDestroy cuInit cuLibraryUnload cuLinkAddData cuLinkDestroy cuMemMap
+    cuMemSetAccess cuModuleUnload cuMulticastAddDevice cuMulticastBindMem
+    cuMulticastUnbind cuStreamWriteValue32
+    """.split()
+)
 # What the names of functions have that a library's handle does not compute with.
 SETTING = re.compile(r"Set|[dD]estroy|Finalize|Descriptor|AutoAllocation")
 RESULTS = re.compile(
@@ -61,7 +80,7 @@ def main(out: Path, torch_lib: Path, nvidia: Path) -> None:
     }
     lines = [
         '#include "phantom/driver/device.h"',
-        '#include "phantom/driver/missing.h"',
+        '#include "phantom/driver/library_calls.h"',
     ]
     lines += [
         f"#include <{header}>"
@@ -69,10 +88,6 @@ def main(out: Path, torch_lib: Path, nvidia: Path) -> None:
         for header in headers
         if list(nvidia.glob(f"*/include/{header}"))
     ]
-    lines.append(
-        "template <typename H> void make(H* handle) {\n"
-        "  *handle = (H)lowtide::dry::new_handle();\n}"
-    )
     lines.append('extern "C" {')
     trivial = {}  # name: error status, or 0
     for library, (missing, headers) in LIBRARIES.items():
@@ -85,8 +100,10 @@ def main(out: Path, torch_lib: Path, nvidia: Path) -> None:
             else:
                 returns = library != OF_CALLERS and RESULTS.search(name)
                 computes = name in wanted and not returns
-                trivial[name] = 0 if computes else missing
-    trivial |= {name: DRIVER_MISSING for name in driver_functions(nvidia)}
+                trivial[name] = 0 if computes or name in SUCCEED else missing
+    for name in driver_functions(nvidia):
+        plain = re.sub(r"_v\d$", "", name)
+        trivial[name] = 0 if plain in SUCCEED else DRIVER_MISSING
     lines.append("}")
     out.write_text("\n".join(lines) + "\n")
     # Without their headers: any type stands for theirs.
@@ -106,7 +123,10 @@ def with_results(name: str, declaration: str) -> str:
     ]
     if MAKERS.search(name):
         made = [n for kind, n in outputs if re.fullmatch(r"\w+(_t|Handle)", kind)]
-        return f"make({made[0]}); return {{}};" if made else ""
+        return f"lowtide::dry::make_handle({made[0]}); return {{}};" if made else ""
+    if INFORMING.search(name):
+        computed = f'return static_cast<cublasStatus_t>(lowtide_dry_computes("{name}", '
+        return f"*info = 0; {computed}handle));"
     if SIZES.search(name):
         sizes = [
             n

@@ -4,7 +4,8 @@
 
 Trains a byte-level Llama on two CPU ranks, resumes it from a checkpoint taken half
 way, repeats the first steps with the two other systems, and compares: every loss and
-every parameter must be equal bit for bit.  Leaves with 1 if one is not.
+every parameter must be equal bit for bit.  Leaves with 1 if one is not.  Then plans a
+step of Llama-3-8B on 8 GPUs, where the bytes are that lowtide is for.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from rich.console import Console
 
 from comparison import LEGEND, continues, same_bits, table
-from memory_plot import save_step_memory
+from memory_plot import GIB, save_memory
 from precision import faster_precision
 
 HERE = Path(__file__).parent
@@ -39,15 +40,18 @@ def main() -> int:
     console.print(table(runs, args.compared_steps))
     console.print(LEGEND)
 
+    plans = plan_large(args.out)
     whole = runs["lowtide"]
     picture = args.out / "step_memory.png"
-    save_step_memory(
+    save_memory(
         whole["memory"],
-        f"lowtide: one step of {whole['num_parameters']:,} parameters, "
+        runs["FSDP2"]["memory"],
+        f"lowtide: {whole['num_parameters']:,} parameters, "
         f"{whole['settings']['precision']}",
+        plans,
         picture,
     )
-    console.print(f"live bytes over one step: {picture}")
+    console.print(f"bytes over one step: {picture}")
     checks = {
         f"resumed at step {args.steps // 2}": continues(whole, resumed),
         "FSDP2": same_bits(whole, runs["FSDP2"]),
@@ -99,15 +103,15 @@ def run_all(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     def train(name: str, system: str, options: list[str]) -> dict[str, Any]:
         return run_training(system, args.out / f"{name}.json", [*same, *options])
 
-    console.rule(f"1/5  lowtide: {args.steps} steps on {NUM_RANKS} ranks")
+    console.rule(f"1/6  lowtide: {args.steps} steps on {NUM_RANKS} ranks")
     lowtide = train("lowtide", "lowtide", save + show)
-    console.rule(f"2/5  lowtide: new processes, from the checkpoint of step {half}")
+    console.rule(f"2/6  lowtide: new processes, from the checkpoint of step {half}")
     resumed = train("resumed", "lowtide", resume)
-    console.rule(f"3/5  torch's FSDP2: the first {few} steps")
+    console.rule(f"3/6  torch's FSDP2: the first {few} steps")
     fsdp2 = train("fsdp2", "fsdp2", stop)
-    console.rule(f"4/5  one process, nothing sharded: the first {few} steps")
+    console.rule(f"4/6  one process, nothing sharded: the first {few} steps")
     unsharded = train("unsharded", "unsharded", stop)
-    console.rule("5/5  host time per unit")
+    console.rule("5/6  host time per unit")
     for run in (lowtide, fsdp2):
         run["host_us"] = host_time(run["system"])
         console.print(f"{run['system']}: {run['host_us']:.0f} us")
@@ -127,16 +131,45 @@ def run_training(system: str, result: Path, options: list[str]) -> dict[str, Any
     return json.loads(result.read_text())
 
 
+# Llama-3-8B, one sequence of 8192 tokens a GPU, blocks checkpointed, AdamW.
+LARGE = ("--config=8b", "--world=8", "--gpu=h100", "--loss=chunked")
+
+
+def plan_large(out: Path) -> dict[str, dict[str, Any]]:
+    """What `lowtide plan` says of a model that does not fit here, by system; nothing
+    where torch is a CPU build."""
+    console.rule("6/6  Llama-3-8B on 8 H100s, planned: no GPU is needed")
+    if torch.version.cuda is None:
+        console.print("left out: it needs a CUDA build of torch, as pip installs it")
+        return {}
+    plans = {}
+    for name, system in (("lowtide", "lowtide"), ("FSDP2", "fsdp2")):
+        result = out / f"plan_{system}.json"
+        options = [f"--system={system}", *LARGE, f"--json={result}"]
+        run_program(
+            ["-m", "lowtide", "plan", *options, str(HERE / "llama.py")], quiet=True
+        )
+        plans[name] = plan = json.loads(result.read_text())
+        console.print(
+            f"{name}: {plan['peak_reserved'] / GIB:.1f} GiB reserved, "
+            f"{plan['peak_allocated'] / GIB:.1f} allocated (simulated)"
+        )
+    return plans
+
+
 def host_time(system: str) -> float:
     program = [str(HERE / "host_time.py"), f"--system={system}"]
     return json.loads(run_program(program, capture=True))["microseconds_per_unit"]
 
 
-def run_program(arguments: list[str], *, capture: bool = False) -> str:
+def run_program(
+    arguments: list[str], *, capture: bool = False, quiet: bool = False
+) -> str:
     """A Python program on this machine's CPU; it never outlives this one."""
+    output_to = subprocess.DEVNULL if quiet else None
     process = subprocess.Popen(
         [sys.executable, *arguments],
-        stdout=subprocess.PIPE if capture else None,
+        stdout=subprocess.PIPE if capture else output_to,
         text=True,
         env=os.environ
         | {

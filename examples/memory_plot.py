@@ -1,4 +1,4 @@
-"""A picture of who holds which bytes during a training step."""
+"""A picture of the bytes of a training step: who holds them, lowtide beside FSDP2."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 
 # From the bottom: what stays, then what comes and goes.
 LAYERS = {
@@ -26,34 +27,99 @@ LAYERS = {
 }
 
 
-def save_step_memory(memory: dict[str, Any], title: str, path: Path) -> None:
-    """`memory` is what `instruments.Memory` recorded."""
-    unknown = memory["bytes"].keys() - LAYERS.keys()
+# Of systems beside each other.
+COLORS = ("#e15759", "#4e79a7", "#59a14f")
+
+
+def save_memory(
+    ours: dict[str, Any],
+    fsdp2: dict[str, Any],
+    title: str,
+    plans: dict[str, dict[str, Any]],
+    path: Path,
+) -> None:
+    """`ours`, `fsdp2`: what `instruments.Memory` recorded; `plans`: what
+    `lowtide plan --json` wrote of a large model, by system; may be empty."""
+    rows = 2 if plans else 1
+    figure, axes = plt.subplots(
+        rows, figsize=(9, 4.5 * rows), layout="constrained", squeeze=False
+    )
+    plot_step(axes[0, 0], ours, fsdp2, title)
+    if plans:
+        plot_plans(axes[1, 0], plans)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def plot_step(
+    axes: Axes, ours: dict[str, Any], fsdp2: dict[str, Any], title: str
+) -> None:
+    """Both steps from begin to end: each takes its own time."""
+    unknown = ours["bytes"].keys() - LAYERS.keys()
     assert not unknown, f"no layer for {unknown}"
-    names = [name for name in LAYERS if any(memory["bytes"].get(name, ()))]
-    figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    names = [name for name in LAYERS if any(ours["bytes"].get(name, ()))]
     axes.stackplot(
-        memory["milliseconds"],
-        [[held / MIB for held in memory["bytes"][name]] for name in names],
+        shares(ours["milliseconds"]),
+        [[held / MIB for held in ours["bytes"][name]] for name in names],
         labels=[LAYERS[name][0] for name in names],
         colors=[LAYERS[name][1] for name in names],
         step="post",
     )
-    peak = memory["peak_bytes"] / MIB
-    axes.axhline(peak, color="black", linewidth=0.8, linestyle="--")
-    axes.annotate(
-        f"peak {peak:.1f} MiB",
-        (1, peak),
-        xycoords=("axes fraction", "data"),
-        xytext=(-4, 3),
-        textcoords="offset points",
-        ha="right",
+    totals = [sum(held) / MIB for held in zip(*fsdp2["bytes"].values(), strict=True)]
+    axes.step(
+        shares(fsdp2["milliseconds"]),
+        totals,
+        where="post",
+        color="black",
+        linewidth=0.9,
+        label=f"FSDP2, all (peak {fsdp2['peak_bytes'] / MIB:.1f})",
     )
+    peak = ours["peak_bytes"] / MIB
     axes.set(
-        title=title, xlabel="ms", ylabel="live MiB on rank 0", ylim=(0, peak * 1.1)
+        title=f"{title} (measured; peak {peak:.1f} MiB)",
+        xlabel="share of the step",
+        ylabel="live MiB on rank 0",
+        xlim=(0, 1),
+        ylim=(0, 1.1 * max(peak, fsdp2["peak_bytes"] / MIB)),
     )
-    axes.set_xlim(0, memory["milliseconds"][-1])
+    legend(axes)
+
+
+def plot_plans(axes: Axes, plans: dict[str, dict[str, Any]]) -> None:
+    for (name, plan), color in zip(plans.items(), COLORS, strict=False):
+        timeline = plan["timeline"]
+        columns = timeline["allocated"].values()
+        totals = [sum(held) / GIB for held in zip(*columns, strict=True)]
+        places = shares(range(len(totals)))
+        axes.plot(places, totals, color=color, linewidth=1, label=f"{name}, allocated")
+        axes.plot(
+            places,
+            [held / GIB for held in timeline["reserved"]],
+            color=color,
+            linestyle="--",
+            label=f"{name}, reserved ({plan['peak_reserved'] / GIB:.1f})",
+        )
+    axes.set(
+        title="Llama-3-8B on 8 H100s (simulated)",
+        xlabel="share of the step's allocations",
+        ylabel="GiB on rank 0",
+        xlim=(0, 1),
+        ylim=(0, None),
+    )
+    legend(axes)
+
+
+def shares(places: Any) -> list[float]:
+    """From 0 to 1."""
+    return [place / (places[-1] or 1) for place in places]
+
+
+def legend(axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    axes.legend(
+        handles[::-1],
+        labels[::-1],
+        loc="upper left",
+        bbox_to_anchor=(1.01, 1),
+        frameon=False,
+    )

@@ -180,7 +180,7 @@ class Frame : public std::enable_shared_from_this<Frame> {
   std::shared_ptr<Recomputation> recompute();
   static at::Tensor take(Recomputation& recomputation, std::size_t place);
   void check_same(std::size_t place, const at::Tensor& tensor) const;
-  void forget_at_end_of(int graph_task);
+  void forget_at_end_of(std::int64_t graph_task);
   [[noreturn]] void differs(const std::string& expected,
                             const std::string& got) const;
 
@@ -201,7 +201,8 @@ class Frame : public std::enable_shared_from_this<Frame> {
 
   mutable std::mutex mutex_;
   std::vector<Saved> saved_;
-  std::map<int, std::shared_ptr<Recomputation>> recomputations_;
+  // By graph task.
+  std::map<std::int64_t, std::shared_ptr<Recomputation>> recomputations_;
 };
 
 // `tensor` is called `name` from here on: in the book, and in the innermost

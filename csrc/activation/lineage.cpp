@@ -40,13 +40,7 @@ Lineage::Lineage(const std::vector<at::Tensor>& arguments) {
 }
 
 Lineage::Entry* Lineage::find(const at::Tensor& tensor) {
-  if (!has_bytes(tensor)) return nullptr;
-  const auto found = entries_.find(tensor.storage().unsafeGetStorageImpl());
-  // An expired identity: the address was used again.
-  if (found == entries_.end() || found->second.identity.expired()) {
-    return nullptr;
-  }
-  return &found->second;
+  return has_bytes(tensor) ? entries_.find(tensor) : nullptr;
 }
 
 std::uint64_t Lineage::of(const at::Tensor& tensor) {
@@ -89,11 +83,8 @@ void Lineage::made(const at::Tensor& output, std::uint64_t call,
                    std::int64_t number, std::int64_t place) {
   if (!has_bytes(output) || find(output) != nullptr) return;
   const std::int64_t version = output._version();
-  entries_.insert_or_assign(
-      output.storage().unsafeGetStorageImpl(),
-      Entry{output.storage().getWeakStorageImpl(),
-            combine(call, static_cast<std::uint64_t>(place)), version,
-            Producer{number, place}, version});
+  entries_.put(output, {combine(call, static_cast<std::uint64_t>(place)),
+                        version, Producer{number, place}, version});
 }
 
 void Lineage::wrote(const at::Tensor& tensor, std::uint64_t call) {
@@ -105,9 +96,7 @@ void Lineage::wrote(const at::Tensor& tensor, std::uint64_t call) {
     return;
   }
   const std::int64_t version = tensor._version();
-  entries_.insert_or_assign(
-      tensor.storage().unsafeGetStorageImpl(),
-      Entry{tensor.storage().getWeakStorageImpl(), call, version, {}, version});
+  entries_.put(tensor, {call, version, {}, version});
 }
 
 Lineage::Producer Lineage::producer_of(const at::Tensor& tensor) {

@@ -12,9 +12,10 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <unordered_map>
 #include <unordered_set>
 #include <vector>
+
+#include "base/storage_map.h"
 
 namespace lowtide::activation {
 
@@ -50,7 +51,6 @@ class Lineage {
 
  private:
   struct Entry {
-    c10::weak_intrusive_ptr<c10::StorageImpl> identity;
     std::uint64_t origin;
     std::int64_t version;  // that `origin` is of
     Producer producer;
@@ -60,7 +60,7 @@ class Lineage {
   std::uint64_t origin_of(const at::Tensor& tensor);
   void forget(const at::Tensor& tensor);
 
-  std::unordered_map<const c10::StorageImpl*, Entry> entries_;
+  base::StorageMap<Entry> entries_;
   // They outlive the forward.
   std::unordered_set<const c10::TensorImpl*> arguments_;
   std::unordered_set<const c10::TensorImpl*> parameters_;

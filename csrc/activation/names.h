@@ -9,8 +9,9 @@
 #include <set>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 #include <vector>
+
+#include "base/storage_map.h"
 
 namespace lowtide::activation {
 
@@ -26,16 +27,13 @@ class NameBook {
   std::set<std::string> all() const;
 
  private:
-  struct Entry {
-    c10::weak_intrusive_ptr<c10::StorageImpl> identity;
-    std::uint32_t version;
+  struct Names {
+    std::int64_t version;
     std::vector<std::string> names;
   };
-  bool stale(const Entry& entry, const at::Tensor& tensor) const;
 
   mutable std::mutex mutex_;
-  std::unordered_map<const c10::StorageImpl*, Entry> entries_;
-  std::size_t sweep_at_ = 64;
+  base::StorageMap<Names> names_;
   std::set<std::string> all_;
 };
 

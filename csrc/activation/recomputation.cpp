@@ -2,8 +2,6 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/util/Logging.h>
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <exception>
 #include <optional>
@@ -11,6 +9,7 @@
 
 #include "activation/frame.h"
 #include "base/check.h"
+#include "base/graph_task.h"
 #include "base/trace.h"
 #include "device/current_stream.h"
 
@@ -70,7 +69,7 @@ void Frame::differs(const std::string& expected, const std::string& got) const {
 }
 
 at::Tensor Frame::unpack(std::size_t place, bool creates_graph) {
-  const int graph_task = torch::autograd::get_current_graph_task_id();
+  const auto graph_task = base::current_graph_task();
   if (graph_task != -1 && creates_graph) {
     throw Error(base::error_text(
         region_->who(), "create_graph=False through a checkpointed region",
@@ -177,40 +176,29 @@ void Frame::drop(std::size_t place) {
   }
 }
 
-// [Note: One recomputation per backward]: the callback dies with the graph
-// task, also when backward raised and nobody called it; on any thread, whose
-// current stream is not the backward's.
-void Frame::forget_at_end_of(int graph_task) {
-  struct Forget {
-    ~Forget() {
-      const auto alive = frame.lock();
-      if (!alive) return;
-      if (stream) {
-        logging_errors(*alive->region_, [&] {
-          const c10::StreamGuard of_backward(*stream);
-          alive->region_->transfers()->end_backward();
-        });
-      }
-      std::shared_ptr<Recomputation> dropped;
-      const std::lock_guard lock(alive->mutex_);
-      const auto found = alive->recomputations_.find(graph_task);
-      if (found == alive->recomputations_.end()) return;
-      dropped = std::move(found->second);
-      alive->recomputations_.erase(found);
-    }
-    std::weak_ptr<Frame> frame;
-    int graph_task;
-    std::optional<c10::Stream> stream;  // where values came from the host
-  };
-  auto forget = std::make_shared<Forget>();
-  forget->frame = weak_from_this();
-  forget->graph_task = graph_task;
+// [Note: One recomputation per backward]
+// What was computed again for one backward is dropped with it, also when it
+// raised.
+void Frame::forget_at_end_of(std::int64_t graph_task) {
+  // Where values came from the host.
+  std::optional<c10::Stream> stream;
   if (batch_) {
-    forget->stream = device::current_stream(
+    stream = device::current_stream(
         region_->transfers()->memories().device->runtime().device());
   }
-  torch::autograd::Engine::get_default_engine().queue_callback(
-      [forget = std::move(forget)] {});
+  base::when_graph_task_is_gone([frame = weak_from_this(), graph_task, stream] {
+    const auto alive = frame.lock();
+    if (!alive) return;
+    if (stream) {
+      logging_errors(*alive->region_, [&] {
+        const c10::StreamGuard of_backward(*stream);
+        alive->region_->transfers()->end_backward();
+      });
+    }
+    decltype(alive->recomputations_)::node_type dropped;  // behind the lock
+    const std::lock_guard lock(alive->mutex_);
+    dropped = alive->recomputations_.extract(graph_task);
+  });
 }
 
 }  // namespace lowtide::activation

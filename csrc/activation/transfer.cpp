@@ -36,17 +36,12 @@ Transfers::Transfers(Memories memories) : memories_(std::move(memories)) {}
 
 std::shared_ptr<Stash> Transfers::stash(const at::Tensor& tensor,
                                         std::string_view name) {
-  const c10::StorageImpl* const key = tensor.storage().unsafeGetStorageImpl();
   const std::lock_guard lock(mutex_);
-  auto& known = stashes_[key];
-  if (auto found = known.lock(); found && found->is_of(tensor)) return found;
-  auto made = std::make_shared<Stash>(memories_, std::string(name), tensor);
-  known = made;
-  if (stashes_.size() > sweep_at_) {
-    std::erase_if(stashes_,
-                  [](const auto& entry) { return entry.second.expired(); });
-    sweep_at_ = std::max<std::size_t>(64, 2 * stashes_.size());
+  if (const auto* const known = stashes_.find(tensor)) {
+    if (auto found = known->lock(); found && found->is_of(tensor)) return found;
   }
+  auto made = std::make_shared<Stash>(memories_, std::string(name), tensor);
+  stashes_.put(tensor, made);
   return made;
 }
 

@@ -19,10 +19,10 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 #include <vector>
 
 #include "activation/stash.h"
+#include "base/storage_map.h"
 #include "device/runtime.h"
 
 namespace lowtide::activation {
@@ -125,8 +125,7 @@ class Transfers : public std::enable_shared_from_this<Transfers> {
   std::map<std::int64_t, Batch*> batches_;  // by number
   std::vector<Batch*> present_;  // not yet let go since their forward
   std::vector<Batch*> fetched_;  // with bytes that came back
-  std::unordered_map<const c10::StorageImpl*, std::weak_ptr<Stash>> stashes_;
-  std::size_t sweep_at_ = 64;
+  base::StorageMap<std::weak_ptr<Stash>> stashes_;
   Figures figures_;
 };
 

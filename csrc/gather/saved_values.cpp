@@ -44,26 +44,16 @@ at::Tensor SavedValue::unpack() const {
 
 void SavedValues::add(const at::Tensor& gathered, std::shared_ptr<Site> site) {
   const std::lock_guard lock(mutex_);
-  const auto& storage = gathered.storage();
-  entries_.insert_or_assign(
-      storage.unsafeGetStorageImpl(),
-      Entry{storage.getWeakStorageImpl(), std::move(site)});
+  sites_.put(gathered, std::move(site));
 }
 
-std::shared_ptr<Site> SavedValues::site_of(const at::Tensor& tensor) {
-  if (!tensor.has_storage() || tensor.layout() != at::kStrided ||
-      tensor.is_conj() || tensor.is_neg()) {
+std::shared_ptr<Site> SavedValues::site_of(const at::Tensor& tensor) const {
+  if (tensor.layout() != at::kStrided || tensor.is_conj() || tensor.is_neg()) {
     return nullptr;
   }
   const std::lock_guard lock(mutex_);
-  const auto found = entries_.find(tensor.storage().unsafeGetStorageImpl());
-  if (found == entries_.end()) return nullptr;
-  // Another storage may have the address of one that is gone.
-  if (found->second.identity.expired()) {
-    entries_.erase(found);
-    return nullptr;
-  }
-  return found->second.site;
+  const auto* const site = sites_.find(tensor);
+  return site == nullptr ? nullptr : *site;
 }
 
 std::unique_ptr<SavedValue> SavedValues::pack(const at::Tensor& tensor) {

@@ -8,10 +8,10 @@
 
 #include <memory>
 #include <mutex>
-#include <unordered_map>
 #include <vector>
 
 #include "base/seen_version.h"
+#include "base/storage_map.h"
 #include "gather/site.h"
 
 namespace lowtide::gather {
@@ -48,14 +48,10 @@ class SavedValues {
   std::unique_ptr<SavedValue> pack(const at::Tensor& tensor);
 
  private:
-  struct Entry {
-    c10::weak_intrusive_ptr<c10::StorageImpl> identity;
-    std::shared_ptr<Site> site;
-  };
-  std::shared_ptr<Site> site_of(const at::Tensor& tensor);
+  std::shared_ptr<Site> site_of(const at::Tensor& tensor) const;
 
-  std::mutex mutex_;
-  std::unordered_map<const c10::StorageImpl*, Entry> entries_;
+  mutable std::mutex mutex_;
+  base::StorageMap<std::shared_ptr<Site>> sites_;
 };
 
 }  // namespace lowtide::gather

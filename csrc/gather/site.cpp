@@ -1,25 +1,12 @@
 #include "gather/site.h"
 
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/graph_task.h>
-
 #include <algorithm>
 #include <utility>
 
 #include "base/check.h"
+#include "base/graph_task.h"
 
 namespace lowtide::gather {
-namespace {
-
-using torch::autograd::Node;
-
-std::int64_t current_task() {
-  return torch::autograd::get_current_graph_task_id();
-}
-
-}  // namespace
-
 Site::Site(Private, std::shared_ptr<Axis> axis, std::string name,
            const at::Tensor& shard, std::int64_t prefetch_bytes)
     : axis_(std::move(axis)),
@@ -80,12 +67,8 @@ bool Site::needed_in_this_backward() const {
     }
   }
   const auto node = node_.lock();
-  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
-  if (!node || nodes == nullptr || nodes->count(node.get()) == 0) return false;
-  const auto* info = torch::autograd::get_current_graph_task_exec_info();
-  if (info == nullptr || info->empty()) return true;
-  const auto found = info->find(node.get());
-  return found != info->end() && found->second.should_execute();
+  return node && base::in_graph_task(node.get()) &&
+         base::use_in_graph_task(node.get()) != base::NodeUse::unwanted;
 }
 
 void Site::modified(const char* what, const base::SeenVersion& seen,
@@ -120,7 +103,7 @@ std::shared_ptr<Site::Value> Site::issue(bool ahead) {
     ++figures.regathers;
     if (ahead) ++figures.prefetched;
   });
-  const std::int64_t task = current_task();
+  const std::int64_t task = base::current_graph_task();
   forget_at_end_of(task);
   const std::lock_guard lock(mutex_);
   values_[task] = value;
@@ -130,13 +113,13 @@ std::shared_ptr<Site::Value> Site::issue(bool ahead) {
 void Site::start() {
   {
     const std::lock_guard lock(mutex_);
-    if (values_.count(current_task()) > 0) return;
+    if (values_.count(base::current_graph_task()) > 0) return;
   }
   issue(/*ahead=*/false);
 }
 
 at::Tensor Site::take(std::size_t consumer) {
-  const std::int64_t task = current_task();
+  const std::int64_t task = base::current_graph_task();
   if (task == -1) {
     throw Error(base::error_text(
         base::concat("sequence-parallel gather '", name_, "'"),
@@ -175,7 +158,7 @@ void Site::prefetch_earlier() { axis_->prefetch_before(number_); }
 Site::Ahead Site::prefetch() {
   {
     const std::lock_guard lock(mutex_);
-    const auto found = values_.find(current_task());
+    const auto found = values_.find(base::current_graph_task());
     if (found != values_.end()) {
       return found->second->released ? Ahead::not_needed : Ahead::done;
     }
@@ -186,34 +169,23 @@ Site::Ahead Site::prefetch() {
   return Ahead::done;
 }
 
-// [Note: One re-gather per backward]: the callback dies with the graph task,
-// also when backward raised and nobody called it.
+// [Note: One re-gather per backward]
+// What was gathered again for one backward is dropped with it, also when it
+// raised.
 void Site::forget_at_end_of(std::int64_t graph_task) {
-  struct Forget {
-    ~Forget() {
-      const auto alive = site.lock();
-      if (!alive) return;
-      std::shared_ptr<Value> dropped;
-      {
-        const std::lock_guard lock(alive->mutex_);
-        const auto found = alive->values_.find(graph_task);
-        if (found == alive->values_.end()) return;
-        dropped = std::move(found->second);
-        alive->values_.erase(found);
-      }
-      if (dropped->prefetched && !dropped->used) {
-        alive->axis_->count(alive->name_,
-                            [](Figures& figures) { ++figures.unused; });
-      }
+  base::when_graph_task_is_gone([site = weak_from_this(), graph_task] {
+    const auto alive = site.lock();
+    if (!alive) return;
+    decltype(alive->values_)::node_type dropped;
+    {
+      const std::lock_guard lock(alive->mutex_);
+      dropped = alive->values_.extract(graph_task);
     }
-    std::weak_ptr<Site> site;
-    std::int64_t graph_task = -1;
-  };
-  auto forget = std::make_shared<Forget>();
-  forget->site = weak_from_this();
-  forget->graph_task = graph_task;
-  torch::autograd::Engine::get_default_engine().queue_callback(
-      [forget = std::move(forget)] {});
+    if (dropped && dropped.mapped()->prefetched && !dropped.mapped()->used) {
+      alive->axis_->count(alive->name_,
+                          [](Figures& figures) { ++figures.unused; });
+    }
+  });
 }
 
 }  // namespace lowtide::gather

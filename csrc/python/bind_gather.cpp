@@ -3,12 +3,12 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <optional>
 
 #include "base/check.h"
+#include "base/graph_task.h"
 #include "gather/autograd_nodes.h"
 #include "python/bindings.h"
 #include "python/gather_hooks.h"
@@ -36,7 +36,7 @@ Tensors or_undefined(const Optionals& optionals) {
 // recomputation has it anyway, also one that runs without hooks.
 bool regathers(Axis& axis, const std::string& name, bool asked,
                ActiveHooks active) {
-  const bool recomputing = torch::autograd::get_current_graph_task_id() != -1;
+  const bool recomputing = base::in_backward();
   if (!asked || (active != ActiveHooks::foreign && !recomputing)) return asked;
   axis.count(name, [](Figures& figures) { ++figures.shadowed; });
   return false;

@@ -4,13 +4,13 @@
 #include <c10/util/Type.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <typeinfo>
 #include <utility>
 #include <vector>
 
+#include "base/graph_task.h"
 #include "python/hook_functions.h"
 
 namespace py = pybind11;
@@ -65,8 +65,7 @@ bool is_python_function(const torch::autograd::Node& node) {
 bool creates_graph() {
   if (!at::GradMode::is_enabled()) return false;
   const auto node = torch::autograd::get_current_node();
-  return !node || !is_python_function(*node) ||
-         torch::autograd::get_current_graph_task_keep_graph();
+  return !node || !is_python_function(*node) || base::graph_task_keeps_graph();
 }
 
 PyObject* unpack_forward(PyObject* /*self*/, PyObject* capsule) {

@@ -100,20 +100,20 @@ void RankComparison::agree_without_comparison() {
     if (unit == nullptr) continue;
     auto& shards = *unit->groups().gather;
     const auto& replicas = unit->settings().reduction.replicas;
-    auto numbers = unit->numbers_to_compare();
-    if (several(shards) || (replicas && several(*replicas))) {
-      if (numbers_agreed_) {
-        unit->agree_alone();
-        continue;
+    const bool alone = !several(shards) && !(replicas && several(*replicas));
+    if (alone || !numbers_agreed_) {
+      auto numbers = unit->numbers_to_compare();
+      if (!alone) {
+        auto first = shards.from_rank_zero({numbers.begin(), numbers.end()},
+                                           unit->name());
+        if (replicas) {
+          first = replicas->from_rank_zero(std::move(first), unit->name());
+        }
+        std::copy(first.begin(), first.end(), numbers.begin());
       }
-      auto first =
-          shards.from_rank_zero({numbers.begin(), numbers.end()}, unit->name());
-      if (replicas) {
-        first = replicas->from_rank_zero(std::move(first), unit->name());
-      }
-      std::copy(first.begin(), first.end(), numbers.begin());
+      unit->agree_on(numbers);
     }
-    unit->agree_on(numbers);
+    if (!alone) unit->agree_alone();
   }
   numbers_agreed_ = true;
 }

@@ -2,9 +2,9 @@
 // which calls they made (step_log.h), and numbers that decisions about calls
 // are made from.
 //
-// Where ranks are not compared, rank 0's first numbers stay, and what the
-// program has done counts, the same on all ranks; a group of one or a fake one
-// has nothing to agree on.
+// Where ranks are not compared, rank 0's first numbers stay, and nothing that
+// one rank does later moves a call; a group of one or a fake one has nothing to
+// agree on.
 #pragma once
 
 #include <cstdint>

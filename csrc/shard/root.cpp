@@ -8,27 +8,13 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/graph_task.h"
 #include "base/trace.h"
 #include "device/current_stream.h"
 #include "shard/graph/autograd_nodes.h"
 #include "shard/unit.h"
 
 namespace lowtide::shard {
-
-// [Note: A backward that raised]
-// autograd does not call the end-of-backward callbacks of a graph task that
-// failed, but it destroys them.  The callback owns this; if it dies before the
-// callback ran, the step must be aborted before anything else happens.
-struct Root::Sentinel {
-  explicit Sentinel(std::weak_ptr<Root> root) : root(std::move(root)) {}
-  ~Sentinel() {
-    if (const auto alive = root.lock(); alive && !closed) {
-      alive->failed_ = true;
-    }
-  }
-  std::weak_ptr<Root> root;
-  bool closed = false;
-};
 
 Root::Root(std::string name, std::shared_ptr<memory::DeviceMemory> memory)
     : name_(std::move(name)),
@@ -392,8 +378,8 @@ void Root::open_backward() {
   extend_plans();
   ranks_.note_settings();
   ranks_.note_frozen();
-  backward_ = current_backward();
-  graph_kept_ = current_backward_keeps_graph();
+  backward_ = base::current_graph_task();
+  graph_kept_ = base::graph_task_keeps_graph();
   LOWTIDE_INVARIANT(backward_ != -1, "autograd runs on this thread");
   in_backward_ = participants();
   std::vector<UnitGradients*> streamed;
@@ -404,27 +390,33 @@ void Root::open_backward() {
     }
   }
   stream_.begin(streamed);
-  at_end_of_backward([self = shared_from_this(),
-                      sentinel = std::make_shared<Sentinel>(weak_from_this())] {
-    self->close_backward();
-    sentinel->closed = true;
-  });
+  // What is left of a step that raised is dropped before anything else happens.
+  base::at_end_of_graph_task(
+      [self = shared_from_this()] { self->close_backward(); },
+      [root = weak_from_this()] {
+        if (const auto alive = root.lock()) {
+          alive->failed_ = true;
+        }
+      });
 }
 
 // [Note: Graphs that are kept]
 // A graph that an earlier backward kept may be gone through again together with
 // a later one, behind it.  Whether ranks still hold such a graph they tell each
 // other with the numbers they compare; a unit without inputs that autograd
-// follows has no node to know by, and counts as held until the optimizer steps.
+// follows has no node to know by, so whatever was kept counts as held until the
+// optimizer steps.  Where ranks are not compared a graph that one of them kept
+// must not move its calls: there a later graph may not run together with one
+// that was kept, which raises where its gradients come late.
 bool Root::all_run_in_order() const {
-  return kept_at_step_ != optimizer_steps_ &&
-         std::none_of(units_.begin(), units_.end(), [](const Unit* unit) {
-           return unit != nullptr &&
-                  (unit->in_kept_graph() || !unit->runs_in_order());
-         });
+  return std::none_of(units_.begin(), units_.end(), [](const Unit* unit) {
+    return unit != nullptr && (unit->in_kept_graph() || !unit->runs_in_order());
+  });
 }
 
-bool Root::nested_backward() const { return current_backward() != backward_; }
+bool Root::nested_backward() const {
+  return base::current_graph_task() != backward_;
+}
 
 Unit* Root::enter_backward(Unit& unit) {
   const auto call = schedule_.enter_backward(unit.number());
@@ -435,6 +427,7 @@ Unit* Root::enter_backward(Unit& unit) {
     posted_backward_ = true;
     ranks_.ask();
   }
+  if (!call.place) unit.runs_out_of_schedule();
   const bool in_order = call.place && !nested_backward() && all_run_in_order();
   if (in_order) {
     stream_.seal_leading([&](const UnitGradients& gradients) {
@@ -467,7 +460,7 @@ void Root::reduce_accumulated() {
   if (failed_) {
     abort();
   }
-  LOWTIDE_INVARIANT(backward_ == -1 && current_backward() == -1,
+  LOWTIDE_INVARIANT(backward_ == -1 && base::current_graph_task() == -1,
                     "no backward is under way");
   for (auto* unit : units_) {
     if (unit != nullptr) unit->require_split_backward_complete();
@@ -480,10 +473,13 @@ void Root::reduce_accumulated() {
       streamed.push_back(&unit->gradients());
     }
   }
-  Sentinel sentinel(weak_from_this());
-  stream_.begin(streamed);
-  close_backward();
-  sentinel.closed = true;
+  try {
+    stream_.begin(streamed);
+    close_backward();
+  } catch (...) {
+    failed_ = true;
+    throw;
+  }
 }
 
 void Root::close_backward() {

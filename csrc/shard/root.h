@@ -58,6 +58,10 @@ class Root : public std::enable_shared_from_this<Root> {
   void open_backward();
   // Whether this thread runs a backward inside the one that was opened.
   bool nested_backward() const;
+  // The backward that runs keeps its graph, or one since the last step has.
+  bool keeps_graph() const {
+    return graph_kept_ || kept_at_step_ == optimizer_steps_;
+  }
   // The backward of a call of `unit` begins, before anything of it is issued;
   // returns the unit to gather ahead, or null.
   Unit* enter_backward(Unit& unit);
@@ -85,9 +89,6 @@ class Root : public std::enable_shared_from_this<Root> {
   }
 
  private:
-  // Lives in the graph task; dies without `close` when the backward raised.
-  struct Sentinel;
-
   void begin_forward(Unit& unit);
   void end_forward();
   void close_backward();

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/graph_task.h"
 #include "base/trace.h"
 #include "shard/policy.h"
 #include "shard/root.h"
@@ -166,7 +167,7 @@ bool Unit::looks_up_rows() const { return rows_ && rows_->looks_up(); }
 
 void Unit::gather() {
   const auto steps = root_ ? root_->optimizer_steps() : 0;
-  const bool backward = current_backward() != -1;
+  const bool backward = base::in_backward();
   if (parameters_.here()) {
     if (backward || !parameters_.stale(steps)) {
       return;
@@ -232,7 +233,7 @@ void Unit::prefetch(Unit& other) {
 Unit::ForwardCall Unit::pre_forward(std::size_t module) {
   const base::TraceRange trace("lowtide::pre_forward", *name_);
   const bool rows = looks_up_rows();
-  if (in_backward()) {
+  if (base::in_backward()) {
     // A recomputation; its backward follows.
     if (!rows) unshard();
     return {group_.began_with(module), true};
@@ -294,7 +295,7 @@ void Unit::prefetch_for_forward() {
 std::vector<at::Tensor> Unit::watch_forward_inputs(
     const std::vector<at::Tensor>& inputs) {
   auto watched = watch_inputs(inputs, weak_from_this());
-  if (!in_backward()) {
+  if (!base::in_backward()) {
     input_bytes_ = bytes_of(inputs);
     calls_.watch(std::move(watched.node));
   }
@@ -309,7 +310,7 @@ bool Unit::post_forward(const std::vector<at::Tensor>& outputs,
     watch_output(output, weak_from_this());
     output_rows_ = std::max(output_rows_, rows_of(output));
   }
-  if (in_backward()) {
+  if (base::in_backward()) {
     return group_.ended_with(module);
   }
   // Of the gradient of its output, which only its own backward needs.
@@ -346,9 +347,10 @@ void Unit::end_forward() {
 StepLog::Numbers Unit::numbers_to_compare() {
   const auto held = calls_.graphs().own();
   const auto used = static_cast<std::int64_t>(leaves().used_hash() >> 1);
+  const bool kept = held.kept != 0 || root_->keeps_graph();
   const bool without_inputs =
-      calls_.has_calls_without_inputs(root_ ? root_->optimizer_steps() : 0);
-  return {-output_rows_, leaves().ever_saved() ? 1 : 0, held.kept,
+      calls_.has_calls_without_inputs(root_->optimizer_steps());
+  return {-output_rows_, leaves().ever_saved() ? 1 : 0, kept ? 1 : 0,
           held.recorded, has_gradient_hooks() ? 1 : 0,  used,
           -used,         without_inputs ? 1 : 0};
 }
@@ -362,10 +364,11 @@ void Unit::agree_on(const StepLog::Numbers& greatest) {
   calls_.agree_on_calls_without_inputs(greatest[7] != 0);
 }
 
+// Rank 0's first numbers stay, but one: inputs that want gradients, on one rank
+// or later than in the first forward, have autograd save the parameters.
 void Unit::agree_alone() {
-  saved_by_any_ = saved_by_any_ || leaves().ever_saved();
-  calls_.graphs().agree_alone();
-  listened_by_any_ = has_gradient_hooks();
+  compared_ = false;
+  saved_by_any_ = !looks_up_rows();
 }
 
 // --- backward ---------------------------------------------------------------
@@ -447,7 +450,7 @@ void Unit::begin_backward() {
     return;
   }
   arriving_.drop_cleared();
-  in_backward_ = true;
+  in_backward_ = scheduled_ = true;
   output_gradient_ = false;
   calls_.begin_backward();
   fused_.begin_backward();
@@ -540,7 +543,8 @@ void Unit::on_inputs_done(const torch::autograd::Node* node) {
     arriving_.on_inputs_done();
   }
   output_gradient_ = false;
-  if (calls_.complete(node, root_->nested_backward(), in_current_backward)) {
+  if (calls_.complete(node, root_->nested_backward(), base::in_graph_task) &&
+      (compared_ || scheduled_)) {
     finish_backward();
   }
   gather_next();  // chunks of other units are ahead of this one's

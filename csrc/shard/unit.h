@@ -176,8 +176,14 @@ class Unit final : public BackwardReceiver,
   // which parameters graphs use, and whether it has calls without inputs.
   StepLog::Numbers numbers_to_compare();
   void agree_on(const StepLog::Numbers& greatest);
-  // Where ranks can not be compared: by what the program has done so far.
+  // Where ranks are not compared, behind rank 0's first numbers.
   void agree_alone();
+  // [Note: Order without a comparison]
+  // A rank whose inputs want no gradient has no node that tells when the unit's
+  // backward is over.  In the reverse order of the forward the next unit's
+  // tells in its place; a graph that is gone through again has no such order,
+  // and who does not compare seals its units when the backward ends.
+  void runs_out_of_schedule() { scheduled_ = false; }
   // Its backward runs in the reverse order of its forward: none of it goes
   // through what recorded backwards gave.
   bool runs_in_order() const { return !calls_.graphs().recorded(); }
@@ -254,6 +260,8 @@ class Unit final : public BackwardReceiver,
   bool saved_by_any_ = false;
   bool listened_by_any_ = false;
   bool used_alike_ = true;
+  bool compared_ = true;
+  bool scheduled_ = true;  // all calls of this backward
 };
 
 }  // namespace lowtide::shard

@@ -4,28 +4,11 @@
 #include <cublasLt.h>
 #include <cublas_v2.h>
 
-#include <cstdint>
-
 #include "phantom/driver/capture.h"
-#include "phantom/driver/device.h"
 #include "phantom/driver/timekeeper.h"
-
-namespace {
-
-// A handle of its own, never looked into: torch keeps one workspace for each.
-template <typename Handle>
-cublasStatus_t create(Handle* handle) {
-  *handle = reinterpret_cast<Handle>(lowtide::dry::new_handle());
-  return CUBLAS_STATUS_SUCCESS;
-}
-
-}  // namespace
 
 extern "C" {
 
-cublasStatus_t cublasCreate_v2(cublasHandle_t* handle) {
-  return create(handle);
-}
 cublasStatus_t cublasGetVersion_v2(cublasHandle_t, int* version) {
   *version = CUBLAS_VERSION;
   return CUBLAS_STATUS_SUCCESS;
@@ -39,23 +22,7 @@ cublasStatus_t cublasGetPointerMode_v2(cublasHandle_t,
   *mode = CUBLAS_POINTER_MODE_HOST;
   return CUBLAS_STATUS_SUCCESS;
 }
-cublasStatus_t cublasLtCreate(cublasLtHandle_t* handle) {
-  return create(handle);
-}
 std::size_t cublasLtGetVersion() { return CUBLAS_VERSION; }
-cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t* description,
-                                        cublasComputeType_t, cudaDataType_t) {
-  return create(description);
-}
-cublasStatus_t cublasLtMatmulPreferenceCreate(
-    cublasLtMatmulPreference_t* preference) {
-  return create(preference);
-}
-cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t* layout,
-                                          cudaDataType, std::uint64_t,
-                                          std::uint64_t, std::int64_t) {
-  return create(layout);
-}
 cublasStatus_t cublasLtMatmulAlgoGetHeuristic(
     cublasLtHandle_t, cublasLtMatmulDesc_t, cublasLtMatrixLayout_t,
     cublasLtMatrixLayout_t, cublasLtMatrixLayout_t, cublasLtMatrixLayout_t,

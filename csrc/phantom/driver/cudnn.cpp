@@ -28,11 +28,14 @@ struct Rnn {
   std::int64_t inputs_of(std::int64_t layer) const {
     return layer == 0 ? input : projection * directions;
   }
-  // Numbers of one layer in one direction, biases last.
+  bool projects() const { return projection != hidden; }
+  // Numbers of one layer in one direction: matrices, what projects, biases.
+  std::int64_t matrices_of(std::int64_t layer) const {
+    const auto after = projects() ? projection * hidden : 0;
+    return gates * hidden * (inputs_of(layer) + projection) + after;
+  }
   std::int64_t weights_of(std::int64_t layer) const {
-    const auto matrices = gates * hidden * (inputs_of(layer) + projection);
-    const auto after = projection == hidden ? 0 : projection * hidden;
-    return matrices + after + (has_bias ? 2 * gates * hidden : 0);
+    return matrices_of(layer) + (has_bias ? 2 * gates * hidden : 0);
   }
   std::int64_t weights() const {
     std::int64_t sum = 0;
@@ -149,7 +152,7 @@ cudnnStatus_t cudnnGetRNNWeightSpaceSize(cudnnHandle_t,
   return CUDNN_STATUS_SUCCESS;
 }
 // torch lays its weights out by what this says: input matrices, then hidden
-// ones, then both biases, gate by gate.
+// ones, what projects, then both biases, gate by gate.
 cudnnStatus_t cudnnGetRNNWeightParams(cudnnHandle_t, cudnnRNNDescriptor_t rnn,
                                       std::int32_t pseudo_layer, std::size_t,
                                       const void* space, std::int32_t number,
@@ -159,42 +162,38 @@ cudnnStatus_t cudnnGetRNNWeightParams(cudnnHandle_t, cudnnRNNDescriptor_t rnn,
                                       void** bias) {
   const std::lock_guard lock(mutex);
   const auto& known = rnns.at(rnn);
-  const auto tell = [](cudnnTensorDescriptor_t tensor, void** address,
-                       void* found, std::vector<int> sizes) {
-    if (address) *address = found;
-    if (tensor) tensors[tensor] = {CUDNN_DATA_FLOAT, std::move(sizes)};
-  };
-  tell(matrix_tensor, matrix, nullptr, {0, 0, 0});
-  tell(bias_tensor, bias, nullptr, {0, 0, 0});
-  if (number >= 2 * known.gates) return CUDNN_STATUS_SUCCESS;
   const auto layer = pseudo_layer / known.directions;
   auto before = (pseudo_layer % known.directions) * known.weights_of(layer);
   for (std::int64_t i = 0; i < layer; ++i) {
     before += known.directions * known.weights_of(i);
   }
-  const auto inputs = known.inputs_of(layer);
-  const auto hidden = known.hidden;
-  const auto columns = number < known.gates ? inputs : known.projection;
-  const auto input_matrices = known.gates * hidden * inputs;
-  const auto all_matrices =
-      input_matrices + known.gates * hidden * known.projection;
-  const auto offset =
-      before + (number < known.gates
-                    ? number * hidden * inputs
-                    : input_matrices +
-                          (number - known.gates) * hidden * known.projection);
-  // Addresses of the device, never read here.
-  const auto first = reinterpret_cast<std::uintptr_t>(space);
-  const auto at = [&](std::int64_t index) {
-    return reinterpret_cast<void*>(first + static_cast<std::size_t>(index) *
-                                               known.bytes);
+  const auto gates = known.gates, hidden = known.hidden;
+  const auto inputs = known.inputs_of(layer), recurrent = known.projection;
+  // Addresses of the device, never read here; none for sizes of 0.
+  const auto tell = [&](cudnnTensorDescriptor_t tensor, void** address,
+                        std::int64_t place, std::int64_t rows,
+                        std::int64_t columns) {
+    const auto at = reinterpret_cast<std::uintptr_t>(space) +
+                    static_cast<std::size_t>(before + place) * known.bytes;
+    if (address) *address = rows > 0 ? reinterpret_cast<void*>(at) : nullptr;
+    if (!tensor) return;
+    const auto sizes = {rows > 0 ? 1 : 0, static_cast<int>(rows),
+                        rows > 0 ? static_cast<int>(columns) : 0};
+    tensors[tensor] = {CUDNN_DATA_FLOAT, sizes};
   };
-  const auto rows = static_cast<int>(hidden);
-  tell(matrix_tensor, matrix, at(offset), {1, rows, static_cast<int>(columns)});
-  if (known.has_bias) {
-    tell(bias_tensor, bias, at(before + all_matrices + number * hidden),
-         {1, rows, 1});
+  if (number < gates) {
+    tell(matrix_tensor, matrix, number * hidden * inputs, hidden, inputs);
+  } else if (number < 2 * gates) {
+    const auto place = gates * inputs + (number - gates) * recurrent;
+    tell(matrix_tensor, matrix, hidden * place, hidden, recurrent);
+  } else {
+    const auto place = gates * hidden * (inputs + recurrent);
+    tell(matrix_tensor, matrix, place, known.projects() ? recurrent : 0,
+         hidden);
   }
+  const bool is_biased = known.has_bias && number < 2 * gates;
+  tell(bias_tensor, bias, known.matrices_of(layer) + number * hidden,
+       is_biased ? hidden : 0, 1);
   return CUDNN_STATUS_SUCCESS;
 }
 

@@ -4,16 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "phantom/driver/device.h"
-
 extern "C" {
-
-cudnnStatus_t cudnnBackendCreateDescriptor(cudnnBackendDescriptorType_t,
-                                           cudnnBackendDescriptor_t* result) {
-  *result =
-      reinterpret_cast<cudnnBackendDescriptor_t>(lowtide::dry::new_handle());
-  return CUDNN_STATUS_SUCCESS;
-}
 
 cudnnStatus_t cudnnBackendGetAttribute(cudnnBackendDescriptor_t,
                                        cudnnBackendAttributeName_t name,

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <mutex>
 #include <optional>
+#include <type_traits>
 #include <vector>
 
 #include "phantom/driver/address_space.h"
@@ -105,5 +106,13 @@ void set_answer(std::optional<std::int64_t> bits);
 
 // Handles without meaning, never the same twice.
 std::uintptr_t new_handle();
+template <typename Handle>
+void make_handle(Handle* handle) {
+  if constexpr (std::is_integral_v<Handle>) {  // cuFFT's plans are numbers
+    *handle = static_cast<Handle>(new_handle());
+  } else {
+    *handle = reinterpret_cast<Handle>(new_handle());
+  }
+}
 
 }  // namespace lowtide::dry

@@ -42,7 +42,7 @@ const char* text_of(CUresult error) {
 
 template <typename Handle>
 CUresult create(Handle* handle) {
-  *handle = reinterpret_cast<Handle>(new_handle());
+  make_handle(handle);
   return CUDA_SUCCESS;
 }
 
@@ -98,7 +98,6 @@ using namespace lowtide::dry;
 
 extern "C" {
 
-CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
 CUresult cuDriverGetVersion(int* version) {
   *version = CUDA_VERSION;
   return CUDA_SUCCESS;
@@ -158,7 +157,6 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice index) {
   *context = context_of(index);
   return CUDA_SUCCESS;
 }
-CUresult cuDevicePrimaryCtxRelease(CUdevice) { return CUDA_SUCCESS; }
 CUresult cuCtxGetCurrent(CUcontext* context) {
   *context = context_of(current_device());
   return CUDA_SUCCESS;
@@ -179,7 +177,6 @@ CUresult cuCtxGetDevice(CUdevice* index) {
   return CUDA_SUCCESS;
 }
 CUresult cuCtxSynchronize() { return as_driver(cudaDeviceSynchronize()); }
-CUresult cuCtxSetLimit(CUlimit, std::size_t) { return CUDA_SUCCESS; }
 CUresult cuCtxGetLimit(std::size_t* value, CUlimit) {
   *value = 0;
   return CUDA_SUCCESS;
@@ -193,7 +190,6 @@ CUresult cuModuleLoadDataEx(CUmodule* module, const void*, unsigned,
                             CUjit_option*, void**) {
   return create(module);
 }
-CUresult cuModuleUnload(CUmodule) { return CUDA_SUCCESS; }
 CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* name) {
   return ModuleKernels::instance().make(function, name);
 }
@@ -202,7 +198,6 @@ CUresult cuLibraryLoadData(CUlibrary* library, const void*, CUjit_option*,
                            unsigned) {
   return create(library);
 }
-CUresult cuLibraryUnload(CUlibrary) { return CUDA_SUCCESS; }
 CUresult cuLibraryGetKernel(CUkernel* kernel, CUlibrary, const char* name) {
   return ModuleKernels::instance().make(reinterpret_cast<CUfunction*>(kernel),
                                         name);
@@ -215,17 +210,12 @@ CUresult cuKernelGetFunction(CUfunction* function, CUkernel kernel) {
 CUresult cuLinkCreate(unsigned, CUjit_option*, void**, CUlinkState* state) {
   return create(state);
 }
-CUresult cuLinkAddData(CUlinkState, CUjitInputType, void*, std::size_t,
-                       const char*, unsigned, CUjit_option*, void**) {
-  return CUDA_SUCCESS;
-}
 CUresult cuLinkComplete(CUlinkState, void** code, std::size_t* bytes) {
   static char nothing = 0;
   *code = &nothing;
   *bytes = sizeof nothing;
   return CUDA_SUCCESS;
 }
-CUresult cuLinkDestroy(CUlinkState) { return CUDA_SUCCESS; }
 
 CUresult cuFuncGetAttribute(int* value, CUfunction_attribute which,
                             CUfunction) {
@@ -245,10 +235,6 @@ CUresult cuFuncGetAttribute(int* value, CUfunction_attribute which,
       return CUDA_SUCCESS;
   }
 }
-CUresult cuFuncSetAttribute(CUfunction, CUfunction_attribute, int) {
-  return CUDA_SUCCESS;
-}
-CUresult cuFuncSetCacheConfig(CUfunction, CUfunc_cache) { return CUDA_SUCCESS; }
 CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunction,
                                                      int, std::size_t) {
   *blocks = kBlocksOfMultiprocessor;
@@ -286,6 +272,10 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType,
   return CUDA_SUCCESS;
 }
 
+// Tables that NVIDIA's libraries have in common: NVRTC does without.
+CUresult cuGetExportTable(const void**, const CUuuid*) {
+  return CUDA_ERROR_NOT_FOUND;
+}
 // Nothing is logged.
 CUresult cuLogsRegisterCallback(CUlogsCallback, void*,
                                 CUlogsCallbackHandle* handle) {

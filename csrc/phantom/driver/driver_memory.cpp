@@ -98,16 +98,8 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, std::size_t bytes,
 CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
   return Handles::instance().release(handle);
 }
-CUresult cuMemMap(CUdeviceptr, std::size_t, std::size_t,
-                  CUmemGenericAllocationHandle, unsigned long long) {
-  return CUDA_SUCCESS;
-}
 CUresult cuMemUnmap(CUdeviceptr address, std::size_t bytes) {
   kept().forget(address, bytes);
-  return CUDA_SUCCESS;
-}
-CUresult cuMemSetAccess(CUdeviceptr, std::size_t, const CUmemAccessDesc*,
-                        std::size_t) {
   return CUDA_SUCCESS;
 }
 // Handles for other processes: the number is the same there, the memory is not
@@ -128,18 +120,6 @@ CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle,
 CUresult cuMulticastCreate(CUmemGenericAllocationHandle* handle,
                            const CUmulticastObjectProp*) {
   return Handles::instance().create(handle, 0, current_device());
-}
-CUresult cuMulticastAddDevice(CUmemGenericAllocationHandle, CUdevice) {
-  return CUDA_SUCCESS;
-}
-CUresult cuMulticastBindMem(CUmemGenericAllocationHandle, std::size_t,
-                            CUmemGenericAllocationHandle, std::size_t,
-                            std::size_t, unsigned long long) {
-  return CUDA_SUCCESS;
-}
-CUresult cuMulticastUnbind(CUmemGenericAllocationHandle, CUdevice, std::size_t,
-                           std::size_t) {
-  return CUDA_SUCCESS;
 }
 
 CUresult cuMemAlloc(CUdeviceptr* address, std::size_t bytes) {
@@ -173,27 +153,21 @@ CUresult cuPointerGetAttribute(void* value, CUpointer_attribute which,
                                CUdeviceptr address) {
   const auto index = device_of(pointer_to(address));
   const auto range = index ? device(*index).around(address) : std::nullopt;
+  const auto tell = [value](bool known, auto found) {
+    if (known) std::memcpy(value, &found, sizeof found);
+    return known ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+  };
   switch (which) {
     case CU_POINTER_ATTRIBUTE_DEVICE_POINTER:
-      if (!index) return CUDA_ERROR_INVALID_VALUE;
-      *static_cast<CUdeviceptr*>(value) = address;
-      return CUDA_SUCCESS;
+      return tell(index.has_value(), address);
     case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
-      if (!index) return CUDA_ERROR_INVALID_VALUE;
-      *static_cast<CUmemorytype*>(value) = CU_MEMORYTYPE_DEVICE;
-      return CUDA_SUCCESS;
+      return tell(index.has_value(), CU_MEMORYTYPE_DEVICE);
     case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
-      if (!index) return CUDA_ERROR_INVALID_VALUE;
-      *static_cast<int*>(value) = *index;
-      return CUDA_SUCCESS;
+      return tell(index.has_value(), index.value_or(0));
     case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
-      if (!range) return CUDA_ERROR_INVALID_VALUE;
-      *static_cast<CUdeviceptr*>(value) = range->first;
-      return CUDA_SUCCESS;
+      return tell(range.has_value(), range ? range->first : 0);
     case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
-      if (!range) return CUDA_ERROR_INVALID_VALUE;
-      *static_cast<std::size_t*>(value) = range->bytes;
-      return CUDA_SUCCESS;
+      return tell(range.has_value(), range ? range->bytes : 0);
     default:
       return CUDA_ERROR_NOT_SUPPORTED;
   }
@@ -234,10 +208,6 @@ CUresult cuMemsetD32Async(CUdeviceptr address, unsigned value,
   }
   kept().forget(address, bytes);
   return as_driver(capture().enqueue(stream));
-}
-// NVLink's signals, of symmetric memory.
-CUresult cuStreamWriteValue32(CUstream, CUdeviceptr, cuuint32_t, unsigned) {
-  return CUDA_SUCCESS;
 }
 
 CUresult cuStreamSynchronize(CUstream stream) {

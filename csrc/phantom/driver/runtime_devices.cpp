@@ -79,13 +79,10 @@ cudaError_t cudaSetDevice(int index) {
 cudaError_t cudaInitDevice(int index, unsigned, unsigned) {
   return exists(index) ? cudaSuccess : cudaErrorInvalidDevice;
 }
-cudaError_t cudaSetDeviceFlags(unsigned) { return cudaSuccess; }
 cudaError_t cudaGetDeviceFlags(unsigned* flags) {
   *flags = 0;
   return cudaSuccess;
 }
-cudaError_t cudaGetLastError() { return cudaSuccess; }
-cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
 cudaError_t cudaDriverGetVersion(int* version) {
   *version = CUDART_VERSION;
   return cudaSuccess;
@@ -122,15 +119,10 @@ cudaError_t cudaDeviceCanAccessPeer(int* can, int index, int other) {
   *can = index != other && settings().gpu->peers;
   return cudaSuccess;
 }
-cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
-cudaError_t cudaDeviceDisablePeerAccess(int) { return cudaSuccess; }
 cudaError_t cudaDeviceGetLimit(std::size_t* value, cudaLimit) {
   *value = 0;
   return cudaSuccess;
 }
-cudaError_t cudaDeviceSetLimit(cudaLimit, std::size_t) { return cudaSuccess; }
-cudaError_t cudaDeviceSetCacheConfig(cudaFuncCache) { return cudaSuccess; }
-cudaError_t cudaDeviceReset() { return cudaSuccess; }
 cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   if (least) *least = kLeastPriority;
   if (greatest) *greatest = kGreatestPriority;
@@ -144,7 +136,5 @@ cudaError_t cudaDeviceSynchronize() {
   listener().hear_waited(current_device());
   return cudaSuccess;
 }
-cudaError_t cudaProfilerStart() { return cudaSuccess; }
-cudaError_t cudaProfilerStop() { return cudaSuccess; }
 
 }  // extern "C"

@@ -11,13 +11,9 @@
 #include "phantom/driver/device.h"
 #include "phantom/driver/timekeeper.h"
 
-namespace {
+using namespace lowtide::dry;
 
-template <typename Handle>
-cudaError_t create(Handle* handle) {
-  *handle = reinterpret_cast<Handle>(lowtide::dry::new_handle());
-  return cudaSuccess;
-}
+namespace {
 
 // Of the capture that runs.
 cudaGraph_t captured = nullptr;
@@ -28,7 +24,7 @@ class UserObjects {
  public:
   cudaUserObject_t add(void* data, cudaHostFn_t destroy, unsigned references) {
     cudaUserObject_t object;
-    create(&object);
+    make_handle(&object);
     const std::lock_guard lock(mutex_);
     objects_[object] = {data, destroy, references};
     return object;
@@ -86,8 +82,6 @@ UserObjects& user_objects() {
 
 }  // namespace
 
-using namespace lowtide::dry;
-
 extern "C" {
 
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
@@ -98,7 +92,8 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t stream,
                                    cudaStreamCaptureMode mode) {
   if (const auto refused = capture().begin(stream, mode)) return refused;
   timekeeper().begin_graph(stream);
-  return create(&captured);
+  make_handle(&captured);
+  return cudaSuccess;
 }
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   *graph = captured;
@@ -127,14 +122,14 @@ cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream,
 // torch warns of a graph without nodes.
 cudaError_t cudaGraphGetNodes(cudaGraph_t, cudaGraphNode_t* nodes,
                               std::size_t* count) {
-  if (nodes && *count > 0) create(nodes);
+  if (nodes && *count > 0) make_handle(nodes);
   *count = 1;
   return cudaSuccess;
 }
 cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* exec,
                                           cudaGraph_t graph,
                                           unsigned long long) {
-  create(exec);
+  make_handle(exec);
   timekeeper().instantiate(*exec, graph);
   user_objects().copy(graph, *exec);
   return cudaSuccess;
@@ -145,9 +140,6 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph,
 }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
   timekeeper().play(exec, stream);
-  return cudaSuccess;
-}
-cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t) {
   return cudaSuccess;
 }
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {

@@ -178,12 +178,6 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   attributes->ptxVersion = attributes->binaryVersion = code_version();
   return cudaSuccess;
 }
-cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) {
-  return cudaSuccess;
-}
-cudaError_t cudaFuncSetCacheConfig(const void*, cudaFuncCache) {
-  return cudaSuccess;
-}
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(
     int* blocks, const void*, int, std::size_t, unsigned) {
   *blocks = kBlocksOfMultiprocessor;

@@ -132,16 +132,6 @@ cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool, cudaMemPoolAttr which,
   std::memcpy(value, &number, sizeof number);
   return cudaSuccess;
 }
-cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*) {
-  return cudaSuccess;
-}
-cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const cudaMemAccessDesc*,
-                                 std::size_t) {
-  return cudaSuccess;
-}
-cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, std::size_t) {
-  return cudaSuccess;
-}
 
 cudaError_t cudaHostAlloc(void** pointer, std::size_t bytes, unsigned) {
   if (const auto refused = capture().unsafe()) return refused;
@@ -255,6 +245,5 @@ cudaError_t cudaIpcOpenMemHandle(void** pointer, cudaIpcMemHandle_t handle,
   std::memcpy(pointer, &handle, sizeof *pointer);
   return cudaSuccess;
 }
-cudaError_t cudaIpcCloseMemHandle(void*) { return cudaSuccess; }
 
 }  // extern "C"

@@ -40,7 +40,6 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
 cudaError_t cudaStreamCreate(cudaStream_t* stream) {
   return cudaStreamCreateWithPriority(stream, cudaStreamDefault, 0);
 }
-cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
   *priority = stream_of(stream).priority;
   return cudaSuccess;
@@ -57,7 +56,6 @@ cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) {
   *id = reinterpret_cast<std::uintptr_t>(stream);
   return cudaSuccess;
 }
-cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   ++host_waits();
   if (const auto refused = capture().host_waits()) return refused;

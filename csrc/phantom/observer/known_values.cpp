@@ -13,6 +13,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "phantom/observer/assumptions.h"
 #include "phantom/observer/driver.h"
 #include "phantom/observer/operator_traits.h"
 
@@ -31,12 +32,16 @@ std::int64_t bytes_of(const c10::Storage& storage) {
   return static_cast<std::int64_t>(storage.nbytes());
 }
 
-// What is said of all numbers by an operator that asks for finiteness.
-std::optional<bool> says_finite(std::string_view name) {
+// torch's own checks of values, such as those of distributions.
+constexpr std::string_view kRequires = "aten::_is_all_true";
+
+// What an operator says of all numbers that nobody computed: that they are
+// finite, and as they should be.
+std::optional<bool> says_of_all(std::string_view name) {
   static const std::unordered_map<std::string_view, bool> kNames = {
       {"aten::isfinite", true},  {"aten::isinf", false},
       {"aten::isnan", false},    {"aten::isneginf", false},
-      {"aten::isposinf", false},
+      {"aten::isposinf", false}, {kRequires, true},
   };
   const auto found = kNames.find(name);
   if (found == kNames.end()) return std::nullopt;
@@ -243,8 +248,8 @@ std::unique_ptr<KnownCall> KnownCall::before(
     const at::RecordFunction& function) {
   if (computing) return nullptr;
   const auto& traits = traits_of(function);
-  const auto finite = says_finite(function.name());
-  if (!finite && !computes(function.name(), traits)) return nullptr;
+  const auto said = says_of_all(function.name());
+  if (!said && !computes(function.name(), traits)) return nullptr;
   auto call = std::make_unique<KnownCall>();
   const auto inputs = function.inputs();
   const auto is_overwritten = [&](std::size_t i) {
@@ -253,8 +258,8 @@ std::unique_ptr<KnownCall> KnownCall::before(
   bool known = false;  // a call that only the host has a part in is no device's
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     if (!(is_overwritten(i) ? is_place(inputs[i]) : all_known(inputs[i]))) {
-      call->finite_ = finite;
-      return finite ? std::move(call) : nullptr;
+      call->said_ = said;
+      return said ? std::move(call) : nullptr;
     }
     known = known || is_on_device(inputs[i]);
   }
@@ -273,11 +278,16 @@ std::unique_ptr<KnownCall> KnownCall::before(
 bool KnownCall::after(const at::RecordFunction& function) const {
   const auto& outputs = function.outputs();
   const Apart apart;
-  if (finite_) {
+  if (said_) {
+    if (function.name() == kRequires) {
+      assume(
+          "what torch requires of values that nobody computed is taken to "
+          "hold");
+    }
     if (outputs.size() == 1 && outputs[0].isTensor()) {
       const auto& to = outputs[0].toTensor();
       if (to.numel() <= kMostTruths) {
-        write(to, at::full({}, *finite_, at::kBool).expand(to.sizes()));
+        write(to, at::full({}, *said_, at::kBool).expand(to.sizes()));
       }
     }
     return true;

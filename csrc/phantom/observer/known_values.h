@@ -39,9 +39,9 @@ class KnownCall {
   bool after(const at::RecordFunction& function) const;
 
  private:
-  std::vector<at::IValue> arguments_;  // on the host; empty: finiteness
+  std::vector<at::IValue> arguments_;  // on the host; empty where it has said_
   std::vector<std::pair<std::size_t, at::IValue>> written_;  // by number
-  std::optional<bool> finite_;  // what the operator says of all numbers
+  std::optional<bool> said_;  // what the operator says of all numbers
 };
 
 }  // namespace lowtide::dry

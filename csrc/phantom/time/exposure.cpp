@@ -1,7 +1,6 @@
 #include "phantom/time/exposure.h"
 
 #include <algorithm>
-#include <map>
 #include <utility>
 
 namespace lowtide::phantom {
@@ -45,19 +44,6 @@ double overlap(const Intervals& a, const Intervals& b) {
 }
 
 }  // namespace
-
-TimedStream compute_stream(const std::vector<Span>& spans) {
-  constexpr TimedStream kDefault = 0;
-  std::map<TimedStream, double> seconds;
-  for (const Span& span : spans) {
-    if (span.kind != SpanKind::kernel) continue;
-    if (span.stream == kDefault) return kDefault;
-    seconds[span.stream] += span.end - span.begin;
-  }
-  const auto longest = std::ranges::max_element(
-      seconds, {}, [](const auto& stream) { return stream.second; });
-  return longest == seconds.end() ? kDefault : longest->first;
-}
 
 Usage usage(const std::vector<Span>& spans, TimedStream compute, double begin,
             double end) {

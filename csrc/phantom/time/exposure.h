@@ -25,10 +25,6 @@ struct Usage {
   double idle = 0;
 };
 
-// The default stream; where that ran no kernel, the one that ran kernels for
-// longest: a program may compute on a stream of its own.
-TimedStream compute_stream(const std::vector<Span>& spans);
-
 Usage usage(const std::vector<Span>& spans, TimedStream compute, double begin,
             double end);
 

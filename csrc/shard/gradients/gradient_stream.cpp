@@ -135,8 +135,10 @@ void GradientStream::require_here(const UnitGradients& unit,
         base::concat("parameter '", unit.name_of(i), "'"),
         "every gradient of a backward before its unit's gradients leave",
         base::concat("another one after unit '", unit.unit(), "' was reduced"),
-        "This happens when re-entrant checkpointing runs a module several "
-        "times; use torch.utils.checkpoint with use_reentrant=False."));
+        "Where re-entrant checkpointing runs a module several times, use "
+        "torch.utils.checkpoint with use_reentrant=False; where one backward "
+        "goes through a later graph and one that was kept, run two, or leave "
+        "LOWTIDE_COMPARE_RANKS on."));
   }
 }
 

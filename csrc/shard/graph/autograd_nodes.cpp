@@ -1,16 +1,15 @@
 #include "shard/graph/autograd_nodes.h"
 
 #include <ATen/core/grad_mode.h>
-#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <utility>
 
 #include "base/check.h"
+#include "base/graph_task.h"
 #include "device/current_stream.h"
 
 namespace lowtide::shard {
@@ -186,20 +185,16 @@ at::Tensor protected_view(const at::Tensor& input) {
 
 }  // namespace
 
-// With torch.autograd.grad or backward(inputs=) a backward runs some nodes
-// only.
 Obstacle obstacle_of_inputs(const Node* node) {
-  const auto* info = torch::autograd::get_current_graph_task_exec_info();
-  if (info == nullptr || info->empty()) {
-    return Obstacle::none;
+  switch (base::use_in_graph_task(node)) {
+    case base::NodeUse::unwanted:
+      return Obstacle::unwanted;
+    case base::NodeUse::returned:
+      return Obstacle::asked_for;
+    case base::NodeUse::runs:
+      break;
   }
-  const auto found = info->find(const_cast<Node*>(node));
-  if (found == info->end() || !found->second.should_execute()) {
-    return Obstacle::unwanted;
-  }
-  const auto& captures = found->second.captures_;
-  return captures != nullptr && !captures->empty() ? Obstacle::asked_for
-                                                   : Obstacle::none;
+  return Obstacle::none;
 }
 
 NodePtr install_gradient_node(const at::Tensor& parameter,
@@ -239,24 +234,6 @@ WatchedInputs watch_inputs(const std::vector<at::Tensor>& inputs,
   }
   watched.node = node;
   return watched;
-}
-
-std::int64_t current_backward() {
-  return torch::autograd::get_current_graph_task_id();
-}
-
-bool in_current_backward(const Node* node) {
-  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
-  return nodes != nullptr && nodes->count(const_cast<Node*>(node)) > 0;
-}
-
-bool current_backward_keeps_graph() {
-  return torch::autograd::get_current_graph_task_keep_graph();
-}
-
-void at_end_of_backward(std::function<void()> callback) {
-  torch::autograd::Engine::get_default_engine().queue_callback(
-      std::move(callback));
 }
 
 }  // namespace lowtide::shard

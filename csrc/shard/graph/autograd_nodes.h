@@ -92,15 +92,4 @@ struct WatchedInputs {
 WatchedInputs watch_inputs(const std::vector<at::Tensor>& inputs,
                            std::weak_ptr<BackwardReceiver> receiver);
 
-// Whether a backward runs on this thread, and which.
-std::int64_t current_backward();  // -1: none
-inline bool in_backward() { return current_backward() != -1; }
-// Whether `node` takes part in the backward that runs on this thread.
-bool in_current_backward(const torch::autograd::Node* node);
-// Whether the graph may be gone through again.
-bool current_backward_keeps_graph();
-
-// Calls `callback` at the end of the backward that runs on this thread.
-void at_end_of_backward(std::function<void()> callback);
-
 }  // namespace lowtide::shard

@@ -15,7 +15,6 @@ std::int64_t any_alive(const std::vector<WeakNodePtr>& nodes) {
 }  // namespace
 
 void HeldGraphs::keep(const std::vector<WeakNodePtr>& calls) {
-  ever_kept_ = ever_kept_ || !calls.empty();
   kept_.insert(kept_.end(), calls.begin(), calls.end());
 }
 
@@ -39,8 +38,6 @@ void HeldGraphs::agree_on(const Kinds& greatest) {
   kept_on_any_ = greatest.kept != 0;
   recorded_on_any_ = greatest.recorded != 0 || recorded_since_;
 }
-
-void HeldGraphs::agree_alone() { kept_on_any_ = ever_kept_; }
 
 void HeldGraphs::clear() { *this = {}; }
 

@@ -35,9 +35,6 @@ class HeldGraphs {
   Kinds own();
   // The greatest of what the ranks hold, as that comparison says.
   void agree_on(const Kinds& greatest);
-  // Where ranks are not compared: what the program has ever done, the same on
-  // all ranks.
-  void agree_alone();
 
   // On any rank.
   bool kept() const { return kept_on_any_; }
@@ -51,7 +48,6 @@ class HeldGraphs {
   std::vector<WeakNodePtr> recorded_;
   bool kept_on_any_ = false;
   bool recorded_on_any_ = false;
-  bool ever_kept_ = false;
   bool recorded_since_ = false;  // the comparison began
 };
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/graph_task.h"
 #include "shard/graph/autograd_nodes.h"
 
 namespace lowtide::shard {
@@ -19,12 +20,12 @@ struct ObservedGradient::Seen {
 
 struct ObservedGradient::Meta final : AutogradMeta {
   at::Tensor& mutable_grad() override {
-    written = written || (seen->observes && !in_backward());
+    written = written || (seen->observes && !base::in_backward());
     return grad_;
   }
 
   const at::Tensor& grad() const override {
-    if (seen->observes && !seen->cleared && !in_backward()) {
+    if (seen->observes && !seen->cleared && !base::in_backward()) {
       seen->cleared = seen->clears != nullptr && seen->clears();
     }
     return grad_;

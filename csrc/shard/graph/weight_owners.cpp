@@ -1,8 +1,9 @@
 #include "shard/graph/weight_owners.h"
 
 #include <mutex>
-#include <unordered_map>
 #include <utility>
+
+#include "base/storage_map.h"
 
 namespace lowtide::shard {
 namespace {
@@ -15,7 +16,7 @@ struct Entry {
 
 struct List {
   std::mutex mutex;
-  std::unordered_map<const c10::StorageImpl*, Entry> entries;
+  base::StorageMap<Entry> entries;
 };
 
 // Outlives every unit, whatever order the process ends in.
@@ -31,8 +32,7 @@ ListedWeight::ListedWeight(const at::Tensor& weight,
                            std::int32_t index, WeakNodePtr node)
     : storage_(weight.storage().getWeakStorageImpl()) {
   const std::lock_guard lock(list().mutex);
-  list().entries[weight.storage().unsafeGetStorageImpl()] = {
-      std::move(receiver), index, std::move(node)};
+  list().entries.put(weight, {std::move(receiver), index, std::move(node)});
 }
 
 ListedWeight::ListedWeight(ListedWeight&& other) noexcept
@@ -57,21 +57,16 @@ void ListedWeight::unlist() {
 }
 
 std::optional<WeightOwner> owner_of(const at::Tensor& weight) {
-  if (!weight.has_storage()) {
-    return std::nullopt;
-  }
   const std::lock_guard lock(list().mutex);
-  const auto& entries = list().entries;
-  const auto found = entries.find(weight.storage().unsafeGetStorageImpl());
-  if (found == entries.end()) {
+  const auto* const entry = list().entries.find(weight);
+  if (entry == nullptr) {
     return std::nullopt;
   }
-  const auto& entry = found->second;
-  auto receiver = entry.receiver.lock();
+  auto receiver = entry->receiver.lock();
   if (!receiver) {
     return std::nullopt;
   }
-  return WeightOwner{std::move(receiver), entry.index, entry.node.lock()};
+  return WeightOwner{std::move(receiver), entry->index, entry->node.lock()};
 }
 
 }  // namespace lowtide::shard

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/graph_task.h"
+
 namespace lowtide::shard {
 
 void WrittenGradients::watch(std::vector<at::Tensor> full,
@@ -24,7 +26,7 @@ bool WrittenGradients::any(std::int32_t i) const {
 
 void WrittenGradients::inputs_done() {
   const auto role = [](const Parameter& parameter) {
-    return parameter.node != nullptr && in_current_backward(parameter.node)
+    return parameter.node != nullptr && base::in_graph_task(parameter.node)
                ? obstacle_of_inputs(parameter.node)
                : Obstacle::none;
   };

@@ -7,11 +7,13 @@ csrc/shard/parameters/all_gather_extension.h.
 
 import dataclasses
 import inspect
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.device_mesh import DeviceMesh
@@ -65,12 +67,26 @@ class _Extended:
         assert isinstance(shard, DTensor)
         return shard._local_tensor
 
+    def _call(self, hook: str, *args: Any, **kwargs: Any) -> Any:
+        """An error of the hook is passed on as it is, and says whose it is."""
+        try:
+            return getattr(self.local, hook)(*args, **kwargs)
+        except Exception as error:
+            if sys.version_info >= (3, 11):
+                error.add_note(
+                    f"lowtide: {self.parameter.name}: expected "
+                    f"{type(self.local).__name__}.{hook} to return on every rank, got "
+                    f"this error (rank {dist.get_rank()} of {dist.get_world_size()}). "
+                    "The others wait for this rank's next collective until their "
+                    "group's timeout."
+                )
+            raise
+
     def inputs(self, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> list[Tensor]:
         parameter, local = self.parameter, self.local
         require_hooks(local, parameter.name)
-        hook: Any = getattr(local, PRE)
         if self._num_arguments is None:
-            self._num_arguments = _num_arguments(hook, local, parameter.name)
+            self._num_arguments = _num_arguments(local, parameter.name)
         arguments = (
             mesh,
             parameter.sizes,
@@ -78,7 +94,7 @@ class _Extended:
             parameter.slots[0][0],
             policy,
         )
-        sent, self.metadata = hook(*arguments[: self._num_arguments])
+        sent, self.metadata = self._call(PRE, *arguments[: self._num_arguments])
         if isinstance(sent, Tensor):
             sent = (sent,)
         sent = [_plain(tensor) for tensor in sent]
@@ -119,11 +135,10 @@ class _Extended:
             tensor.view(-1, *size[1:])
             for tensor, size in zip(gathered, self.sizes, strict=True)
         )
-        hook: Any = getattr(self.local, POST)
         if self.made:
-            hook(outputs, self.metadata, dtype, out=parameter.full)
+            self._call(POST, outputs, self.metadata, dtype, out=parameter.full)
             return None
-        full, inner = hook(outputs, self.metadata, dtype)
+        full, inner = self._call(POST, outputs, self.metadata, dtype)
         full = torch.as_strided(
             full,
             parameter.sizes,
@@ -294,9 +309,9 @@ def _plain(tensor: Tensor) -> Tensor:
     return plain_gradient(tensor.detach())
 
 
-def _num_arguments(hook: Any, local: Tensor, who: str) -> int:
+def _num_arguments(local: Tensor, who: str) -> int:
     """All five that FSDP2 gives, or the mesh, as it first did."""
-    signature = inspect.signature(hook)
+    signature = inspect.signature(getattr(local, PRE))
     if len(signature.parameters) not in (1, 5):
         raise ValueError(
             f"lowtide: {who}: expected {type(local).__name__}.{PRE} to take (mesh, "

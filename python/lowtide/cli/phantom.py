@@ -31,33 +31,49 @@ def add_parser(subparsers: Subparsers) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("program", nargs="+", help="-- and a file or -m module")
+    add_machine(parser)
+    add = parser.add_argument
+    add("--devices", type=int, metavar="N", help="GPUs it sees; default up to 8")
+    add("--json", metavar="FILE", help="what it took; - is the standard output")
+    add("--snapshot", metavar="FILE", help="for https://pytorch.org/memory_viz")
+    parser.set_defaults(run=run)
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """What a program runs on, and what is assumed of its values."""
     add = parser.add_argument
     add("--gpu", default="h100", help="such as h100 (default), a100-80, rtx4090")
     add("--world", type=int, metavar="N", help="ranks, as under torchrun; default 1")
     add("--rank", type=int, default=0, metavar="R", help="which one runs; default 0")
     add("--ranks", metavar="R,R", help="several, or all; compares their calls of NCCL")
-    add("--devices", type=int, metavar="N", help="GPUs it sees; default up to 8")
-    add("--device-memory", metavar="SIZE", help="of a GPU, such as 80GiB")
+    add("--device-memory", metavar="SIZE", help="of a GPU, if not its own, as 80GiB")
     add("--events", choices=("immediate", "at_sync"), default="immediate")
     add(
         "--nonzero",
-        type=share,
+        type=_share,
         metavar="SHARE",
         help="of all elements, in sizes that depend on data; default 1, and of what "
         "routers choose an equal share",
     )
     add(
         "--limit",
-        type=seconds,
+        type=_seconds,
         metavar="SECONDS",
         help="a program that runs longer is ended, and said where it was",
     )
-    add("--json", metavar="FILE", help="what it took; - is the standard output")
-    add("--snapshot", metavar="FILE", help="for https://pytorch.org/memory_viz")
-    parser.set_defaults(run=run)
 
 
-def seconds(text: str) -> float:
+def require_one_rank(command: str, options: argparse.Namespace, *names: str) -> None:
+    """Options that several ranks, which were asked for, do not have."""
+    for name in names:
+        if getattr(options, name):
+            raise ValueError(
+                f"lowtide: {command} --{name}: expected one rank, got --ranks. Leave "
+                "one of the two out."
+            )
+
+
+def _seconds(text: str) -> float:
     """For argparse, which turns the error into its own."""
     found = float(text) if text.replace(".", "", 1).isdigit() else 0.0
     if found <= 0:
@@ -67,8 +83,8 @@ def seconds(text: str) -> float:
     return found
 
 
-def share(text: str) -> float:
-    """For argparse, as :func:`seconds`."""
+def _share(text: str) -> float:
+    """For argparse, as :func:`_seconds`."""
     try:
         found = float(text)
     except ValueError:
@@ -84,21 +100,22 @@ def run(options: argparse.Namespace) -> int:
     from lowtide.phantom.dry import launch
     from lowtide.planning.report import parse_bytes
 
-    machine = launch.Machine(
-        gpu=options.gpu,
-        devices=options.devices,
-        memory=parse_bytes(options.device_memory) if options.device_memory else None,
-        events=options.events,
-        world=options.world,
-        rank=options.rank,
-    )
     settings = launch.Settings(
         nonzero=options.nonzero,
         report=options.json,
         snapshot=options.snapshot,
         limit=options.limit,
     )
+    memory = options.device_memory
     try:
+        machine = launch.Machine(
+            gpu=options.gpu,
+            devices=options.devices,
+            memory=None if memory is None else parse_bytes(memory),
+            events=options.events,
+            world=options.world,
+            rank=options.rank,
+        )
         if options.ranks is not None:
             return _run_ranks(options, machine, settings)
         return launch.run(options.program, machine, settings)
@@ -112,11 +129,7 @@ def _run_ranks(
 ) -> int:
     from lowtide.phantom.dry import ranks
 
-    if options.snapshot:
-        raise ValueError(
-            "lowtide: phantom --snapshot: expected one rank, got --ranks. Leave one of "
-            "the two out."
-        )
+    require_one_rank("phantom", options, "snapshot")
     asked = ranks.parse(options.ranks, machine.world or 1)
     outcomes, verdict = ranks.run_programs(options.program, machine, settings, asked)
     for outcome in outcomes:

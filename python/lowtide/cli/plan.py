@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowtide.cli.phantom import seconds, share
+from lowtide.cli.phantom import add_machine, require_one_rank
 
 if TYPE_CHECKING:
     from lowtide.planning.report import Plan
-    from lowtide.planning.request import Module, Request, Script
+    from lowtide.planning.request import Request, Script
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -27,6 +27,7 @@ says what it takes on one GPU and what for. No GPU is needed or touched.
 _OF_MODEL_FILES = (
     *("config", "system", "sequence", "batch", "checkpoint", "loss", "microbatches"),
 )
+_OF_ONE_RANK = ("rank", "timeline", "snapshot", "trace", "verify")
 # What starts scripts, each rank in a process of its own.
 _LAUNCHERS = (
     *("python", "python3", "torchrun", "accelerate", "deepspeed", "mpirun", "srun"),
@@ -47,42 +48,20 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("file", metavar="FILE", help="a model file, or -- and a script")
     parser.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
+    add_machine(parser)
     add = parser.add_argument
-    add("--world", type=int, metavar="N", help="ranks, as under torchrun; default 1")
-    add("--rank", type=int, default=0, metavar="R", help="whose memory; default 0")
-    add("--ranks", metavar="R,R", help="several, or all; compares their calls of NCCL")
     add("--steps", type=int, default=3, metavar="N", help="optimizer steps; default 3")
-    add("--gpu", default="h100", help="such as h100 (default), a100-80, rtx4090")
-    add("--device-memory", metavar="SIZE", help="of the GPU, if not its own, as 80GiB")
-    add(
-        "--nonzero",
-        type=share,
-        metavar="SHARE",
-        help="of all elements, in sizes that depend on data; default 1, and of what "
-        "routers choose an equal share",
-    )
     add(
         "--allocator",
         metavar="CONF",
         help="expandable, or as PYTORCH_ALLOC_CONF; default: what the environment has",
-    )
-    add("--events", choices=("immediate", "at_sync"), default="immediate")
-    add(
-        "--limit",
-        type=seconds,
-        metavar="SECONDS",
-        help="a program that runs longer is ended, and said where it was",
     )
     outputs = parser.add_argument_group("output")
     add = outputs.add_argument
     add("--json", metavar="FILE", help="everything, for programs")
     add("--timeline", metavar="FILE", help="bytes over a step, .png, .svg or .html")
     add("--snapshot", metavar="FILE", help="for https://pytorch.org/memory_viz")
-    add(
-        "--output",
-        metavar="FILE",
-        help="append what the program prints there",
-    )
+    add("--output", metavar="FILE", help="append what the program prints there")
     add("--time", action="store_true", help="simulated time of a step, too")
     add("--trace", metavar="FILE", help="with --time: the last step for Perfetto")
     model = parser.add_argument_group("model files")
@@ -120,21 +99,13 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-_OF_ONE_RANK = ("rank", "timeline", "snapshot", "trace", "verify")
-
-
 def _run_ranks(options: argparse.Namespace, request: Request) -> int:
     from lowtide.phantom.dry import ranks
     from lowtide.phantom.dry.call_logs import shown
     from lowtide.planning import plan_ranks
     from lowtide.planning.table import progress_of_ranks, show_ranks
 
-    for name in _OF_ONE_RANK:
-        if getattr(options, name):
-            raise ValueError(
-                f"lowtide: plan --{name}: expected one rank, got --ranks. Leave one of "
-                "the two out."
-            )
+    require_one_rank("plan", options, *_OF_ONE_RANK)
     asked = ranks.parse(options.ranks, request.world)
     with progress_of_ranks(len(asked)) as advance:
         planned = plan_ranks(request, asked, advance)
@@ -181,7 +152,7 @@ def request_of(options: argparse.Namespace) -> Request:
         for name in _OF_MODEL_FILES
         if (value := getattr(options, name)) is not None
     }
-    program: ModelFile | Script | Module
+    program: ModelFile | Script
     if options.is_script:
         given = [*settings, *(["verify"] if options.verify else [])]
         program = _program_of(options, given)
@@ -213,9 +184,9 @@ def request_of(options: argparse.Namespace) -> Request:
     )
 
 
-def _program_of(options: argparse.Namespace, given: list[str]) -> Script | Module:
+def _program_of(options: argparse.Namespace, given: list[str]) -> Script:
     """What follows `--`. ``given`` are options that only model files have."""
-    from lowtide.planning.request import Module, Script
+    from lowtide.planning.request import Script
 
     if given:
         names = ", ".join(f"--{name}" for name in given)
@@ -231,14 +202,12 @@ def _program_of(options: argparse.Namespace, given: list[str]) -> Script | Modul
             f"{' '.join([first, *rest])}. Leave it and its options out: --world says "
             "how many ranks there are."
         )
-    if first == "-m" and rest:
-        return Module(rest[0], rest[1:])
-    if first.startswith("-"):
+    if first.startswith("-") and not (first == "-m" and rest):
         raise ValueError(
             "lowtide: plan: expected a script or -m MODULE after `--`, got "
             f"{' '.join([first, *rest])}. Leave other options of python out."
         )
-    return Script(first, rest)
+    return Script((first, *rest))
 
 
 def _require_folders(options: argparse.Namespace) -> None:

@@ -48,16 +48,6 @@ class StepTime:
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> "StepTime":
-        """The inverse of :meth:`to_dict`."""
-        return cls(
-            step=Usage(**fields["step"]),
-            phases={name: Usage(**usage) for name, usage in fields["phases"].items()},
-            collectives=fields["collectives"],
-            assumptions=fields["assumptions"],
-        )
-
     def __str__(self) -> str:
         columns = ("seconds", "compute", "communication", "exposed", "idle")
         rows: list[tuple[str, ...]] = [("simulated, ms", *columns)]

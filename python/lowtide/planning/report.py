@@ -99,19 +99,6 @@ class Plan:
     def write(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> "Plan":
-        """The inverse of :meth:`to_dict`."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        values = {name: value for name, value in fields.items() if name in known}
-        values["moments"] = {k: Moment(**v) for k, v in fields["moments"].items()}
-        values["largest"] = [Tensors(**v) for v in fields["largest"]]
-        values["savings"] = [Saving(**v) for v in fields["savings"]]
-        values["timeline"] = Timeline(**fields["timeline"])
-        if step_time := fields["step_time"]:
-            values["step_time"] = StepTime.from_dict(step_time)
-        return cls(**values)
-
     def __str__(self) -> str:
         lines = [
             f"{self.program}: rank {self.rank} of {self.world}",
@@ -149,7 +136,7 @@ def parse_bytes(text: str) -> int:
         value = 0
     if value <= 0 or (not unit and value < 1 << 20):
         raise ValueError(
-            "lowtide: plan: expected a size such as 80GiB or 512MiB, got "
+            "lowtide: --device-memory: expected a size such as 80GiB or 512MiB, got "
             f"{text!r}. Write a number and a unit."
         )
     return value

@@ -21,18 +21,10 @@ class ModelFile:
 
 @dataclass(frozen=True)
 class Script:
-    """A training script, run as ``python PATH ARGUMENTS``."""
+    """A training program, run as ``python WORDS``: a file, or ``-m`` and a module, and
+    its arguments."""
 
-    path: str
-    arguments: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class Module:
-    """A training program, run as ``python -m NAME ARGUMENTS``."""
-
-    name: str
-    arguments: Sequence[str] = ()
+    words: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -43,7 +35,7 @@ class Functions:
     step: Callable[[Any], Any]
 
 
-Program = ModelFile | Script | Module | Functions
+Program = ModelFile | Script | Functions
 
 
 @dataclass(frozen=True)

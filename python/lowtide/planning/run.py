@@ -220,7 +220,8 @@ def _receive(
         elif kind == "calls":
             hear_calls(content[0])
         elif kind == "plan":
-            return Plan.from_dict(content[0])
+            plan: Plan = content[0]
+            return plan
         else:
             raise PlanError(*content)
 

@@ -1,32 +1,24 @@
-"""Runs a program as ``python`` would."""
+"""Runs a program as ``python`` would, and says what is not there."""
 
 import importlib.util
-import os
-import runpy
-import sys
 from pathlib import Path
 
-from lowtide.planning.request import Module, Script
+from lowtide.phantom.dry import as_main
+from lowtide.planning.request import Script
 
 
 def run_script(script: Script) -> None:
-    require_file(script.path)
-    sys.argv = [script.path, *script.arguments]
-    sys.path.insert(0, str(Path(script.path).resolve().parent))
+    first, *rest = script.words
+    as_main.prepare(script.words)
+    if first == "-m":
+        _require_module(rest[0])
+    else:
+        require_file(first)
     try:
-        runpy.run_path(script.path, run_name="__main__")
+        as_main.run(script.words)
     except SystemExit as exit:
-        _require_success(exit)
-
-
-def run_module(module: Module) -> None:
-    sys.path.insert(0, os.getcwd())
-    _require_module(module.name)
-    sys.argv = [module.name, *module.arguments]
-    try:
-        runpy.run_module(module.name, run_name="__main__", alter_sys=True)
-    except SystemExit as exit:
-        _require_success(exit)
+        if exit.code not in (None, 0):
+            raise
 
 
 def require_file(path: str) -> None:
@@ -46,8 +38,3 @@ def _require_module(name: str) -> None:
             f"lowtide: plan: expected a module that can be imported, got {name!r}. Run "
             "the command where `python -m` finds it."
         )
-
-
-def _require_success(exit: SystemExit) -> None:
-    if exit.code not in (None, 0):
-        raise exit

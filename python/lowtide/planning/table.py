@@ -24,33 +24,28 @@ _NUMBERS = {
 
 
 @contextlib.contextmanager
-def progress(num_steps: int) -> Iterator[Callable[[int], None]]:
-    """On stderr; gone when it is over."""
+def _progress(first: str) -> Iterator[Callable[[str], None]]:
+    """A line on stderr, gone when it is over."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("building the model")
+        task = bar.add_task(first)
+        yield lambda text: bar.update(task, description=text)
 
-        def advance(step: int) -> None:
-            done = step > num_steps
-            text = "evaluating" if done else f"step {step} of {num_steps} done"
-            bar.update(task, description=text)
 
-        yield advance
+@contextlib.contextmanager
+def progress(num_steps: int) -> Iterator[Callable[[int], None]]:
+    with _progress("building the model") as say:
+        yield lambda step: say(
+            "evaluating" if step > num_steps else f"step {step} of {num_steps} done"
+        )
 
 
 @contextlib.contextmanager
 def progress_of_ranks(num_ranks: int) -> Iterator[Callable[[], None]]:
-    """On stderr; advanced as each rank is done, and gone when all are."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"{num_ranks} ranks")
-        done = itertools.count(1)
-
-        def advance() -> None:
-            text = f"{next(done)} of {num_ranks} ranks done"
-            bar.update(task, description=text)
-
-        yield advance
+    """Advanced as each rank is done."""
+    done = itertools.count(1)
+    with _progress(f"{num_ranks} ranks") as say:
+        yield lambda: say(f"{next(done)} of {num_ranks} ranks done")
 
 
 def show(plan: Plan, console: Console | None = None) -> None:

@@ -21,14 +21,14 @@ from lowtide.planning.dry_device import DryDevice
 from lowtide.planning.model_file import train_model_file
 from lowtide.planning.recording import Finished, Recorder
 from lowtide.planning.report import Plan
-from lowtide.planning.request import ModelFile, Module, Program, Request, Script
-from lowtide.planning.script import run_module, run_script
+from lowtide.planning.request import ModelFile, Program, Request, Script
+from lowtide.planning.script import run_script
 from lowtide.planning.stacks import Line
 
 
 def main(connection: Connection, request: Request) -> None:
     """Sends ``("step", number)`` for each step, ``("calls", dict)`` of NCCL if they are
-    asked for, then ``("plan", dict)`` or ``("error", message, traceback)``."""
+    asked for, then ``("plan", Plan)`` or ``("error", message, traceback)``."""
     _redirect_output(request.output)
     if request.limit is not None:
         os.setpgid(0, 0)  # what it starts ends with it
@@ -38,7 +38,7 @@ def main(connection: Connection, request: Request) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         plan = run(request, lambda number: connection.send(("step", number)))
-        answer: tuple[object, ...] = ("plan", plan.to_dict())
+        answer: tuple[object, ...] = ("plan", plan)
     except BaseException as error:
         answer = ("error", message_of(error), stack_of(error))
     if request.calls:
@@ -106,9 +106,7 @@ def name_of(program: Program) -> str:
         parts = [program.path, program.config, program.system]
         return " ".join(part for part in parts if part)
     if isinstance(program, Script):
-        return " ".join([program.path, *program.arguments])
-    if isinstance(program, Module):
-        return " ".join(["-m", program.name, *program.arguments])
+        return " ".join(program.words)
     return program.step.__qualname__
 
 
@@ -117,8 +115,6 @@ def _run_program(program: Program, recorder: Recorder) -> None:
         train_model_file(program, recorder.num_steps, recorder.modules.add)
     elif isinstance(program, Script):
         run_script(program)
-    elif isinstance(program, Module):
-        run_module(program)
     else:
         _start_group()
         state = program.factory()

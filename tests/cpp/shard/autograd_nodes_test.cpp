@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 
 #include "base/check.h"
+#include "base/graph_task.h"
 #include "reentrant.h"
 
 namespace lowtide::shard {
@@ -206,8 +207,8 @@ TEST_F(AutogradNodesTest, KnowsWhatABackwardLeavesOut) {
 }
 
 TEST_F(AutogradNodesTest, KnowsWhichBackwardRuns) {
-  EXPECT_FALSE(in_backward());
-  EXPECT_FALSE(in_current_backward(nodes_[0].get()));
+  EXPECT_FALSE(base::in_backward());
+  EXPECT_FALSE(base::in_graph_task(nodes_[0].get()));
   std::vector<std::int64_t> outer;
   std::vector<std::int64_t> inner;
   std::vector<bool> takes_part;
@@ -217,8 +218,8 @@ TEST_F(AutogradNodesTest, KnowsWhichBackwardRuns) {
         const at::Tensor z = forward(h);
         if (z.requires_grad()) {
           z.register_hook([&](const at::Tensor& gradient) {
-            inner.push_back(current_backward());
-            takes_part.push_back(in_current_backward(nodes_[0].get()));
+            inner.push_back(base::current_graph_task());
+            takes_part.push_back(base::in_graph_task(nodes_[0].get()));
             return gradient;
           });
         }
@@ -226,8 +227,8 @@ TEST_F(AutogradNodesTest, KnowsWhichBackwardRuns) {
       },
       x);
   y.register_hook([&](const at::Tensor& gradient) {
-    outer.push_back(current_backward());
-    takes_part.push_back(in_current_backward(nodes_[0].get()));
+    outer.push_back(base::current_graph_task());
+    takes_part.push_back(base::in_graph_task(nodes_[0].get()));
     return gradient;
   });
   y.sum().backward();
@@ -235,7 +236,7 @@ TEST_F(AutogradNodesTest, KnowsWhichBackwardRuns) {
   ASSERT_EQ(inner.size(), 1u);
   EXPECT_NE(outer[0], inner[0]);
   EXPECT_THAT(takes_part, ElementsAre(false, true));
-  EXPECT_FALSE(in_backward());
+  EXPECT_FALSE(base::in_backward());
 }
 
 TEST_F(AutogradNodesTest, CallsBackAtTheEndOfBackward) {
@@ -243,7 +244,7 @@ TEST_F(AutogradNodesTest, CallsBackAtTheEndOfBackward) {
   const auto watched = watch_inputs({x}, recorder_);
   const at::Tensor y = forward(watched.tensors[0]);
   y.register_hook([&](const at::Tensor& gradient) {
-    at_end_of_backward([&] { recorder_->events.emplace_back("end"); });
+    base::at_end_of_graph_task([&] { recorder_->events.emplace_back("end"); });
     return gradient;
   });
   y.sum().backward();

@@ -54,15 +54,5 @@ TEST(HeldGraphsTest, WhatIsRecordedDuringAComparisonIsNotLost) {
   EXPECT_TRUE(graphs.recorded());
 }
 
-TEST(HeldGraphsTest, WithoutRanksToAskWhatTheProgramDidCounts) {
-  HeldGraphs graphs;
-  graphs.agree_alone();
-  EXPECT_FALSE(graphs.kept());
-  graphs.keep({node()});  // gone at once
-  graphs.forget_expired();
-  graphs.agree_alone();
-  EXPECT_TRUE(graphs.kept());
-}
-
 }  // namespace
 }  // namespace lowtide::shard

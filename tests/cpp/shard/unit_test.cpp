@@ -22,7 +22,18 @@ class UnitTest : public testing::Test {
  protected:
   static void on_two_ranks(const Scenario& scenario,
                            const std::function<void(Rank&)>& run) {
-    run_ranks(2, [&](Exchange& exchange, std::int64_t r) {
+    on_ranks(2, scenario, run);
+  }
+
+  // One rank knows what all know.
+  static void on_one_rank(const Scenario& scenario,
+                          const std::function<void(Rank&)>& run) {
+    on_ranks(1, scenario, run);
+  }
+
+  static void on_ranks(std::int64_t world_size, const Scenario& scenario,
+                       const std::function<void(Rank&)>& run) {
+    run_ranks(world_size, [&](Exchange& exchange, std::int64_t r) {
       Rank rank(exchange, r, scenario.units);
       run(rank);
       EXPECT_THAT(rank.runtime->violations(), IsEmpty());
@@ -63,10 +74,18 @@ TEST_F(UnitTest, ALeafModuleThatAutogradSavedNothingOfIsGatheredOnce) {
         return x + parameters[0];  // saves nothing
       });
   expect_naive_bits(scenario, 2);
-  on_two_ranks(scenario, [&](Rank& rank) {
+  on_one_rank(scenario, [&](Rank& rank) {
     for (int step = 0; step < 3; ++step) {
       run_step(rank, scenario, step);
       EXPECT_EQ(num_calls(rank, comm::Kind::all_gather, "layers.0"), step + 1);
+    }
+  });
+  // Without a comparison what another rank saved is not known.
+  on_two_ranks(scenario, [&](Rank& rank) {
+    for (int step = 0; step < 3; ++step) {
+      run_step(rank, scenario, step);
+      EXPECT_EQ(num_calls(rank, comm::Kind::all_gather, "layers.0"),
+                2 * (step + 1));
     }
   });
 }
@@ -86,7 +105,7 @@ TEST_F(UnitTest, ALeafModuleWhoseParameterAutogradSavedIsGatheredAgain) {
       return inner(layers, x.detach().set_requires_grad(true));
     };
     expect_naive_bits(scenario, 2);
-    on_two_ranks(scenario, [&](Rank& rank) {
+    on_one_rank(scenario, [&](Rank& rank) {
       run_step(rank, scenario, 0);
       EXPECT_EQ(num_calls(rank, comm::Kind::all_gather, "layers.0"), 2);
     });
@@ -94,12 +113,12 @@ TEST_F(UnitTest, ALeafModuleWhoseParameterAutogradSavedIsGatheredAgain) {
 }
 
 // A graph of an earlier forward that nobody ran backward, as a caught exception
-// leaves one behind, dies while one rank's leaf runs: what it gives back hides
-// what this forward saves.
+// leaves one behind, dies while the leaf runs: what it gives back hides what
+// this forward saves.
 TEST_F(UnitTest, AGraphThatDiesInsideALeafsForwardHidesNothing) {
   const Scenario scenario = around_leaf(
       [](const auto& parameters, const auto& x) { return x * parameters[0]; });
-  on_two_ranks(scenario, [&](Rank& rank) {
+  on_one_rank(scenario, [&](Rank& rank) {
     const auto forward = [&](const Layers::Body& leaf) {
       const auto x = input_of(scenario, rank.rank(), 0, 0);
       return around_leaf(leaf).program(rank, x.set_requires_grad(true));
@@ -110,7 +129,7 @@ TEST_F(UnitTest, AGraphThatDiesInsideALeafsForwardHidesNothing) {
     at::Tensor abandoned = forward(times);
     rank.root->abort();
     const at::Tensor y = forward([&](const auto& parameters, const auto& x) {
-      if (rank.rank() == 1) abandoned.reset();
+      abandoned.reset();
       return times(parameters, x);
     });
     loss_of(y).backward();

@@ -20,6 +20,7 @@ import lowtide
 from lowtide._sharding.unit import unit_state
 from support import extended
 from support.bits import assert_same_tensors
+from support.ranks import RankPool
 from support.systems import System, get_system
 
 DIM = 8
@@ -650,6 +651,39 @@ def test_a_hook_that_raises_on_one_rank_is_heard_of_on_all(pool_of):
     for text in pool_of(2).run(raises_on_one_rank):
         assert "parameter '1.up.weight' sending 64 elements torch.bfloat16" in text
         assert "OSError: no kernel on rank 1" in text
+
+
+def raises_on_one_rank_later(hook: str) -> tuple[str, list[str]]:
+    """In the gather of a second forward."""
+    model = wrap(get_system("lowtide"), net(extended.Bf16Weight))
+    model(batch(0)).sum().backward()
+    model.zero_grad()
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise OSError("no kernel")
+
+    if dist.get_rank() == 1:
+        setattr(model[1].up.weight._local_tensor, hook, fails)
+    try:
+        model(batch(1)).sum().backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", getattr(error, "__notes__", [])
+    return "", []
+
+
+@pytest.mark.parametrize("hook", ["fsdp_pre_all_gather", "fsdp_post_all_gather"])
+def test_a_hook_that_raises_later_names_its_parameter(hook):
+    """Others wait for that rank's next call until their group gives up."""
+    with RankPool(2, group_timeout=3.0) as pool:
+        other, raising = pool.run(raises_on_one_rank_later, hook)
+    assert raising[0] == "OSError: no kernel"
+    assert raising[1] == [
+        f"lowtide: 1.up.weight: expected Bf16Weight.{hook} to return on every rank, "
+        "got this error (rank 1 of 2). The others wait for this rank's next collective "
+        "until their group's timeout."
+    ]
+    assert other[0].startswith("RuntimeError: lowtide: ")
+    assert "Timed out" in other[0]
 
 
 def of_another_class_on_one_rank() -> str:

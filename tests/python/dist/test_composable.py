@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable import replicate
+from torch.distributed._composable import checkpoint, replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate2
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -71,6 +71,16 @@ def ddp_around(system: System, record: Recorder) -> None:
     train(DistributedDataParallel(model, broadcast_buffers=False), record)
 
 
+def checkpointed(system: System, record: Recorder) -> None:
+    for sharded_first in (False, True):
+        model = build()
+        steps = [checkpoint, system.fully_shard]
+        for step in reversed(steps) if sharded_first else steps:
+            step(model[1])
+        system.fully_shard(model)
+        train(model, record)
+
+
 def flattened_meshes(system: System, record: Recorder) -> None:
     shape, names = (1, 1, dist.get_world_size()), ("replicas", "cp", "dp")
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -102,6 +112,7 @@ PATTERNS: dict[str, Pattern] = {
         replicate_around,
         replicate_with_fsdp_around,
         replicate_inside,
+        checkpointed,
         ddp_around,
         flattened_meshes,
         settings_on_meta,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 
 import pytest
@@ -138,10 +139,38 @@ def test_a_dead_peer_is_an_error_that_names_the_unit():
             "lowtide: layers.7: expected the reduce-scatter to finish on all ranks, "
             "got '"
         )
+        assert "[127.0.0.1]:" in text  # the peer's
         assert text.endswith(
             f"(rank {rank} of 3). Look at the log of the rank that failed first; "
             "then call lowtide.abort_step() or restart from the last checkpoint."
         )
+
+
+def reduce_with_an_absent_peer() -> str:
+    """Over a group that torch watches, as TORCH_DISTRIBUTED_DEBUG=DETAIL makes all."""
+    before = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    group = dist.new_group(timeout=datetime.timedelta(seconds=1))
+    dist.set_debug_level(before)
+    ours = collectives(group)
+    if ours.rank == 1:
+        return ""
+    with pytest.raises(RuntimeError) as error:
+        ours.reduce_scatter(
+            torch.empty(128), torch.ones(3 * 128), average=True, label="layers.7"
+        ).wait()
+    return str(error.value)
+
+
+def test_a_failed_peers_rank_is_named_where_the_group_knows_it():
+    """Of its own, gloo knows an address."""
+    with RankPool(3, group_timeout=WAIT_SECONDS) as pool:
+        texts = pool.run(reduce_with_an_absent_peer)
+    assert texts[0].startswith(
+        "lowtide: layers.7: expected the reduce-scatter to finish on all ranks, got "
+        "'[Rank 0]: Ranks 1 failed to pass monitoredBarrier in 1000 ms' (rank 0 of 3). "
+    )
+    assert "waiting for send/recv from rank 0" in texts[2]  # who knows more
 
 
 def on_a_fake_group() -> tuple[str, int, list[int], list[float]]:

@@ -154,6 +154,20 @@ def graph_kept(model: Any, step: int, differs: bool) -> None:
         KEPT.append(loss)
 
 
+def graph_kept_of_a_unit_without_inputs(model: Any, step: int, differs: bool) -> None:
+    """Of one behind which two more run in backward."""
+    second = data(step + 9)
+
+    def call(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return x + layer(second) if layer is model.layers[2] else layer(x)
+
+    model.wrap_call = call
+    for further in range(2):
+        loss = model(data(step + further)).square().mean()
+        loss.backward(retain_graph=differs)
+    model.wrap_call = lambda layer, x: layer(x)
+
+
 def output_kept(model: Any, step: int, differs: bool) -> None:
     out = model(data(step))
     if differs:
@@ -164,8 +178,9 @@ def hook_on_a_gradient(model: Any, step: int, differs: bool) -> None:
     if differs and not KEPT:
         KEPT.append(step)
         for p in model.parameters():
-            p.register_post_accumulate_grad_hook(lambda p: None)
+            p.register_post_accumulate_grad_hook(KEPT.append)
     model(data(step)).square().mean().backward()
+    assert not differs or len(KEPT) > 1
 
 
 def input_that_wants_a_gradient(model: Any, step: int, differs: bool) -> None:
@@ -195,22 +210,45 @@ def second_input_that_wants_a_gradient(model: Any, step: int, differs: bool) -> 
     model.wrap_call = lambda layer, x: layer(x)
 
 
+def inputs_of_one_call_that_want_gradients(
+    model: Any, step: int, differs: bool
+) -> None:
+    """Of a unit that is called twice."""
+    second, third = data(step + 8), data(step + 9, grad=differs)
+
+    def call(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if layer is not model.layers[1]:
+            return layer(x)
+        return x + layer(third) + layer(second)
+
+    model.wrap_call = call
+    model(data(step)).square().mean().backward()
+    model.wrap_call = lambda layer, x: layer(x)
+
+
 MAY_DIFFER = {
     one.__name__: one
     for one in (
         penalty_kept,
         graph_kept,
+        graph_kept_of_a_unit_without_inputs,
         output_kept,
         hook_on_a_gradient,
         input_that_wants_a_gradient,
         twice_from_an_input_that_wants_a_gradient,
         second_input_that_wants_a_gradient,
+        inputs_of_one_call_that_want_gradients,
     )
 }
 
 
+# Which rank differs, and from which step on: in the first one ranks that are not
+# compared take over what rank 0 has.
+WHO = {"first": (0, 0), "second later": (1, 1)}
+
+
 def train_with(
-    name: str, somebody_differs: bool, shape: tuple[int, int]
+    name: str, who: str | None, shape: tuple[int, int]
 ) -> tuple[list[Any], list[torch.Tensor]]:
     """All calls of this rank in order, and the gradients of the steps between."""
     KEPT.clear()
@@ -224,7 +262,8 @@ def train_with(
     take = call_log()
     gradients = []
     for step in range(4):
-        MAY_DIFFER[name](model, 10 * step, somebody_differs and dist.get_rank() == 0)
+        differs = who is not None and dist.get_rank() == WHO[who][0]
+        MAY_DIFFER[name](model, 10 * step, differs and step >= WHO[who][1])
         model.zero_grad()
         for further in range(1, 4):
             model(data(10 * step + further)).square().sum().backward()
@@ -252,29 +291,57 @@ def recording_pools():
 
 
 SHAPES = {"shards": (1, 2), "replicas": (2, 1)}
-# Without a comparison nobody knows of another rank's hook, which moves only sums over
-# replicas.
 ORDERS = [
-    (name, shape, compare)
+    (name, shape, compare, who)
     for name in MAY_DIFFER
     for shape in SHAPES
     for compare in ("on", "off")
-    if (name, shape, compare) != ("hook_on_a_gradient", "replicas", "off")
+    for who in WHO
 ]
 
 
-@pytest.mark.parametrize(("name", "shape", "compare"), ORDERS)
+@pytest.mark.parametrize(("name", "shape", "compare", "who"), ORDERS)
 def test_what_one_rank_keeps_or_hears_changes_no_order(
-    recording_pools, name, shape, compare
+    recording_pools, name, shape, compare, who
 ):
     recording_pool, shape = recording_pools[compare], SHAPES[shape]
-    apart = recording_pool.run(train_with, name, True, shape, timeout=60)
-    alike = recording_pool.run(train_with, name, False, shape, timeout=60)
+    apart = recording_pool.run(train_with, name, who, shape, timeout=60)
+    alike = recording_pool.run(train_with, name, None, shape, timeout=60)
     logs = [log for log, _ in apart]
     assert len(logs[0]) > 100
     assert logs[0] == logs[1]
     for (_, gradients), (_, expected) in zip(apart, alike, strict=True):
         assert all(map(torch.equal, gradients, expected))
+
+
+def train_through_a_kept_graph_and_a_later_one() -> tuple[str, bool]:
+    """The error, and whether gradients are those of the two losses apart."""
+    model = sharded()
+    losses = [model(data(0)).square().sum()]
+    losses[0].backward(retain_graph=True)
+    losses += [model(data(1)).square().sum()]
+    model.zero_grad()
+    try:
+        sum(losses).backward()
+    except RuntimeError as error:
+        return str(error), False
+    together = [p.grad.full_tensor() for p in model.parameters()]
+    model.zero_grad()
+    for step in range(2):
+        model(data(step)).square().sum().backward()
+    apart = [p.grad.full_tensor() for p in model.parameters()]
+    return "", all(map(torch.allclose, together, apart))
+
+
+def test_a_kept_graph_may_run_behind_a_later_one(recording_pools):
+    run = train_through_a_kept_graph_and_a_later_one
+    assert recording_pools["on"].run(run) == [("", True)] * 2
+    for text, _ in recording_pools["off"].run(run):
+        assert text.startswith(
+            "lowtide: parameter 'layers.2.bias': expected every gradient of a backward "
+            "before its unit's gradients leave, got another one after unit 'layers.2' "
+        )
+        assert text.endswith("run two, or leave LOWTIDE_COMPARE_RANKS on.")
 
 
 class AskedInBackward(torch.autograd.Function):

@@ -64,6 +64,12 @@ def test_the_demo_finds_all_systems_equal(tmp_path):
     assert fsdp2["traffic"]["sent_bytes"] > 0 == unsharded["traffic"]["sent_bytes"]
     picture = (tmp_path / "step_memory.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
+    if torch.version.cuda is not None:
+        lowtide, fsdp2 = (
+            read(tmp_path / f"plan_{system}.json")["peak_reserved"]
+            for system in ("lowtide", "fsdp2")
+        )
+        assert lowtide < 0.85 * fsdp2
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ def several_devices() -> dict[str, Any]:
     return {
         "peers": torch.cuda.can_device_access_peer(0, 1),
         "copied": made.to("cuda:1").tolist(),
+        "part": on_a_part_of_the_other(),
         "shared": shared_with_another_process(),
         **data_parallel(),
     }
@@ -56,6 +57,24 @@ def data_parallel() -> dict[str, Any]:
         "other": torch.cuda.max_memory_allocated(1) - before,
         "kinds": {call.kind for call in driver.calls()},
     }
+
+
+def on_a_part_of_the_other() -> tuple[int, int, bool]:
+    """Memory of the product there, the device of its stream, and whether more than the
+    GPU has is refused."""
+    with torch.cuda.device(1):
+        before = torch.cuda.memory_allocated(1)
+        part = torch.cuda.green_contexts.GreenContext.create(num_sms=20, device_id=1)
+        part.set_context()
+        x = torch.randn(WIDTH, WIDTH, device="cuda")
+        product = x @ x
+        part.pop_context()
+        found = torch.cuda.memory_allocated(1) - before
+    try:
+        torch.cuda.green_contexts.GreenContext.create(num_sms=133, device_id=0)
+    except RuntimeError:
+        return found, product.get_device(), True
+    return found, product.get_device(), False
 
 
 def shared_with_another_process() -> dict[str, Any]:
@@ -106,6 +125,7 @@ def test_data_parallel_and_memory_of_others():
     )
     assert found["peers"] is True
     assert found["copied"] == [1, 2, 3]
+    assert found["part"] == (2 * 4 * WIDTH * WIDTH, 1, True)
     # The other process has the tensor, and not its bytes once more.
     assert found["shared"]["shape"] == (64 * MIB,)
     assert found["shared"]["device"] == "cuda:0"

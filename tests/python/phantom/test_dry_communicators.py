@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from lowtide.phantom.dry import launch
 from lowtide.phantom.dry.driver import Call, Communicator
 from support import communicators_dry_run
+from support.dry_process import run_dry
 
 WORLD = tuple(range(32))
 
 
 def run(how: str, rank: int) -> tuple[list[Communicator], list[Call]]:
     machine = launch.Machine(world=32, rank=rank)
-    program = [communicators_dry_run.__file__, how]
-    done = subprocess.run(
-        launch.command(program, machine, launch.Settings()),
-        env=launch.environment(machine) | {"PYTHONPATH": ":".join(sys.path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_dry(communicators_dry_run.__file__, how, machine=machine)
     found = json.loads(done.stdout)
     communicators = [
         Communicator(*numbers, tuple(ranks), name)

@@ -17,10 +17,16 @@ import pytest
 
 from lowtide.phantom.dry import launch
 from support import dry_programs
+from support.dry_process import run_dry
 
 ROOT = Path(__file__).parents[3]
 MIB, GIB = 1 << 20, 1 << 30
 ALONE = ("resnet50", "hf_trainer", "top_k_experts", "compiled", "cuda_graph")
+# What torch compiles with NVRTC is compiled.
+ENVIRONMENT = {
+    "PYTHONPATH": ":".join([*sys.path, str(ROOT / "examples")]),
+    "USE_PYTORCH_KERNEL_CACHE": "0",
+}
 OF_EIGHT = (
     *("values", "operators", "fsdp2", "ddp", "lowtide_offload"),
     "sparse_products",
@@ -30,22 +36,16 @@ OF_EIGHT = (
 def run(
     *program: str, report: Path | None = None, status: int = 0, **machine: Any
 ) -> subprocess.CompletedProcess[str]:
-    told = launch.Settings(report=str(report) if report else None)
     on = launch.Machine(**machine)
-    done = subprocess.run(
-        launch.command(program, on, told),
-        env=launch.environment(on) | {"PYTHONPATH": ":".join(sys.path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == status, done.stdout + done.stderr
-    return done
+    settings = {"report": report, "status": status, "environment": ENVIRONMENT}
+    return run_dry(*program, machine=on, **settings)
 
 
 def programs(names: tuple[str, ...], **machine: Any) -> dict[str, dict[str, Any]]:
     done = run(dry_programs.__file__, *names, **machine)
-    # torch says there what goes wrong in the observer.
+    # torch says there what goes wrong in the observer, the driver what it lacks.
     assert "RecordFunction" not in done.stderr
+    assert "lowtide: phantom" not in done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -112,8 +112,13 @@ def test_libraries_beside_cublas(of_eight):
     found = of_eight["operators"]
     assert found["fft"] == [64, 33]
     assert found["qr"] == [64, 64]
-    first, second = (64 + 32 + 2) * 32 * 4, (64 + 32 + 2) * 32 * 4
-    assert found["weights"] == 2 * (first + second)
+    assert found["several"] == [16, 16, 16]
+    assert found["determinant"] == []
+    # Four gates of inputs, states and two biases, in both layers.
+    assert found["weights"] == 2 * 2 * (64 + 32 + 2) * 32 * 4
+    assert found["projected"] == sum(
+        4 * 32 * (inputs + 16 + 2) + 16 * 32 for inputs in (64, 16)
+    )
 
 
 def test_sparse_products(of_eight):
@@ -138,6 +143,15 @@ def test_fsdp2_and_ddp_over_torchs_own_nccl_group(of_eight):
 def test_lowtides_engine_with_activations_on_the_host(of_eight):
     found = of_eight["lowtide_offload"]
     assert found["pinned"] >= 2 * 512 * 1024 * 4  # two blocks' inputs at once
+
+
+def test_a_70b_model_made_on_the_meta_device_takes_no_memory_of_the_host():
+    found = programs(("llama_70b",), world=256)["llama_70b"]
+    assert found["elements"] == 70_553_706_496
+    # Shards of weights and gradients; the host has 1 GiB of libraries.
+    shards = 2 * 4 * found["elements"] / 256
+    assert shards <= found["held"] < 1.01 * shards
+    assert found["host"] < 1.5 * GIB < found["held"]
 
 
 @pytest.mark.slow

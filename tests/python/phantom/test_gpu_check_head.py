@@ -4,8 +4,6 @@ however many the chunks."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from launch import ENVIRONMENT, PROGRAMS
 from llama_memory import NUM_STEPS
 
 from lowtide.phantom.dry import launch
+from support.dry_process import run_dry
 
 BLOCKS, WORLD = 2, 8
 SHAPE = ("--num-layers", str(BLOCKS), "--vocab-size", "4096", "--sequence", "1024")
@@ -23,12 +22,11 @@ def gathers(loss: str, microbatches: int, report: Path) -> int:
     machine = launch.Machine(world=WORLD)
     options = ("--system", "fsdp2", "--loss", loss, "--microbatches", str(microbatches))
     program = (str(PROGRAMS / "llama_memory.py"), "--world", str(WORLD))
-    settings = launch.Settings(report=str(report))
-    subprocess.run(
-        launch.command((*program, *SHAPE, *options), machine, settings),
-        env=launch.environment(machine, os.environ | ENVIRONMENT),
-        capture_output=True,
-        check=True,
+    run_dry(
+        *(*program, *SHAPE, *options),
+        machine=machine,
+        report=report,
+        environment=ENVIRONMENT,
     )
     calls = json.loads(report.read_text())["calls"]
     return sum(call["kind"] == "all_gather" for call in calls)

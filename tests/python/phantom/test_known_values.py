@@ -113,6 +113,49 @@ def test_routers_are_balanced():
     assert {of.format(12.5), of.format(25), of.format(75)} < set(found["notes"])
 
 
+def checked_by_torch() -> dict[str, Any]:
+    x = torch.randn(16, 4, device="cuda")
+    chosen = torch.distributions.Categorical(logits=x).sample()
+    normal = torch.distributions.Normal(x, x.exp())
+    found = {"shape": list(chosen.shape), "drawn": list(normal.rsample().shape)}
+    found["notes"] = notes()
+    deviations = torch.tensor([1.0, -1.0], device="cuda")
+    try:
+        torch.distributions.Normal(torch.zeros(2, device="cuda"), deviations)
+    except ValueError as error:
+        found["refused"] = str(error)
+    return found | {"notes of it": notes()}
+
+
+def test_what_torch_requires_of_values_holds():
+    """Where nobody computed them; of what the host made it is known."""
+    found = call_dry(checked_by_torch)
+    assert (found["shape"], found["drawn"]) == ([16], [16, 4])
+    taken = "what torch requires of values that nobody computed is taken to hold"
+    assert found["notes"] == {taken: 3}
+    assert "GreaterThan(lower_bound=0.0)" in found["refused"]
+    assert "a truth value read back is False" not in found["notes of it"]
+
+
+def repeated() -> dict[str, Any]:
+    of_host = torch.tensor([1, 2, 3], device="cuda")
+    counts = (torch.randn(256, device="cuda") > 0).sum(-1, keepdim=True).expand(256)
+    rows = torch.randn(256, 4, device="cuda")
+    return {
+        "of host": len(torch.repeat_interleave(of_host, of_host)),
+        "without notes": notes(),
+        "others": list(rows.repeat_interleave(counts, dim=0).shape),
+        "notes": notes(),
+    }
+
+
+def test_repeats_that_nobody_counted_are_one_each():
+    found = call_dry(repeated)
+    assert (found["of host"], found["without notes"]) == (6, {})
+    assert found["others"] == [256, 4]
+    assert found["notes"] == {"a size that depends on data is 100% of all elements": 1}
+
+
 def compiled() -> list[int]:
     """A compiled program reads a value between its graphs, which is the instrument's
     Python in a frame that torch.compile watches."""

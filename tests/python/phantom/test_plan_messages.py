@@ -12,9 +12,9 @@ import pytest
 import lowtide
 from lowtide.cli import main
 from lowtide.planning import model_file
-from lowtide.planning.request import ModelFile, Module, Script
+from lowtide.planning.request import ModelFile, Script
 from lowtide.planning.run import PlanError
-from lowtide.planning.script import run_module, run_script
+from lowtide.planning.script import run_script
 from lowtide.planning.worker import message_of, stack_of
 from support import planned
 from support.planned import plan_text
@@ -47,13 +47,13 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ),
         (
             ["--device-memory", "H100"],
-            "lowtide: plan: expected a size such as 80GiB or 512MiB, got 'H100'. Write "
-            "a number and a unit.",
+            "lowtide: --device-memory: expected a size such as 80GiB or 512MiB, got "
+            "'H100'. Write a number and a unit.",
         ),
         (
             ["--device-memory", "80"],
-            "lowtide: plan: expected a size such as 80GiB or 512MiB, got '80'. Write a "
-            "number and a unit.",
+            "lowtide: --device-memory: expected a size such as 80GiB or 512MiB, got "
+            "'80'. Write a number and a unit.",
         ),
         (
             ["--gpu", "h300"],
@@ -74,6 +74,14 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 )
 def test_of_options(capsys, given, message):
     assert complaint(capsys, planned.LLAMA, *given) == message
+
+
+def test_a_size_is_refused_alike_by_lowtide_phantom(capsys):
+    assert main(["phantom", "--device-memory", "80", "--", "train.py"]) == 2
+    assert capsys.readouterr().err == (
+        "lowtide: --device-memory: expected a size such as 80GiB or 512MiB, got '80'. "
+        "Write a number and a unit.\n"
+    )
 
 
 @pytest.mark.parametrize("package", ["rich", "matplotlib"])
@@ -231,7 +239,7 @@ def failure(monkeypatch, tmp_path) -> Callable[..., str]:
         script = tmp_path / "train.py"
         script.write_text(text)
         with pytest.raises((Exception, SystemExit), match=r".") as raised:
-            run_script(Script(str(script), arguments))
+            run_script(Script((str(script), *arguments)))
         return message_of(raised.value).replace(str(script), "train.py")
 
     return failure
@@ -243,7 +251,7 @@ def test_traceback_begins_in_the_program(monkeypatch, tmp_path):
     script = tmp_path / "train.py"
     script.write_text("def train():\n    1 / 0\n\ntrain()\n")
     with pytest.raises(ZeroDivisionError) as raised:
-        run_script(Script(str(script)))
+        run_script(Script((str(script),)))
     assert raised.tb.tb_next is not None  # without this test's own line
     error = raised.value.with_traceback(raised.tb.tb_next)
     first, *lines = stack_of(error).splitlines()
@@ -254,7 +262,7 @@ def test_traceback_begins_in_the_program(monkeypatch, tmp_path):
     ]
     assert "ZeroDivisionError" not in "\n".join(lines)  # the message has it
     with pytest.raises(FileNotFoundError) as refused:
-        run_script(Script("nowhere.py"))
+        run_script(Script(("nowhere.py",)))
     assert stack_of(refused.value.with_traceback(refused.tb.tb_next)) == ""
 
 
@@ -283,9 +291,10 @@ def test_a_script_for_torchrun_without_a_world(failure, monkeypatch):
 
 
 def test_missing_module(monkeypatch):
+    monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(ModuleNotFoundError) as raised:
-        run_module(Module("nowhere.train"))
+        run_script(Script(("-m", "nowhere.train")))
     assert message_of(raised.value) == (
         "lowtide: plan: expected a module that can be imported, got 'nowhere.train'. "
         "Run the command where `python -m` finds it."
@@ -334,13 +343,14 @@ def test_traceback_of_the_program_comes_along():
 
 
 def test_what_the_driver_lacks_is_named(tmp_path):
-    text = "import torch\ntorch.cuda.green_contexts.GreenContext.create(8)\n"
+    text = "import torch\nx = torch.eye(4).to_sparse().cuda()\nx @ x\n"
     with pytest.raises(PlanError) as raised:
         plan_text(tmp_path, text)
     assert str(raised.value) == (
         "lowtide: plan: expected the program to train, got RuntimeError at "
-        f"{tmp_path / 'train.py'}:2: CUDA driver error: operation not supported. The "
-        "driver that computes nothing lacks cuDeviceGetDevResource: leave this part of "
+        f"{tmp_path / 'train.py'}:3: CUDA error: operation not supported when calling "
+        "`cusparseSpMatGetSize(matC, &C_num_rows1, &C_num_cols1, &C_num_nnz1)`. The "
+        "driver that computes nothing lacks cusparseSpMatGetSize: leave this part of "
         "CUDA out where LOWTIDE_DRY_GPU is set, and please report it."
     )
 

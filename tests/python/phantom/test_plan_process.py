@@ -147,7 +147,7 @@ def test_distributed_checkpoints_are_said_to_be_skipped(trained):
     ],
 )
 def test_environment(settings, expected):
-    request = Request(Script("train.py"), **settings)
+    request = Request(Script(("train.py",)), **settings)
     found = launch.environment(machine(request), {"RANK": "7"})
     names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
     assert [found.get(name) for name in names] == expected

@@ -103,4 +103,4 @@ def test_a_whole_step_in_a_cuda_graph():
 
 def planned_of_others(name: str) -> tuple[Plan, str, str]:
     program = (dry_programs.__file__, name)
-    return plan_request(Request(Script(program[0], program[1:]))), *program
+    return plan_request(Request(Script(program))), *program

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.planning import Plan
 from support import planned
 
 
@@ -46,16 +45,14 @@ def test_table_has_the_moments(written):
 
 def test_json_has_the_times_and_what_was_assumed(written):
     directory, _ = written
-    found = Plan.from_dict(json.loads((directory / "plan.json").read_text()))
-    time = found.step_time
-    assert time is not None
-    assert list(time.phases) == ["forward", "loss", "backward", "optimizer"]
-    total = sum(phase.seconds for phase in time.phases.values())
-    assert time.step.seconds == pytest.approx(total)
-    assert time.phases["backward"].compute > time.phases["forward"].compute > 0
-    assert time.collectives["all-gather"] > 0
-    assert time.assumptions["accelerator"]["memory_bandwidth"] == 4.8e12
-    assert Plan.from_dict(found.to_dict()) == found
+    time = json.loads((directory / "plan.json").read_text())["step_time"]
+    phases = time["phases"]
+    assert list(phases) == ["forward", "loss", "backward", "optimizer"]
+    total = sum(phase["seconds"] for phase in phases.values())
+    assert time["step"]["seconds"] == pytest.approx(total)
+    assert phases["backward"]["compute"] > phases["forward"]["compute"] > 0
+    assert time["collectives"]["all-gather"] > 0
+    assert time["assumptions"]["accelerator"]["memory_bandwidth"] == 4.8e12
 
 
 def test_trace_has_the_moments(written):

@@ -32,7 +32,6 @@ def call_dry(
 ) -> Any:
     """What it returned, pickled. What the process printed is in the error if it
     fails."""
-    machine = machine or launch.Machine()
     with tempfile.TemporaryDirectory() as folder:
         asked, answer = Path(folder, "asked"), Path(folder, "answer")
         # Modules of tests have different names here and there.
@@ -40,20 +39,36 @@ def call_dry(
         file = str(Path(module.__file__ or "").resolve())
         call = (file, function.__qualname__, arguments, keywords)
         asked.write_bytes(pickle.dumps(call))
-        command = launch.command(
-            [__file__, str(asked), str(answer)], machine, launch.Settings()
+        run_dry(
+            *(__file__, str(asked), str(answer)),
+            machine=machine,
+            environment=environment,
         )
-        base = {k: v for k, v in os.environ.items() if not k.startswith("PYTORCH_")}
-        base["PYTHONPATH"] = os.pathsep.join(sys.path)
-        done = subprocess.run(
-            command,
-            env=launch.environment(machine, base) | (environment or {}),
-            capture_output=True,
-            text=True,
-        )
-        said = f"exit status {done.returncode}: {done.stdout}{done.stderr}"
-        assert done.returncode == 0, said
         return pickle.loads(answer.read_bytes())
+
+
+def run_dry(
+    *program: str,
+    machine: launch.Machine | None = None,
+    report: Path | None = None,
+    environment: dict[str, str] | None = None,
+    status: int = 0,
+) -> subprocess.CompletedProcess[str]:
+    """A program to its end, as ``lowtide phantom`` runs it. ``report``: a file for its
+    JSON; ``status``: how it is to end."""
+    machine = machine or launch.Machine()
+    settings = launch.Settings(report=str(report) if report else None)
+    base = {k: v for k, v in os.environ.items() if not k.startswith("PYTORCH_")}
+    base["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        launch.command(program, machine, settings),
+        env=launch.environment(machine, base) | (environment or {}),
+        capture_output=True,
+        text=True,
+    )
+    said = f"exit status {done.returncode}: {done.stdout}{done.stderr}"
+    assert done.returncode == status, said
+    return done
 
 
 def _answer(asked: str, answer: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import resource
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -204,13 +205,21 @@ def operators() -> dict[str, Any]:
     ]
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
         F.scaled_dot_product_attention(*heads, is_causal=True).sum().backward()
-    lstm = nn.LSTM(64, 32, num_layers=2, bidirectional=True, device="cuda")
-    lstm(torch.randn(10, 4, 64, device="cuda"))[0].sum().backward()
     return {
         "fft": list(torch.fft.rfft(x).shape),
         "qr": list(torch.linalg.qr(x)[0].shape),
-        "weights": sum(p.grad.numel() for p in lstm.parameters()),
+        "several": list(torch.linalg.qr(x.view(16, 16, 16))[0].shape),
+        # By a kernel that torch has NVRTC compile here.
+        "determinant": list(torch.linalg.det(x).shape),
+        "weights": recurrent(bidirectional=True),
+        "projected": recurrent(proj_size=16),
     }
+
+
+def recurrent(**settings: Any) -> int:
+    lstm = nn.LSTM(64, 32, num_layers=2, device="cuda", **settings)
+    lstm(torch.randn(10, 4, 64, device="cuda"))[0].sum().backward()
+    return sum(p.grad.numel() for p in lstm.parameters())
 
 
 def sparse_products() -> dict[str, Any]:
@@ -261,6 +270,27 @@ def fsdp2() -> dict[str, Any]:
     ]
     own = [parameter.to_local() for parameter in model.parameters()]
     return {"state": num_bytes(own, moments)}
+
+
+def llama_70b() -> dict[str, Any]:
+    """Made on the meta device; a step of it, without its optimizer's states."""
+    from torch.distributed.fsdp import fully_shard
+
+    from llama import CONFIGS, Llama
+
+    with torch.device("meta"):
+        model = Llama(CONFIGS["70b"])
+    for block in model.layers:
+        fully_shard(block)
+    fully_shard(model)
+    model.to_empty(device="cuda")
+    model(torch.zeros(1, 64, dtype=torch.long, device="cuda")).sum().backward()
+    own = [parameter.to_local() for parameter in model.parameters()]
+    return {
+        "elements": sum(parameter.numel() for parameter in model.parameters()),
+        "held": num_bytes(own, [p.grad.to_local() for p in model.parameters()]),
+        "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+    }
 
 
 def ddp() -> dict[str, Any]:

@@ -6,9 +6,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +20,7 @@ import lowtide
 from lowtide.phantom.dry import launch
 from lowtide.planning import Plan, plan_request
 from lowtide.planning.request import ModelFile, Request, Script
+from support.dry_process import run_dry
 
 ROOT = Path(__file__).parents[3]
 LLAMA = str(ROOT / "examples/llama.py")
@@ -35,12 +33,12 @@ def plan_text(folder: Path, text: str, **settings: Any) -> Plan:
     """Of a script with that text, ``train.py`` in ``folder``."""
     script = folder / "train.py"
     script.write_text(text)
-    return plan_request(Request(Script(str(script)), **settings))
+    return plan_request(Request(Script((str(script),)), **settings))
 
 
 @functools.cache
 def plan_script(name: str, *arguments: str, **settings: Any) -> Plan:
-    return plan_request(Request(Script(str(SCRIPTS / name), arguments), **settings))
+    return plan_request(Request(Script((str(SCRIPTS / name), *arguments)), **settings))
 
 
 @functools.cache
@@ -81,16 +79,7 @@ def unrecorded(*program: str, **machine: Any) -> dict[str, Any]:
     """What `lowtide phantom` finds of the device that the program used."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
-        settings = launch.Settings(report=str(report))
-        on = launch.Machine(**machine)
-        done = subprocess.run(
-            launch.command(program, on, settings),
-            env=launch.environment(on) | {"PYTHONPATH": os.pathsep.join(sys.path)},
-            cwd=folder,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        run_dry(*program, machine=launch.Machine(**machine), report=report)
         (device,) = json.loads(report.read_text())["devices"]
         found: dict[str, Any] = device
         return found

@@ -42,7 +42,7 @@ def test_what_is_shown_can_be_given(num_bytes: int) -> None:
 def test_a_size_is_positive_or_refused(text: str) -> None:
     value = value_or_message(parse_bytes, text)
     if isinstance(value, str):
-        assert value.startswith("lowtide: plan: expected a size such as 80GiB")
+        assert value.startswith("lowtide: --device-memory: expected a size")
     else:
         assert value > 0
 

@@ -10,46 +10,53 @@ from typing import Any, NamedTuple
 
 
 @cache
-def _function(name: str, result: Any, *arguments: Any) -> Any:
+def _function(name: str, result: Any) -> Any:
     function = getattr(ctypes.CDLL(None), f"lowtide_dry_{name}")
     function.restype = result
-    function.argtypes = arguments
     return function
 
 
-def _number(name: str) -> int:
-    return int(_function(name, ctypes.c_int64)())
+def call(name: str, *arguments: Any, result: Any = None) -> Any:
+    """``lowtide_dry_NAME``. Whole numbers go as 64 bits, of which C's ``int`` is the
+    lower half and a pointer all."""
+    wide = {bool: ctypes.c_int64, int: ctypes.c_int64, float: ctypes.c_double}
+    given = (wide[type(a)](a) if type(a) in wide else a for a in arguments)
+    return _function(name, result)(*given)
+
+
+def number(name: str, *arguments: Any) -> int:
+    """Of one that returns 64 bits."""
+    return int(call(name, *arguments, result=ctypes.c_int64))
 
 
 def _lines(name: str) -> list[str]:
-    text: bytes = _function(name, ctypes.c_char_p)()
+    text: bytes = call(name, result=ctypes.c_char_p)
     return text.decode().splitlines()
 
 
 def launches() -> int:
     """Kernels so far."""
-    return _number("launches")
+    return number("launches")
 
 
 def host_waits() -> int:
     """How often the host has waited for a device."""
-    return _number("host_waits")
+    return number("host_waits")
 
 
 def peak_pinned() -> int:
     """Bytes of page-locked host memory, at most so far."""
-    return _number("peak_pinned")
+    return number("peak_pinned")
 
 
 def peak_memory(device: int) -> int:
     """Bytes of a device that were not free, at most so far."""
-    return int(_function("peak_memory", ctypes.c_int64, ctypes.c_int)(device))
+    return number("peak_memory", device)
 
 
 def set_bounds(device: int, limit: int, immediate: bool) -> None:
     """Before it is used: its bytes; whether events are complete when recorded."""
-    arguments = (ctypes.c_int, ctypes.c_int64, ctypes.c_int)
-    _function("set_bounds", None, *arguments)(device, limit, immediate)
+    call("set_bounds", device, limit, immediate)
 
 
 class Communicator(NamedTuple):
@@ -100,7 +107,7 @@ def calls() -> list[Call]:
 
 def num_calls() -> int:
     """So far."""
-    return _number("num_calls")
+    return number("num_calls")
 
 
 _heard: list[Any] = []  # alive as long as the driver has them
@@ -110,26 +117,24 @@ def hear_calls(hear: Callable[[int], None]) -> None:
     """``hear`` is told the number of each call on the thread that makes it, until the
     interpreter ends."""
     function = ctypes.CFUNCTYPE(None, ctypes.c_int64)
-    tell = _function("hear_calls", None, function)
     _heard.append(function(hear))
-    tell(_heard[-1])
-    atexit.register(lambda: tell(function()))
+    call("hear_calls", _heard[-1])
+    atexit.register(lambda: call("hear_calls", function()))
 
 
 def name_group(unique_id: bytes, name: str, ranks: Sequence[int]) -> None:
     """Communicators that are made from ``unique_id`` are of that group of the
     world's ranks."""
-    numbers = ctypes.c_int64 * len(ranks)
-    arguments = (ctypes.c_char_p, ctypes.c_char_p, numbers, ctypes.c_int64)
-    function = _function("name_group", None, *arguments)
-    function(unique_id, name.encode(), numbers(*ranks), len(ranks))
+    call("name_group", unique_id, name.encode(), *_array(ranks))
 
 
 def name_split(name: str, ranks: Sequence[int]) -> None:
     """The next communicator that this thread splits off another is."""
-    numbers = ctypes.c_int64 * len(ranks)
-    function = _function("name_split", None, ctypes.c_char_p, numbers, ctypes.c_int64)
-    function(name.encode(), numbers(*ranks), len(ranks))
+    call("name_split", name.encode(), *_array(ranks))
+
+
+def _array(numbers: Sequence[int]) -> tuple[Any, int]:
+    return (ctypes.c_int64 * len(numbers))(*numbers), len(numbers)
 
 
 def missing() -> list[str]:
@@ -139,31 +144,28 @@ def missing() -> list[str]:
 
 def is_known(address: int, num_bytes: int) -> bool:
     """Whether the host made all of these bytes."""
-    arguments = (ctypes.c_void_p, ctypes.c_int64)
-    return bool(_function("known", ctypes.c_int, *arguments)(address, num_bytes))
+    return bool(call("known", address, num_bytes, result=ctypes.c_int))
 
 
 def write_zeros(address: int, num_bytes: int) -> None:
     """Writes zeros as if the host had made them."""
-    arguments = (ctypes.c_void_p, ctypes.c_int64)
-    _function("write_zeros", None, *arguments)(address, num_bytes)
+    call("write_zeros", address, num_bytes)
 
 
 def copy(to: int, source: int, num_bytes: int) -> None:
     """Between host and device, as if the host had done it."""
-    arguments = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
-    _function("copy", None, *arguments)(to, source, num_bytes)
+    call("copy", to, source, num_bytes)
 
 
 def device_of(address: int) -> int:
     """-1 for the host's."""
-    return int(_function("device_of", ctypes.c_int, ctypes.c_void_p)(address))
+    return int(call("device_of", address, result=ctypes.c_int))
 
 
 def answer(bits: int) -> None:
     """What this thread's reads of up to 8 bytes yield, until :func:`no_answer`."""
-    _function("answer", None, ctypes.c_int64)(bits)
+    call("answer", bits)
 
 
 def no_answer() -> None:
-    _function("no_answer", None)()
+    call("no_answer")

@@ -13,9 +13,9 @@ import atexit
 import importlib.util
 import json
 import os
-import runpy
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, TracebackType
 
@@ -37,20 +37,15 @@ def main() -> None:
     if settings["report"]:
         inside.report.keep_counts()
         inside.report.write_at_exit(settings["report"])
-    _end(_status_of(program))
+    del sys.path[0]  # of this file
+    inside.as_main.prepare(program)
+    _end(_status_of(program, inside.as_main.run))
 
 
-def _status_of(program: list[str]) -> int:
+def _status_of(program: list[str], run: Callable[[list[str]], None]) -> int:
     """What the interpreter would exit with behind the program, and say of it."""
     try:
-        if program[0] == "-m":
-            sys.argv = program[1:]
-            sys.path[0] = ""
-            runpy.run_module(program[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = program
-            sys.path[0] = str(Path(program[0]).resolve().parent)
-            runpy.run_path(program[0], run_name="__main__")
+        run(program)
     except SystemExit as asked:
         if asked.code is None or isinstance(asked.code, int):
             return asked.code or 0
@@ -66,7 +61,7 @@ def _status_of(program: list[str]) -> int:
 def _of_program(entry: TracebackType | None) -> TracebackType | None:
     """Without what started the program, which a traceback of the interpreter's lacks
     too."""
-    starters = (__file__, "<frozen runpy>", runpy.__file__)
+    starters = (__file__, str(Path(__file__).with_name("as_main.py")), "<frozen runpy>")
     while entry is not None and entry.tb_frame.f_code.co_filename in starters:
         entry = entry.tb_next
     return entry
@@ -95,7 +90,10 @@ def _load_beside() -> ModuleType:
     package = importlib.util.module_from_spec(spec)
     sys.modules[name] = package
     spec.loader.exec_module(package)
-    for part in ("values", "sizes", "settling", "lone_rank", "report", "ends"):
+    for part in (
+        *("as_main", "values", "sizes", "settling"),
+        *("lone_rank", "report", "ends"),
+    ):
         importlib.import_module(f"{name}.{part}")
     return package
 

@@ -1,4 +1,5 @@
-"""Sizes that depend on data (``nonzero``, boolean masks, ``unique``), and counts.
+"""Sizes that depend on data (``nonzero``, boolean masks, ``unique``, repeats), and
+counts.
 
 They are right where the values are known. Otherwise the tokens of a mixture are spread
 evenly over its experts: counts are equal (``histc``, ``bincount``), and of what routers
@@ -31,6 +32,7 @@ def install(share: float | None) -> None:
     as many as that makes, of the rest all."""
     for name in ("nonzero", "_unique2", "unique_dim", "unique_consecutive"):
         values.replace(name, functools.partial(_sized, name, share))
+    values.replace("repeat_interleave.Tensor", functools.partial(_repeated, share))
     values.replace("histc", _histc)
     values.replace("bincount", _bincount)
     torch.cuda._lazy_call(_observe)
@@ -68,6 +70,17 @@ def _sized(name: str, share: float | None, kernel: Callable[..., Any]) -> Any:
             return kernel(keys, tensor, *arguments)
 
     return sized
+
+
+def _repeated(share: float | None, kernel: Callable[..., Any]) -> Any:
+    """Each element is there once, or that share of them."""
+
+    def repeated(keys: Any, counts: Tensor, output_size: int | None = None) -> Tensor:
+        if output_size is None and not values.is_known(counts):
+            output_size = _size("repeat_interleave", counts, share)
+        return kernel(keys, counts, output_size=output_size)
+
+    return repeated
 
 
 def _size(name: str, tensor: Tensor, share: float | None) -> int:

@@ -80,18 +80,5 @@ TEST(UsageTest, OnlyWhatLiesWithinTheStretchCounts) {
   EXPECT_DOUBLE_EQ(found.communication, 3);
 }
 
-TEST(ComputeStreamTest, IsTheDefaultOneWhereItComputes) {
-  EXPECT_EQ(compute_stream({kernel(kReduce, 0, 9), kernel(kCompute, 0, 1)}),
-            kCompute);
-  EXPECT_EQ(compute_stream({}), kCompute);
-}
-
-TEST(ComputeStreamTest, ElseTheOneWhoseKernelsTookLongest) {
-  EXPECT_EQ(compute_stream({kernel(kReduce, 0, 2), kernel(kGather, 0, 3),
-                            kernel(kReduce, 2, 4), wait(kGather, 3, 9),
-                            collective(kCompute, 0, 9)}),
-            kReduce);
-}
-
 }  // namespace
 }  // namespace lowtide::phantom

@@ -28,6 +28,7 @@ found["scatter"] = scattered
 total = torch.tensor(rank + 1)
 dist.all_reduce(total)
 found["gloo"] = total.item()
+dist.monitored_barrier(dist.new_group(backend="gloo"))
 if rank == 0:
     print(json.dumps(found))
 if rank != 1 or sys.argv[1:] != ["early"]:
