@@ -58,7 +58,7 @@ cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) {
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   ++host_waits();
-  if (const auto refused = capture().host_waits()) return refused;
+  if (const auto refused = capture().host_waits_for(stream)) return refused;
   device_of_stream(stream).completion.wait_for_stream(stream);
   timekeeper().synchronize(stream);
   listener().hear_waited(stream_of(stream).device, stream);

@@ -82,6 +82,7 @@ TEST(CaptureTest, AThreadsModeSaysWhatItMayDoMeanwhile) {
   capture.begin(kOne, cudaStreamCaptureModeGlobal);
   EXPECT_EQ(capture.unsafe(), cudaErrorStreamCaptureUnsupported);
   EXPECT_EQ(capture.host_waits(), cudaErrorStreamCaptureUnsupported);
+  EXPECT_EQ(capture.host_waits_for(kTwo), cudaErrorStreamCaptureUnsupported);
   EXPECT_EQ(elsewhere(cudaStreamCaptureModeGlobal),
             cudaErrorStreamCaptureUnsupported);
   EXPECT_EQ(elsewhere(cudaStreamCaptureModeThreadLocal), cudaSuccess);
@@ -91,6 +92,8 @@ TEST(CaptureTest, AThreadsModeSaysWhatItMayDoMeanwhile) {
   EXPECT_EQ(capture.unsafe(), cudaErrorStreamCaptureUnsupported);
   const auto before = exchange_mode(cudaStreamCaptureModeRelaxed);
   EXPECT_EQ(capture.unsafe(), cudaSuccess);
+  EXPECT_EQ(capture.host_waits_for(kTwo), cudaSuccess);
+  EXPECT_EQ(capture.host_waits_for(kOne), cudaErrorStreamCaptureUnsupported);
   exchange_mode(before);
 }
 
