@@ -118,13 +118,16 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
   const auto& recorded = event_of(event);
   if (const auto refused = capture().ask(recorded.captured)) return refused;
   const bool done = device(recorded.device).completion.done(recorded.ticket);
-  return done ? cudaSuccess : cudaErrorNotReady;
+  if (!done) return cudaErrorNotReady;
+  order().host_sees(recorded.clock);
+  return cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   ++host_waits();
   const auto& recorded = event_of(event);
   if (const auto refused = capture().ask(recorded.captured)) return refused;
   device(recorded.device).completion.wait(recorded.ticket);
+  order().host_sees(recorded.clock);
   timekeeper().synchronize(recorded.moment);
   listener().hear_waited(recorded.device, recorded.ticket.stream);
   return cudaSuccess;

@@ -32,6 +32,21 @@ TEST(OrderTest, EventsCarryWhatTheirStreamHasSeen) {
   EXPECT_EQ(order.unseen(kThree), 1);
 }
 
+TEST(OrderTest, AThreadKnowsWhatItHasFoundDone) {
+  Order order;
+  order.enqueue_collective(kOne);
+  const auto event = order.record(kOne);
+  std::thread([&] {
+    order.host_sees(event);
+    EXPECT_EQ(order.unseen(kTwo), 0);
+    order.wait(kThree, order.record(kTwo));
+  }).join();
+  EXPECT_EQ(order.unseen(kTwo), 1);
+  EXPECT_EQ(order.unseen(kThree), 0);
+  order.enqueue_collective(kOne);
+  EXPECT_EQ(order.unseen(kThree), 1);
+}
+
 TEST(CompletionTest, TheTwoBounds) {
   Completion lower(true);
   Completion upper(false);
