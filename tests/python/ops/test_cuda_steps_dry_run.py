@@ -177,7 +177,8 @@ def test_a_model_deleted_after_a_failure_is_behind_what_it_started() -> None:
     program = [nccl_dry_run.__file__, "deleted"]
     printed = run_dry(program, memory=MEMORY, events="immediate")
     assert json.loads(printed) == {
-        "forward": [1, 0],
+        # torch 2.15 asks for events, and these are done at once.
+        "forward": [1 if VERSION < (2, 15) else 0, 0],
         "backward": [1, 0],
         # The gather it issued before it raised has no owner.
         "comm object": [0, 0],
