@@ -12,6 +12,7 @@
 #include "base/trace.h"
 #include "device/current_stream.h"
 #include "shard/graph/autograd_nodes.h"
+#include "shard/row_stream.h"
 #include "shard/unit.h"
 
 namespace lowtide::shard {
@@ -242,8 +243,8 @@ std::vector<RingUnit> Root::ring_units() const {
   for (std::size_t u = 0; u < units_.size(); ++u) {
     if (const auto* unit = units_[u]) {
       seen[u] = {unit->groups().reduce->size(), unit->gradients().wire_bytes(),
-                 unit->planned_gathered_bytes(),
-                 unit->settings().encloses_units, unit->streams_rows()};
+                 planned_gathered_bytes(*unit), unit->settings().encloses_units,
+                 streams_rows(*unit)};
     }
   }
   return seen;
