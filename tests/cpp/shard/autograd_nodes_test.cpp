@@ -12,7 +12,7 @@
 #include "reentrant.h"
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::ElementsAre;
 using testing::HasSubstr;
@@ -252,5 +252,5 @@ TEST_F(AutogradNodesTest, CallsBackAtTheEndOfBackward) {
               ElementsAre("parameter 1", "parameter 0", "inputs", "end"));
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

@@ -3,8 +3,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <random>
+#include <vector>
+
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::ElementsAre;
 using testing::IsEmpty;
@@ -151,6 +154,58 @@ TEST(ScheduleTest, AUnitAroundAnotherIsNotOverWhenThatBegins) {
   EXPECT_FALSE(schedule.is_over(0, *inner.place));
 }
 
+struct Call {
+  std::int32_t unit;
+  std::size_t entered_at;  // how many calls had been left then
+};
+
+// Calls in calls, to a depth of 3; what was left, in order.
+void call_some(Schedule& schedule, std::mt19937& random, std::int32_t units,
+               int depth, std::vector<Call>& left) {
+  for (unsigned calls = random() % 4; calls > 0; --calls) {
+    const auto unit = static_cast<std::int32_t>(random()) % units;
+    const Call call{unit < 0 ? unit + units : unit, left.size()};
+    schedule.enter_forward(call.unit);
+    if (depth > 0) call_some(schedule, random, units, depth - 1, left);
+    schedule.leave_forward(call.unit, /*recorded=*/true);
+    left.push_back(call);
+  }
+}
+
+TEST(ScheduleTest, RandomForwardsComeBackInReverseAndSayWhatIsOver) {
+  for (unsigned seed = 0; seed < 2000; ++seed) {
+    std::mt19937 random(seed);
+    const std::int32_t units = 1 + static_cast<std::int32_t>(random() % 6);
+    Schedule schedule(units);
+    std::vector<Call> left;
+    for (unsigned forwards = 1 + random() % 3; forwards > 0; --forwards) {
+      schedule.begin_forward();
+      call_some(schedule, random, units, 3, left);
+      schedule.end_forward();
+    }
+    for (std::size_t place = left.size(); place-- > 0;) {
+      const auto call = schedule.enter_backward(left[place].unit);
+      ASSERT_EQ(call.place, place) << "seed " << seed;
+      ASSERT_EQ(call.next, place > 0 ? Guess(left[place - 1].unit) : none)
+          << "seed " << seed;
+      ASSERT_EQ(call.alone, left[place].entered_at == place) << "seed " << seed;
+      for (std::int32_t unit = 0; unit < units; ++unit) {
+        // All of its calls were entered after this one had been left.
+        bool over = false;
+        bool called = false;
+        for (const auto& other : left) {
+          if (other.unit != unit) continue;
+          over = (!called || over) && other.entered_at > place;
+          called = true;
+        }
+        ASSERT_EQ(schedule.is_over(unit, place), over) << "seed " << seed;
+      }
+    }
+    schedule.end_backward();
+    ASSERT_TRUE(schedule.completion_order().empty()) << "seed " << seed;
+  }
+}
+
 TEST(ScheduleTest, AbortForgetsTheUnfinishedStepOnly) {
   Schedule schedule(3);
   forward(schedule, {0, 2, 1});
@@ -173,5 +228,5 @@ TEST(ScheduleTest, ForwardsWithoutBackwardDoNotGrowTheRecordForEver) {
   EXPECT_GE(recorded, 1);
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

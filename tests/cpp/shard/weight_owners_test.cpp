@@ -7,7 +7,7 @@
 #include <vector>
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 class Receiver final : public BackwardReceiver {
  public:
@@ -68,5 +68,5 @@ TEST_F(WeightOwnersTest, AnotherStorageNeverTakesItsPlace) {
   }
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

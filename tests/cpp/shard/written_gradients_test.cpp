@@ -5,7 +5,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 // What a unit's backward would tell.
 class Unit final : public BackwardReceiver {
@@ -85,5 +85,5 @@ TEST_F(WrittenGradientsTest, InAnyOrder) {
   EXPECT_EQ(missing(), -1);
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard
