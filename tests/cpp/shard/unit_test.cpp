@@ -373,7 +373,7 @@ TEST_F(UnitTest, InvariantsAreChecked) {
         [&] { rank.root->adopt({}); },
         ThrowsMessage<Error>(HasSubstr("a root adopts its units once")));
     EXPECT_THAT(
-        [&] { rank.unit(1).on_output_gradient(); },
+        [&] { rank.unit(1).on_output_gradient(1); },
         ThrowsMessage<Error>(HasSubstr("autograd runs on this thread")));
     rank.root->abort();
   });

@@ -2,13 +2,13 @@
 
 A program is a sequence of operations that users mix: microbatches with and without
 sync, forwards whose backward comes later, twice or never, gradients of gradients, ranks
-with other numbers of rows, other unused parameters, other hooks and other graphs that
-they keep, units that run in another order or in part, frozen parameters, cleared
-gradients, gathered units, weights kept too long, exceptions, ranks that disagree,
-tensors that say themselves how they travel, a zero-bubble schedule, parameters that a
-checkpoint's tensors replace. After each of them every output, parameter and gradient
-has the rule's bits, and every rank has asked the same of its communicators, in one
-order over all of them.
+with other numbers of rows, other unused parameters, other hooks, other inputs that want
+gradients and other graphs that they keep, units that run in another order, in part or
+beside the others, frozen parameters, cleared gradients, gathered units, weights kept
+too long, exceptions, ranks that disagree, tensors that say themselves how they travel,
+a zero-bubble schedule, parameters that a checkpoint's tensors replace. After each of
+them every output, parameter and gradient has the rule's bits, and every rank has asked
+the same of its communicators, in one order over all of them.
 
 LOWTIDE_RANDOM_SEED and LOWTIDE_RANDOM_PROGRAMS look further than a test run does;
 LOWTIDE_RANDOM_SHRINK=1 makes a program that fails short.
@@ -71,6 +71,7 @@ passes = st.builds(
     rows=st.tuples(*[st.integers(0, 4)] * RANKS),
     scaled=st.tuples(*[flags] * RANKS),
     order=st.lists(st.sampled_from(range(BLOCKS)), max_size=BLOCKS + 1).map(tuple),
+    aside=st.sampled_from((None, *range(BLOCKS))),
     head=st.booleans(),
     checkpointed=st.booleans(),
     chunks=st.integers(0, 2),
@@ -121,18 +122,27 @@ class Steps(RuleBasedStateMachine):
         self.then("evaluate", self.suited(run))
 
     @precondition(lambda self: self.open)
-    @rule(which=st.integers(0, MOST_OPEN - 1), sync=syncs, retain=st.booleans())
-    def backward(self, which: int, sync: tuple[bool, ...], retain: bool) -> None:
+    @rule(
+        which=st.integers(0, MOST_OPEN - 1),
+        sync=syncs,
+        retain=st.booleans(),
+        kept=by_rank,
+    )
+    def backward(
+        self, which: int, sync: tuple[bool, ...], retain: bool, kept: tuple[bool, ...]
+    ) -> None:
         if self.setup.wrap == "root":
             sync = (sync[0],) * len(sync)
-        self.then("backward", which % self.open, sync, retain)
+        self.then("backward", which % self.open, sync, retain, kept)
         self.open -= 0 if retain else 1
 
     @precondition(lambda self: self.open < MOST_OPEN)
-    @rule(run=passes, sync=syncs)
-    def microbatch(self, run: Pass, sync: tuple[bool, ...]) -> None:
+    @rule(run=passes, sync=syncs, kept=by_rank)
+    def microbatch(
+        self, run: Pass, sync: tuple[bool, ...], kept: tuple[bool, ...]
+    ) -> None:
         self.forward(run)
-        self.backward(self.open - 1, sync, False)
+        self.backward(self.open - 1, sync, False, kept)
 
     @precondition(lambda self: not self.open)
     @rule()
@@ -188,6 +198,7 @@ class Steps(RuleBasedStateMachine):
             "rows": (MICROBATCHES,) * RANKS,
             "order": tuple(dict.fromkeys(run.order)),
             "checkpointed": False,
+            "aside": None,
             "chunks": 0,
             "penalty": False,
             "wanted": (False,) * RANKS,
