@@ -398,7 +398,7 @@ void Unit::on_output_gradient(std::int64_t call) {
   begin_backward();
   const bool entered = enters_backward(call);
   if (entered) {
-    next_in_backward_ = root_->enter_backward(*this);
+    next_in_backward_ = root_->enter_backward(*this, call);
   }
   if (needs_gather_in_backward()) {
     gather();
@@ -569,7 +569,7 @@ void Unit::begin_rows_backward() {
   root_->open_backward();
   begin_backward();
   if (!output_gradient_) {  // not called as a module
-    next_in_backward_ = root_->enter_backward(*this);
+    next_in_backward_ = root_->enter_backward(*this, Schedule::kNoCall);
   }
 }
 
