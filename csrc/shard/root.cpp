@@ -131,7 +131,8 @@ void Root::leave_forward(Unit& unit) {
       if (one != nullptr) one->end_group_forward();
     }
   }
-  schedule_.leave_forward(unit.number(), at::GradMode::is_enabled());
+  schedule_.leave_forward(unit.number(), at::GradMode::is_enabled(),
+                          unit.forward_call_);
   if (forward_root_ == &unit) {
     end_forward();
   }
@@ -419,8 +420,8 @@ bool Root::nested_backward() const {
   return base::current_graph_task() != backward_;
 }
 
-Unit* Root::enter_backward(Unit& unit) {
-  const auto call = schedule_.enter_backward(unit.number());
+Unit* Root::enter_backward(Unit& unit, std::int64_t number) {
+  const auto call = schedule_.enter_backward(unit.number(), number);
   log().note({StepNote::What::backward, unit.number()});
   if (call.place == std::size_t{0} && !posted_backward_) {
     // Nothing but this unit's backward follows, which the ranks' answers hide

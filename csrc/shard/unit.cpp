@@ -227,11 +227,14 @@ Unit::ForwardCall Unit::pre_forward(std::size_t module) {
   if (base::in_backward()) {
     // A recomputation; its backward follows.
     if (!rows) unshard();
-    return {group_.began_with(module), true};
+    const bool began = group_.began_with(module);
+    forward_call_ += began ? 1 : 0;
+    return {began, true};
   }
   const bool begins = group_.begins_with(module, root_->forward_is_of(*this));
   Unit* next = nullptr;
   if (begins) {
+    ++forward_call_;
     next = root_->enter_forward(*this);
     calls_.begin_forward();
   } else {
@@ -298,7 +301,7 @@ bool Unit::post_forward(const std::vector<at::Tensor>& outputs,
   const base::TraceRange trace("lowtide::post_forward", *name_);
   output_rows_ = 0;
   for (const auto& output : outputs) {
-    watch_output(output, weak_from_this());
+    watch_output(output, weak_from_this(), forward_call_);
     output_rows_ = std::max(output_rows_, rows_of(output));
   }
   if (base::in_backward()) {
@@ -368,13 +371,25 @@ bool Unit::needs_gather_in_backward() const {
          (common_.saved_by_any || !settings_->leaf_module);
 }
 
-void Unit::on_output_gradient() {
+// Whether a call is entered must not depend on the nodes on its inputs, which
+// ranks differ in.
+bool Unit::enters_backward(std::int64_t call) {
+  const bool already =
+      call == kRecorded
+          ? output_gradient_
+          : std::find(entered_.begin(), entered_.end(), call) != entered_.end();
+  if (!already && call != kRecorded) entered_.push_back(call);
+  output_gradient_ = true;
+  return !already;
+}
+
+void Unit::on_output_gradient(std::int64_t call) {
   const base::TraceRange trace("lowtide::pre_backward", *name_);
   root_->open_backward();
   begin_backward();
-  const bool entered = !std::exchange(output_gradient_, true);
+  const bool entered = enters_backward(call);
   if (entered) {
-    next_in_backward_ = root_->enter_backward(*this);
+    next_in_backward_ = root_->enter_backward(*this, call);
   }
   if (needs_gather_in_backward()) {
     gather();
@@ -443,6 +458,7 @@ void Unit::begin_backward() {
   arriving_.drop_cleared();
   in_backward_ = scheduled_ = true;
   output_gradient_ = false;
+  entered_.clear();
   calls_.begin_backward();
   fused_.begin_backward();
   gradients_.begin(settings_->gradient_sync);
@@ -545,7 +561,7 @@ void Unit::begin_rows_backward() {
   root_->open_backward();
   begin_backward();
   if (!output_gradient_) {  // not called as a module
-    next_in_backward_ = root_->enter_backward(*this);
+    next_in_backward_ = root_->enter_backward(*this, Schedule::kNoCall);
   }
 }
 

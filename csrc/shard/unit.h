@@ -138,7 +138,7 @@ class Unit final : public BackwardReceiver,
   friend class RowStream;
 
   // --- BackwardReceiver, called by the graph --------------------------------
-  void on_output_gradient() override;
+  void on_output_gradient(std::int64_t call) override;
   void on_parameter_gradient(std::int32_t i, at::Tensor gradient) override;
   void on_inputs_done(const torch::autograd::Node* node) override;
   void on_gradient_returned(std::int32_t i) override;
@@ -198,6 +198,7 @@ class Unit final : public BackwardReceiver,
   void end_forward();
 
   // --- gradients ------------------------------------------------------------
+  bool enters_backward(std::int64_t call);
   bool needs_gather_in_backward() const;
   std::size_t gradients_before(const Unit& next) const;
   void gather_next();
@@ -222,6 +223,7 @@ class Unit final : public BackwardReceiver,
 
   GroupForward group_;
   ForwardCalls calls_;
+  std::int64_t forward_call_ = 0;    // number of the last one
   std::int64_t input_bytes_ = 0;     // of the forward that runs
   std::int64_t output_rows_ = 0;     // of the last forward
   Unit* next_in_forward_ = nullptr;  // to be gathered behind the last rows
@@ -231,6 +233,7 @@ class Unit final : public BackwardReceiver,
   FusedGradients fused_;
   bool in_backward_ = false;      // takes part in the current backward
   bool output_gradient_ = false;  // between output gradient and inputs done
+  std::vector<std::int64_t> entered_;  // calls whose backward has begun
   // To be gathered in this unit's backward, ahead of what waits for more than
   // so many of its gradients; how many have come.
   Unit* next_in_backward_ = nullptr;

@@ -122,6 +122,27 @@ TEST(ScheduleTest, BackwardsOfSeveralForwardsComeInReverse) {
   EXPECT_THAT(backward(schedule, {2, 1, 0}), ElementsAre(1, 0, none));
 }
 
+TEST(ScheduleTest, BackwardsOfSeveralForwardsAreToldByTheirCalls) {
+  Schedule schedule(3);
+  std::int64_t call = 0;
+  for (const Units& units : {Units{0}, Units{1, 2, 0}}) {
+    schedule.begin_forward();
+    ++call;
+    for (const auto unit : units) schedule.enter_forward(unit);
+    for (const auto unit : units) schedule.leave_forward(unit, true, call);
+    schedule.end_forward();
+  }
+  const auto first = schedule.enter_backward(0, 1);
+  EXPECT_EQ(first.place, 0u);
+  EXPECT_FALSE(first.last);
+  const auto second = schedule.enter_backward(0, 2);
+  EXPECT_EQ(second.place, 3u);
+  EXPECT_TRUE(second.last);
+  EXPECT_EQ(second.next, 2);
+  EXPECT_FALSE(schedule.is_over(2, *second.place));
+  EXPECT_EQ(schedule.enter_backward(0, 2).place, std::nullopt);
+}
+
 TEST(ScheduleTest, AUnitIsOverWhenAnEarlierCallBegins) {
   Schedule schedule(4);
   forward(schedule, {0, 1, 2, 1});

@@ -374,7 +374,7 @@ TEST_F(UnitTest, InvariantsAreChecked) {
         ThrowsMessage<Error>(HasSubstr("a root adopts its units once")));
     EXPECT_THAT(
         [&] {
-          static_cast<BackwardReceiver&>(rank.unit(1)).on_output_gradient();
+          static_cast<BackwardReceiver&>(rank.unit(1)).on_output_gradient(1);
         },
         ThrowsMessage<Error>(HasSubstr("autograd runs on this thread")));
     rank.root->abort();

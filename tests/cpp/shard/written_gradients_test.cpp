@@ -10,7 +10,7 @@ namespace LOWTIDE_FILE {
 // What a unit's backward would tell.
 class Unit final : public BackwardReceiver {
  public:
-  void on_output_gradient() override {}
+  void on_output_gradient(std::int64_t /*call*/) override {}
   void on_parameter_gradient(std::int32_t, at::Tensor) override {}
   void on_inputs_done(const torch::autograd::Node*) override {
     written.inputs_done();
