@@ -21,6 +21,8 @@ struct OperatorTraits {
   // lowtide/phantom/dry/sizes.py writes what it knows of the results.
   bool is_answered = false;
   bool is_random = false;
+  // Of a library that is not torch's: it may write with kernels of its own.
+  bool is_foreign = false;
 };
 
 // Looked up once an operator; valid for ever.  Thread-safe.
