@@ -43,9 +43,7 @@ std::optional<bool> says_of_all(std::string_view name) {
       {"aten::isnan", false},    {"aten::isneginf", false},
       {"aten::isposinf", false}, {kRequires, true},
   };
-  const auto found = kNames.find(name);
-  if (found == kNames.end()) return std::nullopt;
-  return found->second;
+  return found_in(kNames, name);
 }
 
 // What decides a result alone, whatever else there is: true of "or", false of
@@ -57,9 +55,7 @@ std::optional<bool> decisive(std::string_view name) {
       {"aten::bitwise_and", false}, {"aten::bitwise_and_", false},
       {"aten::logical_and", false}, {"aten::logical_and_", false},
   };
-  const auto found = kNames.find(name);
-  if (found == kNames.end()) return std::nullopt;
-  return found->second;
+  return found_in(kNames, name);
 }
 
 // What has a kernel of its own: what others call inside is recorded itself. Not
