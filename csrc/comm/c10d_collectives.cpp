@@ -73,9 +73,12 @@ std::string backend_name(c10d::ProcessGroup& group,
 // into one tensor and back.
 bool is_gloo(std::string_view backend) { return backend.ends_with("gloo"); }
 
+// Also "nccl2", torch 2.15's.
+bool is_nccl(std::string_view backend) { return backend.starts_with("nccl"); }
+
 std::shared_ptr<Wire> wire_for(std::string_view backend, c10::Device device) {
-  return backend == "nccl" && !device.is_cpu() ? std::make_shared<Wire>(device)
-                                               : nullptr;
+  return is_nccl(backend) && !device.is_cpu() ? std::make_shared<Wire>(device)
+                                              : nullptr;
 }
 
 constexpr std::int64_t kPackedBytes = std::int64_t{1} << 20;

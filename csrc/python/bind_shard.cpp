@@ -378,16 +378,17 @@ void bind_shard(py::module_& module) {
 
   py::class_<ForwardHooks>(module, "ForwardHooks")
       .def(py::init([](const py::object& inputs, const py::object& outputs,
-                       py::object lazy_init,
+                       bool of_each, py::object lazy_init,
                        const std::vector<py::object>& modules) {
              ForwardHooks::Casts casts;
+             casts.of_each = of_each;
              if (!inputs.is_none()) casts.inputs = dtype_of(inputs);
              if (!outputs.is_none()) casts.outputs = dtype_of(outputs);
              return std::make_unique<ForwardHooks>(casts, std::move(lazy_init),
                                                    modules);
            }),
            py::kw_only(), py::arg("cast_inputs"), py::arg("cast_outputs"),
-           py::arg("lazy_init"), py::arg("modules"))
+           py::arg("cast_each"), py::arg("lazy_init"), py::arg("modules"))
       .def("set_unit", &ForwardHooks::set_unit)
       .def("look_again", &ForwardHooks::look_again)
       .def("move_inputs_to",

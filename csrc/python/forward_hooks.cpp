@@ -95,8 +95,9 @@ py::object ForwardHooks::pre(py::handle module, py::handle args,
     const py::gil_scoped_release no_gil;
     call = unit_->pre_forward(place);
   }
-  py::object new_args = prepare_inputs(args, call.begins);
-  py::object new_kwargs = prepare_inputs(kwargs, call.begins);
+  const bool casts = call.begins || casts_.of_each;
+  py::object new_args = prepare_inputs(args, casts);
+  py::object new_kwargs = prepare_inputs(kwargs, casts);
   if (call.watch_inputs && at::GradMode::is_enabled()) {
     auto inputs = tensors_requiring_grad(new_args);
     const auto from_kwargs = tensors_requiring_grad(new_kwargs);
@@ -132,7 +133,7 @@ py::object ForwardHooks::post(py::handle module, py::handle /*args*/,
     const py::gil_scoped_release no_gil;
     ends = unit_->post_forward(watched, place);
   }
-  if (!ends || !casts_.outputs) {
+  if (!(ends || casts_.of_each) || !casts_.outputs) {
     return py::none();
   }
   py::object cast = map_tensors(output, [this](const at::Tensor& tensor) {

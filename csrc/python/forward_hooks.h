@@ -17,12 +17,14 @@ class ForwardHooks {
   struct Casts {
     std::optional<at::ScalarType> inputs;   // floating-point inputs
     std::optional<at::ScalarType> outputs;  // floating-point outputs
+    // Of every module where there are several; else as FSDP2 did before torch
+    // 2.15, of the first one's inputs and the last one's outputs.
+    bool of_each = false;
   };
 
   // `lazy_init()` is called before a forward while there is no unit or it has
   // no root, and must give it one.  `modules`: those that the hooks are for,
-  // which must outlive them where there are several.  As in FSDP2, the casts
-  // are of the first one's inputs and the last one's outputs.
+  // which must outlive them where there are several.
   ForwardHooks(Casts casts, pybind11::object lazy_init,
                const std::vector<pybind11::object>& modules);
 

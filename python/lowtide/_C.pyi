@@ -266,6 +266,7 @@ class ForwardHooks:
         *,
         cast_inputs: torch.dtype | None,
         cast_outputs: torch.dtype | None,
+        cast_each: bool,
         lazy_init: Callable[[], None],
         modules: Sequence[torch.nn.Module],
     ) -> None: ...

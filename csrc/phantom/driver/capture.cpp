@@ -99,6 +99,10 @@ cudaError_t Capture::host_waits() const {
   return active_ != 0 ? cudaErrorStreamCaptureUnsupported : cudaSuccess;
 }
 
+cudaError_t Capture::host_waits_for(cudaStream_t stream) const {
+  return id(stream) != 0 ? cudaErrorStreamCaptureUnsupported : unsafe();
+}
+
 std::int64_t Capture::stray() const {
   const Lock lock(mutex_);
   return stray_;

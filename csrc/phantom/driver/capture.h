@@ -36,6 +36,8 @@ class Capture {
   // A call that the thread's capture mode may forbid, such as cudaMalloc.
   cudaError_t unsafe() const;
   cudaError_t host_waits() const;
+  // For one stream.
+  cudaError_t host_waits_for(cudaStream_t stream) const;
 
   std::int64_t stray() const;
 

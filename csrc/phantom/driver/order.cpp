@@ -7,6 +7,12 @@ namespace {
 
 using Lock = std::lock_guard<std::mutex>;
 
+void merge(Clock& clock, const Clock& event) {
+  for (const auto& [stream, number] : event) {
+    clock[stream] = std::max(clock[stream], number);
+  }
+}
+
 }  // namespace
 
 void Order::enqueue_collective(cudaStream_t stream) {
@@ -17,29 +23,31 @@ void Order::enqueue_collective(cudaStream_t stream) {
 Clock Order::record(cudaStream_t stream) const {
   const Lock lock(mutex_);
   const auto found = clocks_.find(stream);
-  return found == clocks_.end() ? Clock{} : found->second;
+  Clock clock = found == clocks_.end() ? Clock{} : found->second;
+  const auto host = hosts_.find(std::this_thread::get_id());
+  if (host != hosts_.end()) merge(clock, host->second);
+  return clock;
 }
 
 void Order::wait(cudaStream_t stream, const Clock& event) {
   const Lock lock(mutex_);
-  auto& clock = clocks_[stream];
-  for (const auto& [other, number] : event) {
-    clock[other] = std::max(clock[other], number);
-  }
+  merge(clocks_[stream], event);
+}
+
+void Order::host_sees(const Clock& event) {
+  const Lock lock(mutex_);
+  merge(hosts_[std::this_thread::get_id()], event);
 }
 
 std::int64_t Order::unseen(cudaStream_t stream) const {
+  const Clock known = record(stream);
   const Lock lock(mutex_);
-  const auto found = clocks_.find(stream);
   std::uint64_t unseen = 0;
   for (const auto& [other, clock] : clocks_) {
     const auto own = clock.find(other);
     if (own == clock.end()) continue;
-    std::uint64_t seen = 0;
-    if (found != clocks_.end()) {
-      const auto known = found->second.find(other);
-      if (known != found->second.end()) seen = known->second;
-    }
+    const auto found = known.find(other);
+    const auto seen = found == known.end() ? 0 : found->second;
     unseen += own->second - std::min(seen, own->second);
   }
   return static_cast<std::int64_t>(unseen);

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <thread>
 
 namespace lowtide::dry {
 
@@ -19,13 +20,18 @@ class Order {
   void enqueue_collective(cudaStream_t stream);
   Clock record(cudaStream_t stream) const;
   void wait(cudaStream_t stream, const Clock& event);
+  // The calling thread has found the event done: what it enqueues from now on,
+  // on any stream, comes after.
+  void host_sees(const Clock& event);
 
-  // Collectives so far that `stream` does not come after.
+  // Collectives so far that what the calling thread enqueues on `stream` does
+  // not come after.
   std::int64_t unseen(cudaStream_t stream) const;
 
  private:
   mutable std::mutex mutex_;
   std::map<cudaStream_t, Clock> clocks_;  // work counted: collectives
+  std::map<std::thread::id, Clock> hosts_;
 };
 
 Order& order();

@@ -58,7 +58,7 @@ cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) {
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   ++host_waits();
-  if (const auto refused = capture().host_waits()) return refused;
+  if (const auto refused = capture().host_waits_for(stream)) return refused;
   device_of_stream(stream).completion.wait_for_stream(stream);
   timekeeper().synchronize(stream);
   listener().hear_waited(stream_of(stream).device, stream);
@@ -118,13 +118,16 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
   const auto& recorded = event_of(event);
   if (const auto refused = capture().ask(recorded.captured)) return refused;
   const bool done = device(recorded.device).completion.done(recorded.ticket);
-  return done ? cudaSuccess : cudaErrorNotReady;
+  if (!done) return cudaErrorNotReady;
+  order().host_sees(recorded.clock);
+  return cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   ++host_waits();
   const auto& recorded = event_of(event);
   if (const auto refused = capture().ask(recorded.captured)) return refused;
   device(recorded.device).completion.wait(recorded.ticket);
+  order().host_sees(recorded.clock);
   timekeeper().synchronize(recorded.moment);
   listener().hear_waited(recorded.device, recorded.ticket.stream);
   return cudaSuccess;

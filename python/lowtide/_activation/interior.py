@@ -334,6 +334,8 @@ _ALLOCATE = frozenset(
         *(("", "_strided"), ("new_", "_strided"), ("", "_permuted")),
     )
 )
+# torch 2.15 shows the second kind, 2.11 only what it calls.
+_COLLECTIVES = ("_c10d_functional::", "_c10d_functional_autograd::")
 _COPY = frozenset({"aten::clone", "aten::_to_copy"})
 
 _effects: dict[Any, _Effect] = {}
@@ -364,7 +366,7 @@ def _effect_by(schema: Any, tags: Any) -> _Effect:
         writes=writes,
         allocates=schema.name in _ALLOCATE,
         copies=schema.name in _COPY,
-        communicates=schema.name.startswith("_c10d_functional::"),
+        communicates=schema.name.startswith(_COLLECTIVES),
     )
 
 

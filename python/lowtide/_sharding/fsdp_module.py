@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
-from torch.distributed.fsdp import UnshardHandle
+from torch.distributed.fsdp import UnshardHandle, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from lowtide._base.classes import ClassSwap, class_name
@@ -216,6 +216,20 @@ class FSDPModule(TorchFSDPModule):
             # torch.cuda.Event for one that was never recorded, and waits for nothing.
             torch.get_device_module(device).current_stream(device).wait_event(event)
 
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Accepted for compatibility: a backward without sync is finalized by
+        :meth:`finalize_backward` in either case, one with sync at its own end."""
+
+    def finalize_backward(self, *, async_op: bool = False) -> Any:
+        """Reduces what backwards without sync have accumulated, in the whole model, and
+        frees full parameters, as :meth:`set_requires_gradient_sync` and
+        :meth:`set_reshard_after_backward` now say. With ``async_op`` returns a handle
+        to wait on; the host never waits: what follows is ordered behind."""
+        state = self._get_fsdp_state()
+        if state.settings.gradient_sync:
+            state._root_post_backward_final_callback()
+        return _GradientReductionHandle() if async_op else None
+
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Nothing to choose: lowtide's buffers come from the compute stream's pool
         whichever way a gather is issued."""
@@ -256,6 +270,14 @@ def _refused(name: str) -> Callable[..., NoReturn]:
 for _name in {name for name in vars(TorchFSDPModule) if not name.startswith("_")}:
     if _name not in vars(FSDPModule):
         setattr(FSDPModule, _name, _refused(_name))
+
+
+_Handle: Any = getattr(_fully_shard, "GradientReductionHandle", object)  # torch 2.15's
+
+
+class _GradientReductionHandle(_Handle):
+    def wait(self) -> None:
+        """Nothing is left to wait for."""
 
 
 class _UnshardHandle(UnshardHandle):

@@ -41,6 +41,7 @@ from lowtide._sharding.parameter import (
     require_sharded,
 )
 from lowtide._sharding.subclass import extended_class, require_hooks
+from lowtide._torch_version import CASTS_EACH_OF_A_LIST
 from lowtide.policies import (
     GradientMode,
     MixedPrecisionPolicy,
@@ -106,6 +107,7 @@ class UnitState:
         self.hooks = _C.ForwardHooks(
             cast_inputs=policy.param_dtype if policy.cast_forward_inputs else None,
             cast_outputs=policy.output_dtype,
+            cast_each=CASTS_EACH_OF_A_LIST,
             # Bound weakly: the garbage collector does not see through C++.
             lazy_init=functools.partial(_with_alive, weakref.ref(self), before_forward),
             modules=modules,
@@ -400,6 +402,7 @@ class UnitState:
     # they ask every unit to, and then the root.
     _state_ctx = types.SimpleNamespace(all_states=())
     _fsdp_param_group = None
+    _fsdp_param_groups = ()  # from torch 2.13 on
     _comm_ctx: Any = None
 
     def _root_post_backward_final_callback(self) -> None:

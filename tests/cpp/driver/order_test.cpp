@@ -32,6 +32,21 @@ TEST(OrderTest, EventsCarryWhatTheirStreamHasSeen) {
   EXPECT_EQ(order.unseen(kThree), 1);
 }
 
+TEST(OrderTest, AThreadKnowsWhatItHasFoundDone) {
+  Order order;
+  order.enqueue_collective(kOne);
+  const auto event = order.record(kOne);
+  std::thread([&] {
+    order.host_sees(event);
+    EXPECT_EQ(order.unseen(kTwo), 0);
+    order.wait(kThree, order.record(kTwo));
+  }).join();
+  EXPECT_EQ(order.unseen(kTwo), 1);
+  EXPECT_EQ(order.unseen(kThree), 0);
+  order.enqueue_collective(kOne);
+  EXPECT_EQ(order.unseen(kThree), 1);
+}
+
 TEST(CompletionTest, TheTwoBounds) {
   Completion lower(true);
   Completion upper(false);
@@ -82,6 +97,7 @@ TEST(CaptureTest, AThreadsModeSaysWhatItMayDoMeanwhile) {
   capture.begin(kOne, cudaStreamCaptureModeGlobal);
   EXPECT_EQ(capture.unsafe(), cudaErrorStreamCaptureUnsupported);
   EXPECT_EQ(capture.host_waits(), cudaErrorStreamCaptureUnsupported);
+  EXPECT_EQ(capture.host_waits_for(kTwo), cudaErrorStreamCaptureUnsupported);
   EXPECT_EQ(elsewhere(cudaStreamCaptureModeGlobal),
             cudaErrorStreamCaptureUnsupported);
   EXPECT_EQ(elsewhere(cudaStreamCaptureModeThreadLocal), cudaSuccess);
@@ -91,6 +107,8 @@ TEST(CaptureTest, AThreadsModeSaysWhatItMayDoMeanwhile) {
   EXPECT_EQ(capture.unsafe(), cudaErrorStreamCaptureUnsupported);
   const auto before = exchange_mode(cudaStreamCaptureModeRelaxed);
   EXPECT_EQ(capture.unsafe(), cudaSuccess);
+  EXPECT_EQ(capture.host_waits_for(kTwo), cudaSuccess);
+  EXPECT_EQ(capture.host_waits_for(kOne), cudaErrorStreamCaptureUnsupported);
   exchange_mode(before);
 }
 

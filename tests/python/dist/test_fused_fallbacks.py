@@ -162,7 +162,7 @@ def test_report_says_what_is_fused_and_what_is_not(pool_of):
 
 
 def reduced_in_bf16() -> dict[str, str]:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
     model: Any = nn.Sequential(nn.Linear(DIM, DIM))
     lowtide.fully_shard(model, mp_policy=policy, grads="fused")
     return lowtide.memory_report(model).fused.exact

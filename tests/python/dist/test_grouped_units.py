@@ -205,7 +205,7 @@ def parallel_modules(system: System, record: Recorder) -> None:
 
 
 def mixed_precision(system: System, record: Recorder) -> None:
-    """The casts are of the first one's inputs and of the last one's outputs."""
+    """Whose inputs and outputs are cast: torch 2.15 has changed it."""
     policy = system.MixedPrecisionPolicy(
         param_dtype=torch.bfloat16,
         reduce_dtype=torch.float32,

@@ -25,7 +25,8 @@ def build(system: System, **settings: Any) -> Any:
         *(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2)),
         nn.Linear(16, 8),
     )
-    settings.setdefault("mp_policy", system.MixedPrecisionPolicy(torch.float16))
+    policy = system.MixedPrecisionPolicy(torch.float16, torch.float16)
+    settings.setdefault("mp_policy", policy)
     for block in model[:2]:
         system.fully_shard(block, **settings)
     system.fully_shard(model, **settings)

@@ -79,10 +79,13 @@ def split_backward(model: Any) -> None:
     _, groups = stage_backward_input([y], [torch.ones_like(y)], [x], parameters)
     stage_backward_weight(parameters, groups)
 
-    class Stage:
+    class Stage(_PipelineStageBase):
         submod = model
+        _has_backward = True  # torch 2.15 asks for these two
+        _gradient_reduction_handle = None
 
-    _PipelineStageBase.perform_reduce_grad(Stage, 1)  # type: ignore[arg-type]
+    Stage.__abstractmethods__ = frozenset()
+    object.__new__(Stage).perform_reduce_grad(1)
 
 
 # What does it, and how the error begins.

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 from support.model import ModelConfig, batch, build, loss_fn
 from support.recorder import Record, Recorder, assert_same_records, finish_step
 from support.systems import System, get_system
-from support.training import adamw
+from support.training import adamw, local
 
 # Dim 1 of every matrix is a multiple of four.
 CONFIG = ModelConfig(
@@ -312,6 +312,33 @@ def test_two_roots_share_a_context(pool_of, num_ranks):
         strict=True,
     ):
         assert_same_records(mine, other)
+
+
+def gradients_of_two_backwards(finalize: bool) -> tuple[list[torch.Tensor], bool]:
+    """Those of a step, and whether there were any before they were reduced."""
+    model: Any = llama(get_system("lowtide"), Setting())
+    early = False
+    model.set_manual_backward_finalization(finalize)
+    for micro in range(2):
+        model.set_requires_gradient_sync(micro == 1 and not finalize)
+        inputs, targets = batch(CONFIG, 0, micro, dist.get_rank())
+        loss_fn(model(inputs), targets).backward()
+    if finalize:
+        assert model.finalize_backward() is None  # without sync
+        early = any(p.grad is not None for p in model.parameters())
+        model.set_requires_gradient_sync(True)
+        model.finalize_backward(async_op=True).wait()
+    return [local(p.grad) for p in model.parameters()], early
+
+
+def test_gradients_are_finalized_by_hand(pool_of):
+    pool = pool_of(2)
+    for (mine, early), (other, _) in zip(
+        pool.run(gradients_of_two_backwards, True),
+        pool.run(gradients_of_two_backwards, False),
+        strict=True,
+    ):
+        assert not early and all(map(torch.equal, mine, other))
 
 
 def hook_stream_error() -> str:

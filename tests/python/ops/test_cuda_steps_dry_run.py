@@ -9,6 +9,7 @@ import json
 
 import pytest
 
+from lowtide._torch_version import VERSION
 from lowtide.phantom.dry.driver import Call
 from support import (
     capture_dry_run,
@@ -145,9 +146,9 @@ def nccl() -> Calls:
 
 def test_a_gather_is_one_group_of_calls(nccl: Calls) -> None:
     gathers = [call for call in nccl["separate"] if call.kind == "all_gather"]
-    # Two layers in forward and in backward, the root once.
+    # Two layers in forward and in backward, the root once. One call needs no group.
     assert len(gathers) == 5
-    assert {call.depth for call in gathers} == {1}
+    assert {call.depth for call in gathers} == {1 if VERSION < (2, 15) else 0}
 
 
 def test_gradients_are_averaged_by_nccl(nccl: Calls) -> None:
@@ -176,7 +177,8 @@ def test_a_model_deleted_after_a_failure_is_behind_what_it_started() -> None:
     program = [nccl_dry_run.__file__, "deleted"]
     printed = run_dry(program, memory=MEMORY, events="immediate")
     assert json.loads(printed) == {
-        "forward": [1, 0],
+        # torch 2.15 asks for events, and these are done at once.
+        "forward": [1 if VERSION < (2, 15) else 0, 0],
         "backward": [1, 0],
         # The gather it issued before it raised has no owner.
         "comm object": [0, 0],
