@@ -147,6 +147,7 @@ class Unit final : public BackwardReceiver,
                   const at::Tensor& input, Obstacle obstacle) override;
   void on_only_product(std::int32_t i, const at::Tensor& grad_output,
                        const at::Tensor& input) override;
+
   // --- called by Root -------------------------------------------------------
   // It was gathered ahead of a forward that did not come.
   bool prefetched_in_vain() const { return prefetched_; }
