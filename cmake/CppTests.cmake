@@ -48,8 +48,16 @@ foreach(room IN LISTS rooms)
   endif()
   target_link_options(${room}_test PRIVATE -Wl,--allow-shlib-undefined)
   target_precompile_headers(${room}_test REUSE_FROM lowtide_core)
-  # Files of a room name their helpers alike.
-  set_target_properties(${room}_test PROPERTIES UNITY_BUILD OFF)
+  # Files of a room name their helpers alike: each has a namespace of its own
+  # where they are compiled together, and one without a name elsewhere.
+  target_compile_definitions(${room}_test PRIVATE LOWTIDE_FILE=)
+  set_target_properties(${room}_test PROPERTIES
+    UNITY_BUILD_UNIQUE_ID LOWTIDE_FILE)
+  # What tests share is no file's own, and CUDA on the host takes its words.
+  list(FILTER sources EXCLUDE REGEX "_test\\.cpp$")
+  set_source_files_properties(${sources}
+    "${PROJECT_SOURCE_DIR}/tests/cpp/ops/kernels_test.cpp"
+    PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
   add_test(NAME cpp.${room} COMMAND ${room}_test --gtest_brief=0)
   set_tests_properties(cpp.${room} PROPERTIES TIMEOUT 900
     ENVIRONMENT "${LOWTIDE_SANITIZE_ENVIRONMENT}")

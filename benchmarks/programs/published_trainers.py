@@ -31,17 +31,18 @@ def _working_folder() -> Iterator[Path]:
             os.chdir(before)
 
 
-class _MemoryLines(logging.Handler):
-    """What torchtitan says it took, in its steps' order."""
+class _MemoryLines(logging.Filter):
+    """What torchtitan says it took, in its steps' order; it clears the handlers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gibibytes: list[float] = []
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def filter(self, record: logging.LogRecord) -> bool:
         said = re.search(r"step: .*memory: *([0-9.]+)GiB", record.getMessage())
         if said:
             self.gibibytes.append(float(said[1]))
+        return True
 
 
 def torchtitan(
@@ -55,7 +56,14 @@ def torchtitan(
         tree = folder / "tree"
         wanted = ("torchtitan", "train.py", "train_configs")
         check_out("torchtitan", commit, *wanted, into=tree)
-        _write_tokenizer(folder / "tokenizer.model")
+        is_of_2024 = not (tree / "torchtitan" / "config").exists()
+        if is_of_2024:
+            tokens = folder / "tokenizer.model"
+            _write_tokenizer(tokens)
+            tokenizer = ("--model.tokenizer_path", str(tokens))
+        else:
+            _write_words(folder / "tokenizer.json")
+            tokenizer = ("--model.hf_assets_path", str(folder))
         texts = folder / "texts"
         texts.mkdir()
         line = json.dumps({"text": "a b c d " * 10000})
@@ -65,13 +73,13 @@ def torchtitan(
         sys.argv = [
             *(file, "--job.config_file", str(tree / config)),
             *("--job.dump_folder", str(folder / "out")),
-            *("--model.tokenizer_path", str(folder / "tokenizer.model")),
+            *tokenizer,
             *("--training.dataset", "c4_test"),
             *("--training.dataset_path", str(texts)),
             *("--training.steps", "20", *arguments.split()),
         ]
         lines = _MemoryLines()
-        logging.getLogger().addHandler(lines)
+        logging.getLogger().addFilter(lines)
         runpy.run_path(str(tree / file), run_name="__main__")
     first, *_, steady = (int(size * GIB) for size in lines.gibibytes)
     return peaks() | {"first": first, "steady": steady}
@@ -85,6 +93,20 @@ def _write_tokenizer(path: Path) -> None:
     with path.open("w") as file:
         for index, token in enumerate(tokens):
             file.write(f"{base64.b64encode(token).decode()} {index}\n")
+
+
+def _write_words(path: Path) -> None:
+    """Of one letter each: how many a model knows is its own figure by now."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    special = ["<|begin_of_text|>", "<|end_of_text|>"]
+    words = {word: number for number, word in enumerate(["?", *"abcd", *special])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(path))
+    names = dict(zip(("bos_token", "eos_token"), special, strict=True))
+    path.with_name("tokenizer_config.json").write_text(json.dumps(names))
 
 
 def modded_nanogpt(log: str) -> dict[str, int]:

@@ -46,12 +46,12 @@ std::shared_ptr<shard::Unit> make_unit(
     std::shared_ptr<comm::Collectives> gather,
     std::shared_ptr<comm::Collectives> reduce,
     std::shared_ptr<memory::DeviceMemory> memory,
-    std::shared_ptr<shard::UnitSettings> settings,
+    std::shared_ptr<shard::UnitSettings> settings, std::size_t modules,
     std::shared_ptr<comm::HostChannel> host) {
   return std::make_shared<shard::Unit>(
       std::move(name), std::move(infos),
       shard::UnitGroups{std::move(gather), std::move(reduce), std::move(host)},
-      std::move(memory), std::move(settings));
+      std::move(memory), std::move(settings), modules);
 }
 
 // Owns a Python callable; dies under the GIL.
@@ -113,9 +113,8 @@ shard::UnitBytes bytes_of(shard::Unit& unit) {
   const auto& trainable = gradients.trainable();
   return {
       .parameters = unit.buffers().shard_bytes(),
-      .gathered =
-          unit.planned_gathered_bytes() + unit.buffers().passing_bytes(),
-      .gather_input = unit.planned_input_bytes(),
+      .gathered = planned_gathered_bytes(unit) + unit.buffers().passing_bytes(),
+      .gather_input = planned_input_bytes(unit),
       .gradient_chunks = gradients.num_chunks(),
       .gradient_slot = gradients.slot_bytes(),
       .gradient_slots = gradients.num_slots(),
@@ -252,7 +251,7 @@ void bind_shard(py::module_& module) {
   py::class_<Unit, std::shared_ptr<Unit>>(module, "Unit")
       .def(py::init(&make_unit), py::kw_only(), py::arg("name"),
            py::arg("infos"), py::arg("gather_group"), py::arg("reduce_group"),
-           py::arg("memory"), py::arg("settings"),
+           py::arg("memory"), py::arg("settings"), py::arg("modules"),
            py::arg("host_channel") = nullptr)
       .def_property_readonly("name", &Unit::name)
       .def("rename", &Unit::rename, py::arg("name"), py::arg("parameters"))
@@ -299,7 +298,7 @@ void bind_shard(py::module_& module) {
             return &unit.in_rows(shard::RowReads::lookup, rows_at_once);
           },
           py::arg("rows_at_once"), py::return_value_policy::reference_internal)
-      .def_property_readonly("streams_rows", &Unit::streams_rows)
+      .def_property_readonly("streams_rows", &shard::streams_rows)
       .def_property_readonly("looks_up_rows",
                              [](const Unit& unit) {
                                return unit.rows() != nullptr &&

@@ -59,7 +59,6 @@ ForwardHooks::ForwardHooks(Casts casts, py::object lazy_init,
 
 void ForwardHooks::set_unit(std::shared_ptr<shard::Unit> unit) {
   unit_ = std::move(unit);
-  unit_->group_modules(modules_.size());
 }
 
 std::size_t ForwardHooks::place_of(py::handle module) const {

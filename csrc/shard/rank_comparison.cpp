@@ -6,6 +6,7 @@
 
 #include "base/check.h"
 #include "comm/host_channel.h"
+#include "shard/row_stream.h"
 #include "shard/unit.h"
 
 namespace lowtide::shard {
@@ -41,14 +42,14 @@ void RankComparison::note_settings() {
   if (!compares()) return;
   for (const auto* unit : units_) {
     if (unit == nullptr) continue;
-    const auto settings = mix(unit->settings().hash(), unit->streams_rows());
+    const auto settings = mix(unit->settings().hash(), streams_rows(*unit));
     auto& noted = settings_[static_cast<std::size_t>(unit->number())];
     if (std::exchange(noted, settings) != settings) {
       log_.note(
           {StepNote::What::settings, unit->number(),
            static_cast<std::int64_t>(settings >> 1)},
           base::concat(unit->settings().text(),
-                       unit->streams_rows() ? ", rows that are streamed" : ""));
+                       streams_rows(*unit) ? ", rows that are streamed" : ""));
     }
   }
 }

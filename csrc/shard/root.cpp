@@ -12,6 +12,7 @@
 #include "base/trace.h"
 #include "device/current_stream.h"
 #include "shard/graph/autograd_nodes.h"
+#include "shard/row_stream.h"
 #include "shard/unit.h"
 
 namespace lowtide::shard {
@@ -130,7 +131,8 @@ void Root::leave_forward(Unit& unit) {
       if (one != nullptr) one->end_group_forward();
     }
   }
-  schedule_.leave_forward(unit.number(), at::GradMode::is_enabled());
+  schedule_.leave_forward(unit.number(), at::GradMode::is_enabled(),
+                          unit.forward_call_);
   if (forward_root_ == &unit) {
     end_forward();
   }
@@ -242,8 +244,8 @@ std::vector<RingUnit> Root::ring_units() const {
   for (std::size_t u = 0; u < units_.size(); ++u) {
     if (const auto* unit = units_[u]) {
       seen[u] = {unit->groups().reduce->size(), unit->gradients().wire_bytes(),
-                 unit->planned_gathered_bytes(),
-                 unit->settings().encloses_units, unit->streams_rows()};
+                 planned_gathered_bytes(*unit), unit->settings().encloses_units,
+                 streams_rows(*unit)};
     }
   }
   return seen;
@@ -418,8 +420,8 @@ bool Root::nested_backward() const {
   return base::current_graph_task() != backward_;
 }
 
-Unit* Root::enter_backward(Unit& unit) {
-  const auto call = schedule_.enter_backward(unit.number());
+Unit* Root::enter_backward(Unit& unit, std::int64_t number) {
+  const auto call = schedule_.enter_backward(unit.number(), number);
   log().note({StepNote::What::backward, unit.number()});
   if (call.place == std::size_t{0} && !posted_backward_) {
     // Nothing but this unit's backward follows, which the ranks' answers hide

@@ -64,7 +64,7 @@ class Root : public std::enable_shared_from_this<Root> {
   }
   // The backward of a call of `unit` begins, before anything of it is issued;
   // returns the unit to gather ahead, or null.
-  Unit* enter_backward(Unit& unit);
+  Unit* enter_backward(Unit& unit, std::int64_t call);
   GradientStream& stream() { return stream_; }
   StepLog& log() { return ranks_.log(); }
 

@@ -59,7 +59,7 @@ bool RowStream::looks_up() const {
           unit_.state() == UnitState::reducing);
 }
 
-std::int64_t RowStream::planned_gathered_bytes() const {
+std::int64_t RowStream::gathered_bytes() const {
   const bool looks_up =
       reads_ == RowReads::lookup && unit_.settings().reshard_after_forward;
   if (!streams() || (reads_ == RowReads::lookup && !looks_up)) {
@@ -78,10 +78,20 @@ std::int64_t RowStream::planned_gathered_bytes() const {
   return numel * itemsize(info().compute_dtype);
 }
 
-std::int64_t RowStream::planned_input_bytes() const {
-  const auto whole = unit_.buffers().input_bytes();
-  return streams() && whole > 0 ? planned_gathered_bytes() / world_size()
-                                : whole;
+bool streams_rows(const Unit& unit) {
+  return unit.rows() != nullptr && unit.rows()->streams();
+}
+
+std::int64_t planned_gathered_bytes(const Unit& unit) {
+  return unit.rows() != nullptr ? unit.rows()->gathered_bytes()
+                                : unit.buffers().gathered_bytes();
+}
+
+std::int64_t planned_input_bytes(const Unit& unit) {
+  const auto whole = unit.buffers().input_bytes();
+  return whole > 0 && streams_rows(unit)
+             ? unit.rows()->gathered_bytes() / unit.rows()->world_size()
+             : whole;
 }
 
 RowStream::~RowStream() { abort(); }

@@ -73,9 +73,8 @@ class RowStream {
   bool streams() const { return reads_ != RowReads::gradient; }
   // Whether the forward that is running, or would run now, looks rows up.
   bool looks_up() const;
-  // Bytes of the two buffers a gather needs, of the blocks that live at once.
-  std::int64_t planned_gathered_bytes() const;
-  std::int64_t planned_input_bytes() const;
+  // Of the blocks that live at once.
+  std::int64_t gathered_bytes() const;
 
   // A pass over all blocks begins: of a forward, which autograd records or not,
   // or of the backward that delivers gradients.  Throws lowtide::Error before
@@ -126,5 +125,11 @@ class RowStream {
   bool backward_ = false;
   std::array<Block, 2> blocks_;
 };
+
+// Nobody gathers the unit's parameters ahead as a whole.
+bool streams_rows(const Unit& unit);
+// Bytes of the two buffers that the unit's gathers need at once.
+std::int64_t planned_gathered_bytes(const Unit& unit);
+std::int64_t planned_input_bytes(const Unit& unit);
 
 }  // namespace lowtide::shard

@@ -1,6 +1,7 @@
 #include "shard/schedule.h"
 
 #include <algorithm>
+#include <iterator>
 #include <numeric>
 
 namespace lowtide::shard {
@@ -11,7 +12,7 @@ constexpr std::size_t kMaxRecorded = 1 << 14;
 
 Schedule::Schedule(std::int32_t num_units)
     : expected_(static_cast<std::size_t>(num_units)),
-      places_(static_cast<std::size_t>(num_units)),
+      open_(static_cast<std::size_t>(num_units)),
       first_entered_(static_cast<std::size_t>(num_units), kNever),
       under_way_(static_cast<std::size_t>(num_units)) {
   std::iota(expected_.begin(), expected_.end(), 0);
@@ -41,7 +42,8 @@ std::optional<std::int32_t> Schedule::enter_forward(std::int32_t unit) {
   return expected_[cursor_];
 }
 
-void Schedule::leave_forward(std::int32_t unit, bool recorded) {
+void Schedule::leave_forward(std::int32_t unit, bool recorded,
+                             std::int64_t call) {
   const auto u = static_cast<std::size_t>(unit);
   auto entered_at = left_.size();
   if (!under_way_[u].empty()) {
@@ -50,27 +52,32 @@ void Schedule::leave_forward(std::int32_t unit, bool recorded) {
   }
   if (recorded) {
     first_entered_[u] = std::min(first_entered_[u], entered_at);
-    places_[u].push_back(left_.size());
+    open_[u].push_back({call, left_.size()});
     left_.push_back({unit, entered_at});
   }
 }
 
 void Schedule::end_forward() { expected_ = entered_; }
 
-Schedule::BackwardCall Schedule::enter_backward(std::int32_t unit) {
-  auto& open = places_[static_cast<std::size_t>(unit)];
-  BackwardCall call;
-  if (open.empty()) {
-    return call;
+Schedule::BackwardCall Schedule::enter_backward(std::int32_t unit,
+                                                std::int64_t call) {
+  auto& open = open_[static_cast<std::size_t>(unit)];
+  const auto found =
+      std::find_if(open.rbegin(), open.rend(),
+                   [call](const Open& one) { return one.call == call; });
+  BackwardCall entered;
+  if (found == open.rend()) {
+    return entered;
   }
-  call.place = open.back();
-  open.pop_back();
-  call.last = open.empty();
-  call.alone = left_[*call.place].entered_at == *call.place;
-  if (*call.place > 0) {
-    call.next = left_[*call.place - 1].unit;
+  const auto place = found->place;
+  open.erase(std::next(found).base());
+  entered.place = place;
+  entered.last = open.empty();
+  entered.alone = left_[place].entered_at == place;
+  if (place > 0) {
+    entered.next = left_[place - 1].unit;
   }
-  return call;
+  return entered;
 }
 
 bool Schedule::is_over(std::int32_t unit, std::size_t place) const {
@@ -80,7 +87,7 @@ bool Schedule::is_over(std::int32_t unit, std::size_t place) const {
 
 void Schedule::end_backward() {
   left_.clear();
-  for (auto& open : places_) {
+  for (auto& open : open_) {
     open.clear();
   }
   std::fill(first_entered_.begin(), first_entered_.end(), kNever);
@@ -88,7 +95,7 @@ void Schedule::end_backward() {
 
 std::vector<std::int32_t> Schedule::completion_order() const {
   std::vector<std::int32_t> order;
-  std::vector<bool> seen(places_.size(), false);
+  std::vector<bool> seen(open_.size(), false);
   for (const auto& [unit, entered_at] : left_) {
     if (!seen[static_cast<std::size_t>(unit)]) {
       seen[static_cast<std::size_t>(unit)] = true;

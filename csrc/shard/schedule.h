@@ -29,22 +29,27 @@ class Schedule {
   void begin_forward();
   // Units in the order they are entered; returns the unit expected next.
   std::optional<std::int32_t> enter_forward(std::int32_t unit);
-  // `recorded`: autograd records this forward, a backward may follow.
-  void leave_forward(std::int32_t unit, bool recorded);
+  // `recorded`: autograd records this forward, a backward may follow.  `call`:
+  // the number of the unit's call, by which its backward is told from those of
+  // other forwards that are open; none for rows that are read outside of one.
+  static constexpr std::int64_t kNoCall = 0;
+  void leave_forward(std::int32_t unit, bool recorded,
+                     std::int64_t call = kNoCall);
   // Adopts what was entered since begin_forward as the expected order.
   void end_forward();
 
   // Units in the order they were entered since begin_forward.
   const std::vector<std::int32_t>& entered() const { return entered_; }
 
-  // The backward of a call of `unit` begins: its last one that is open.
+  // The backward of a call of `unit` begins: of that number, its last one that
+  // is open.
   struct BackwardCall {
     std::optional<std::int32_t> next;  // the unit expected after it
     std::optional<std::size_t> place;  // among the calls; none: not recorded
     bool last = false;                 // no recorded call of the unit is left
     bool alone = false;  // no other call was left between its begin and its end
   };
-  BackwardCall enter_backward(std::int32_t unit);
+  BackwardCall enter_backward(std::int32_t unit, std::int64_t call = kNoCall);
   // Whether autograd has run all of `unit` when the backward of the call at
   // `place` begins, by [Note: The order of backward].
   bool is_over(std::int32_t unit, std::size_t place) const;
@@ -65,8 +70,11 @@ class Schedule {
     std::size_t entered_at;  // how many calls had been left then
   };
   std::vector<Left> left_;
-  // unit -> open places in left_
-  std::vector<std::vector<std::size_t>> places_;
+  struct Open {
+    std::int64_t call;
+    std::size_t place;  // in left_
+  };
+  std::vector<std::vector<Open>> open_;  // by unit
   // unit -> of its recorded calls the least entered_at; kNever
   std::vector<std::size_t> first_entered_;
   // unit -> of its calls that are under way

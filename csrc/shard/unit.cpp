@@ -39,13 +39,14 @@ std::int64_t rows_of(const at::Tensor& tensor) {
 
 Unit::Unit(std::string name, std::vector<ParameterInfo> infos,
            UnitGroups groups, std::shared_ptr<memory::DeviceMemory> memory,
-           std::shared_ptr<UnitSettings> settings)
+           std::shared_ptr<UnitSettings> settings, std::size_t modules)
     : name_(std::make_shared<std::string>(std::move(name))),
       infos_(std::move(infos)),
       groups_(std::move(groups)),
       memory_(std::move(memory)),
       settings_(std::move(settings)),
       parameters_(name_, infos_, *groups_.gather, memory_),
+      group_(modules),
       gradients_(name_, infos_, buffers().layout(), groups_.reduce,
                  settings_->reduction, memory_),
       arriving_(infos_, leaves(), gradients_),
@@ -151,16 +152,6 @@ void Unit::replan() {
   }
 }
 
-std::int64_t Unit::planned_gathered_bytes() const {
-  return rows_ ? rows_->planned_gathered_bytes() : buffers().gathered_bytes();
-}
-
-std::int64_t Unit::planned_input_bytes() const {
-  return rows_ ? rows_->planned_input_bytes() : buffers().input_bytes();
-}
-
-bool Unit::streams_rows() const { return rows_ && rows_->streams(); }
-
 bool Unit::looks_up_rows() const { return rows_ && rows_->looks_up(); }
 
 // --- parameters -------------------------------------------------------------
@@ -212,7 +203,7 @@ void Unit::reshard_after_forward() {
 }
 
 void Unit::prefetch(Unit& other) {
-  if (other.streams_rows()) {
+  if (streams_rows(other)) {
     return;
   }
   if (other.state() == UnitState::sharded ||
@@ -236,11 +227,14 @@ Unit::ForwardCall Unit::pre_forward(std::size_t module) {
   if (base::in_backward()) {
     // A recomputation; its backward follows.
     if (!rows) unshard();
-    return {group_.began_with(module), true};
+    const bool began = group_.began_with(module);
+    forward_call_ += began ? 1 : 0;
+    return {began, true};
   }
   const bool begins = group_.begins_with(module, root_->forward_is_of(*this));
   Unit* next = nullptr;
   if (begins) {
+    ++forward_call_;
     next = root_->enter_forward(*this);
     calls_.begin_forward();
   } else {
@@ -307,7 +301,7 @@ bool Unit::post_forward(const std::vector<at::Tensor>& outputs,
   const base::TraceRange trace("lowtide::post_forward", *name_);
   output_rows_ = 0;
   for (const auto& output : outputs) {
-    watch_output(output, weak_from_this());
+    watch_output(output, weak_from_this(), forward_call_);
     output_rows_ = std::max(output_rows_, rows_of(output));
   }
   if (base::in_backward()) {
@@ -345,46 +339,57 @@ void Unit::end_forward() {
 // --- what ranks have in common ----------------------------------------------
 
 StepLog::Numbers Unit::numbers_to_compare() {
-  const auto held = calls_.graphs().own();
-  const auto used = static_cast<std::int64_t>(leaves().used_hash() >> 1);
-  const bool kept = held.kept != 0 || root_->keeps_graph();
-  const bool without_inputs =
-      calls_.has_calls_without_inputs(root_->optimizer_steps());
-  return {-output_rows_, leaves().ever_saved() ? 1 : 0, kept ? 1 : 0,
-          held.recorded, has_gradient_hooks() ? 1 : 0,  used,
-          -used,         without_inputs ? 1 : 0};
+  auto graphs = calls_.graphs().own();
+  if (root_->keeps_graph()) graphs.kept = 1;
+  return OwnNumbers{.output_rows = output_rows_,
+                    .saved = leaves().ever_saved(),
+                    .graphs = graphs,
+                    .listened = has_gradient_hooks(),
+                    .used_hash = leaves().used_hash(),
+                    .calls_without_inputs = calls_.has_calls_without_inputs(
+                        root_->optimizer_steps())}
+      .to_compare();
 }
 
 void Unit::agree_on(const StepLog::Numbers& greatest) {
-  rows_of_all_ = -greatest[0];
-  saved_by_any_ = greatest[1] != 0;
-  calls_.graphs().agree_on({greatest[2], greatest[3]});
-  listened_by_any_ = greatest[4] != 0;
-  used_alike_ = greatest[5] == -greatest[6];
-  calls_.agree_on_calls_without_inputs(greatest[7] != 0);
+  common_ = CommonNumbers::of(greatest);
+  calls_.graphs().agree_on(common_.graphs_of_any);
+  calls_.agree_on_calls_without_inputs(common_.calls_without_inputs_of_any);
 }
 
 // Rank 0's first numbers stay, but one: inputs that want gradients, on one rank
 // or later than in the first forward, have autograd save the parameters.
 void Unit::agree_alone() {
   compared_ = false;
-  saved_by_any_ = !looks_up_rows();
+  common_.saved_by_any = !looks_up_rows();
 }
 
 // --- backward ---------------------------------------------------------------
 
 bool Unit::needs_gather_in_backward() const {
   return settings_->unshard_in_backward &&
-         (saved_by_any_ || !settings_->leaf_module);
+         (common_.saved_by_any || !settings_->leaf_module);
 }
 
-void Unit::on_output_gradient() {
+// Whether a call is entered must not depend on the nodes on its inputs, which
+// ranks differ in.
+bool Unit::enters_backward(std::int64_t call) {
+  const bool already =
+      call == kRecorded
+          ? output_gradient_
+          : std::find(entered_.begin(), entered_.end(), call) != entered_.end();
+  if (!already && call != kRecorded) entered_.push_back(call);
+  output_gradient_ = true;
+  return !already;
+}
+
+void Unit::on_output_gradient(std::int64_t call) {
   const base::TraceRange trace("lowtide::pre_backward", *name_);
   root_->open_backward();
   begin_backward();
-  const bool entered = !std::exchange(output_gradient_, true);
+  const bool entered = enters_backward(call);
   if (entered) {
-    next_in_backward_ = root_->enter_backward(*this);
+    next_in_backward_ = root_->enter_backward(*this, call);
   }
   if (needs_gather_in_backward()) {
     gather();
@@ -440,9 +445,10 @@ std::size_t Unit::gradients_before(const Unit& next) const {
     elements.push_back(gradients_.parameter(i).numel);
   }
   return gradients_before_gather(
-      elements, elements_that_cover(next.buffers().gathered_bytes(),
-                                    next.groups_.gather->size(),
-                                    gradients_come_now ? rows_of_all_ : 0));
+      elements,
+      elements_that_cover(next.buffers().gathered_bytes(),
+                          next.groups_.gather->size(),
+                          gradients_come_now ? common_.fewest_rows : 0));
 }
 
 void Unit::begin_backward() {
@@ -452,11 +458,12 @@ void Unit::begin_backward() {
   arriving_.drop_cleared();
   in_backward_ = scheduled_ = true;
   output_gradient_ = false;
+  entered_.clear();
   calls_.begin_backward();
   fused_.begin_backward();
   gradients_.begin(settings_->gradient_sync);
   gradients_.on_landed = nullptr;
-  if (gradients_.sync() && listened_by_any_) {
+  if (gradients_.sync() && common_.listened_by_any) {
     gradients_.on_landed = [this] { publish_gradients(); };
   }
 }
@@ -554,7 +561,7 @@ void Unit::begin_rows_backward() {
   root_->open_backward();
   begin_backward();
   if (!output_gradient_) {  // not called as a module
-    next_in_backward_ = root_->enter_backward(*this);
+    next_in_backward_ = root_->enter_backward(*this, Schedule::kNoCall);
   }
 }
 

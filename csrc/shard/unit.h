@@ -28,6 +28,7 @@
 #include "comm/host_channel.h"
 #include "memory/device_memory.h"
 #include "shard/arriving_gradients.h"
+#include "shard/common_numbers.h"
 #include "shard/fused_gradients.h"
 #include "shard/gradients/unit_gradients.h"
 #include "shard/graph/autograd_nodes.h"
@@ -55,11 +56,13 @@ struct UnitGroups {
 class Unit final : public BackwardReceiver,
                    public std::enable_shared_from_this<Unit> {
  public:
-  // `settings`: shared with whoever changes them, between steps.
-  Unit(std::string name, std::vector<ParameterInfo> infos, UnitGroups groups,
-       std::shared_ptr<memory::DeviceMemory> memory,
-       std::shared_ptr<UnitSettings> settings =
-           std::make_shared<UnitSettings>());
+  // `settings`: shared with whoever changes them, between steps; `modules`: how
+  // many are sharded together.
+  Unit(
+      std::string name, std::vector<ParameterInfo> infos, UnitGroups groups,
+      std::shared_ptr<memory::DeviceMemory> memory,
+      std::shared_ptr<UnitSettings> settings = std::make_shared<UnitSettings>(),
+      std::size_t modules = 1);
   ~Unit() override;
 
   // --- before the first forward ---------------------------------------------
@@ -73,11 +76,12 @@ class Unit final : public BackwardReceiver,
   // Drops every reference to them, until attach is called again; the unit must
   // be sharded.
   void detach();
-  // The unit is several modules, sharded together.
-  void group_modules(std::size_t count) { group_ = GroupForward(count); }
   // Both known only when the root is.
   void rename(std::string name, const std::vector<std::string>& parameters);
   void join(std::shared_ptr<Root> root, std::int32_t number);
+  // What waits for a reduction of a parameter is dropped: another took its
+  // place.
+  void drop_waiting_gradient(std::int32_t i) { arriving_.drop(i); }
   // Other collectives over the same ranks.
   void use_groups(UnitGroups groups);
   // Which parameters' gradients are summed where they are sent from.  Between
@@ -108,12 +112,6 @@ class Unit final : public BackwardReceiver,
   FusedGradients& fused() { return fused_; }
   const RowStream* rows() const { return rows_.get(); }  // null without
 
-  // Bytes of the two buffers that a gather of the unit needs.
-  std::int64_t planned_gathered_bytes() const;
-  std::int64_t planned_input_bytes() const;
-  // Nobody gathers the parameter ahead as a whole.
-  bool streams_rows() const;
-
   // --- parameters -----------------------------------------------------------
   // Issues the all-gather unless one is under way or the parameters are there.
   // Outside of backward what was gathered before the shards changed is not.
@@ -134,8 +132,13 @@ class Unit final : public BackwardReceiver,
   bool post_forward(const std::vector<at::Tensor>& outputs_requiring_grad,
                     std::size_t module = 0);
 
-  // --- backward -------------------------------------------------------------
-  void on_output_gradient() override;
+ private:
+  friend class RankComparison;
+  friend class Root;
+  friend class RowStream;
+
+  // --- BackwardReceiver, called by the graph --------------------------------
+  void on_output_gradient(std::int64_t call) override;
   void on_parameter_gradient(std::int32_t i, at::Tensor gradient) override;
   void on_inputs_done(const torch::autograd::Node* node) override;
   void on_gradient_returned(std::int32_t i) override;
@@ -144,14 +147,6 @@ class Unit final : public BackwardReceiver,
                   const at::Tensor& input, Obstacle obstacle) override;
   void on_only_product(std::int32_t i, const at::Tensor& grad_output,
                        const at::Tensor& input) override;
-  // What waits for a reduction of a parameter is dropped: another took its
-  // place.
-  void drop_waiting_gradient(std::int32_t i) { arriving_.drop(i); }
-
- private:
-  friend class RankComparison;
-  friend class Root;
-  friend class RowStream;
 
   // --- called by Root -------------------------------------------------------
   // It was gathered ahead of a forward that did not come.
@@ -169,11 +164,6 @@ class Unit final : public BackwardReceiver,
   void end_backward(bool more_backwards, bool graph_kept);
   void abort(bool drop_gradients);
 
-  // What ranks may differ in and the order of calls depends on: of this rank,
-  // to be compared, and what it is for all of them.  The negative number of
-  // rows of the last forward's output, whether autograd saved a parameter,
-  // what graphs it holds, whether a hook waits for a gradient, there and back
-  // which parameters graphs use, and whether it has calls without inputs.
   StepLog::Numbers numbers_to_compare();
   void agree_on(const StepLog::Numbers& greatest);
   // Where ranks are not compared, behind rank 0's first numbers.
@@ -188,12 +178,7 @@ class Unit final : public BackwardReceiver,
   // through what recorded backwards gave.
   bool runs_in_order() const { return !calls_.graphs().recorded(); }
   bool in_kept_graph() const { return calls_.graphs().kept(); }
-  // [Note: Calls of the program inside a backward]
-  // A chunk leaves between two nodes of its unit's backward, where the program
-  // may have collectives of its own, a batch norm over all ranks.  Where ranks
-  // use different parameters it would leave elsewhere among those: such a
-  // backward sends nothing before it is over.
-  bool used_alike() const { return used_alike_; }
+  bool used_alike() const { return common_.used_alike; }
 
   // --- called by RowStream --------------------------------------------------
   void begin_rows_backward();
@@ -214,6 +199,7 @@ class Unit final : public BackwardReceiver,
   void end_forward();
 
   // --- gradients ------------------------------------------------------------
+  bool enters_backward(std::int64_t call);
   bool needs_gather_in_backward() const;
   std::size_t gradients_before(const Unit& next) const;
   void gather_next();
@@ -238,6 +224,7 @@ class Unit final : public BackwardReceiver,
 
   GroupForward group_;
   ForwardCalls calls_;
+  std::int64_t forward_call_ = 0;    // number of the last one
   std::int64_t input_bytes_ = 0;     // of the forward that runs
   std::int64_t output_rows_ = 0;     // of the last forward
   Unit* next_in_forward_ = nullptr;  // to be gathered behind the last rows
@@ -247,19 +234,14 @@ class Unit final : public BackwardReceiver,
   FusedGradients fused_;
   bool in_backward_ = false;      // takes part in the current backward
   bool output_gradient_ = false;  // between output gradient and inputs done
+  std::vector<std::int64_t> entered_;  // calls whose backward has begun
   // To be gathered in this unit's backward, ahead of what waits for more than
   // so many of its gradients; how many have come.
   Unit* next_in_backward_ = nullptr;
   std::size_t gradients_before_next_ = 0;
   std::size_t gradients_come_ = 0;
 
-  // What all ranks know of each other: the fewest rows of any rank's output,
-  // whether any saved a parameter, whether a hook of any waits for a gradient,
-  // whether all use the same parameters.
-  std::int64_t rows_of_all_ = 0;
-  bool saved_by_any_ = false;
-  bool listened_by_any_ = false;
-  bool used_alike_ = true;
+  CommonNumbers common_;
   bool compared_ = true;
   bool scheduled_ = true;  // all calls of this backward
 };

@@ -144,6 +144,7 @@ class Unit:
         reduce_group: Collectives,
         memory: DeviceMemory,
         settings: UnitSettings,
+        modules: int,
         host_channel: HostChannel | None = ...,
     ) -> None: ...
     @property

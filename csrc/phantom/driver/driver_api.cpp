@@ -219,21 +219,13 @@ CUresult cuLinkComplete(CUlinkState, void** code, std::size_t* bytes) {
 
 CUresult cuFuncGetAttribute(int* value, CUfunction_attribute which,
                             CUfunction) {
-  switch (which) {
-    case CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK:
-      *value = 1024;
-      return CUDA_SUCCESS;
-    case CU_FUNC_ATTRIBUTE_NUM_REGS:
-      *value = 32;
-      return CUDA_SUCCESS;
-    case CU_FUNC_ATTRIBUTE_PTX_VERSION:
-    case CU_FUNC_ATTRIBUTE_BINARY_VERSION:
-      *value = code_version();
-      return CUDA_SUCCESS;
-    default:
-      *value = 0;
-      return CUDA_SUCCESS;
-  }
+  const bool is_code = which == CU_FUNC_ATTRIBUTE_PTX_VERSION ||
+                       which == CU_FUNC_ATTRIBUTE_BINARY_VERSION;
+  *value = which == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024
+           : which == CU_FUNC_ATTRIBUTE_NUM_REGS            ? 32
+           : is_code                                        ? code_version()
+                                                            : 0;
+  return CUDA_SUCCESS;
 }
 CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunction,
                                                      int, std::size_t) {

@@ -19,11 +19,10 @@ void* pointer_to(CUdeviceptr address) {
   return reinterpret_cast<void*>(address);
 }
 
-// Physical memory by handle; several references to one are possible.
+// Physical memory by handle.
 struct Memory {
   int device = 0;
   std::size_t bytes = 0;
-  int references = 1;
 };
 
 class Handles {
@@ -41,21 +40,12 @@ class Handles {
     all_[*handle] = {index, bytes};
     return CUDA_SUCCESS;
   }
-  CUresult retain(CUmemGenericAllocationHandle handle) {
-    const std::lock_guard lock(mutex_);
-    const auto found = all_.find(handle);
-    if (found == all_.end()) return CUDA_ERROR_INVALID_HANDLE;
-    ++found->second.references;
-    return CUDA_SUCCESS;
-  }
   CUresult release(CUmemGenericAllocationHandle handle) {
     const std::lock_guard lock(mutex_);
     const auto found = all_.find(handle);
     if (found == all_.end()) return CUDA_ERROR_INVALID_HANDLE;
-    if (--found->second.references == 0) {
-      device(found->second.device).memory.give(found->second.bytes);
-      all_.erase(found);
-    }
+    device(found->second.device).memory.give(found->second.bytes);
+    all_.erase(found);
     return CUDA_SUCCESS;
   }
 

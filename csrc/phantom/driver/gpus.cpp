@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <map>
 
 namespace lowtide::dry {
 namespace {
@@ -49,67 +50,53 @@ std::string_view gpu_names() {
 }
 
 int attribute(const Gpu& gpu, int which) {
-  switch (which) {
-    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
-      return gpu.major;
-    case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR:
-      return gpu.minor;
-    case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
-      return gpu.multiprocessors;
-    case CU_DEVICE_ATTRIBUTE_WARP_SIZE:
-      return 32;
-    case CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK:
-    case CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_X:
-    case CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_Y:
-      return 1024;
-    case CU_DEVICE_ATTRIBUTE_MAX_BLOCK_DIM_Z:
-      return 64;
-    case CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_X:
-      return 2147483647;
-    case CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_Y:
-    case CU_DEVICE_ATTRIBUTE_MAX_GRID_DIM_Z:
-      return 65535;
-    case CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR:
-      return gpu.threads;
-    case CU_DEVICE_ATTRIBUTE_MAX_BLOCKS_PER_MULTIPROCESSOR:
-      return gpu.blocks;
-    case CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_BLOCK:
-    case CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_MULTIPROCESSOR:
-      return 64 * kKiB;
-    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK:
-      return 48 * kKiB;
-    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN:
-      return gpu.shared_memory_of_block;
-    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR:
-      return gpu.shared_memory;
-    case CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK:
-      return kKiB;
-    case CU_DEVICE_ATTRIBUTE_TOTAL_CONSTANT_MEMORY:
-      return 64 * kKiB;
-    case CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE:
-      return gpu.l2_cache;
-    case CU_DEVICE_ATTRIBUTE_CLOCK_RATE:
-      return gpu.clock;
-    case CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE:
-      return gpu.memory_clock;
-    case CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH:
-      return gpu.bus_width;
-    case CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED:  // NVLink's switch
-      return gpu.major >= 9;
-    case CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH:
-    case CU_DEVICE_ATTRIBUTE_STREAM_PRIORITIES_SUPPORTED:
-    case CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING:
-    case CU_DEVICE_ATTRIBUTE_MANAGED_MEMORY:
-    case CU_DEVICE_ATTRIBUTE_CONCURRENT_KERNELS:
-    case CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT:
-    case CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY:
-    case CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED:
-    case CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED:
-    case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED:
-      return 1;
-    default:
-      return 0;
-  }
+#define LOWTIDE_IS(name) CU_DEVICE_ATTRIBUTE_##name
+  static const std::map<int, int Gpu::*> kOfGpus = {
+      {LOWTIDE_IS(COMPUTE_CAPABILITY_MAJOR), &Gpu::major},
+      {LOWTIDE_IS(COMPUTE_CAPABILITY_MINOR), &Gpu::minor},
+      {LOWTIDE_IS(MULTIPROCESSOR_COUNT), &Gpu::multiprocessors},
+      {LOWTIDE_IS(MAX_THREADS_PER_MULTIPROCESSOR), &Gpu::threads},
+      {LOWTIDE_IS(MAX_BLOCKS_PER_MULTIPROCESSOR), &Gpu::blocks},
+      {LOWTIDE_IS(MAX_SHARED_MEMORY_PER_BLOCK_OPTIN),
+       &Gpu::shared_memory_of_block},
+      {LOWTIDE_IS(MAX_SHARED_MEMORY_PER_MULTIPROCESSOR), &Gpu::shared_memory},
+      {LOWTIDE_IS(L2_CACHE_SIZE), &Gpu::l2_cache},
+      {LOWTIDE_IS(CLOCK_RATE), &Gpu::clock},
+      {LOWTIDE_IS(MEMORY_CLOCK_RATE), &Gpu::memory_clock},
+      {LOWTIDE_IS(GLOBAL_MEMORY_BUS_WIDTH), &Gpu::bus_width},
+  };
+  static const std::map<int, int> kOfAll = {
+      {LOWTIDE_IS(WARP_SIZE), 32},
+      {LOWTIDE_IS(MAX_THREADS_PER_BLOCK), 1024},
+      {LOWTIDE_IS(MAX_BLOCK_DIM_X), 1024},
+      {LOWTIDE_IS(MAX_BLOCK_DIM_Y), 1024},
+      {LOWTIDE_IS(MAX_BLOCK_DIM_Z), 64},
+      {LOWTIDE_IS(MAX_GRID_DIM_X), 2147483647},
+      {LOWTIDE_IS(MAX_GRID_DIM_Y), 65535},
+      {LOWTIDE_IS(MAX_GRID_DIM_Z), 65535},
+      {LOWTIDE_IS(MAX_REGISTERS_PER_BLOCK), 64 * kKiB},
+      {LOWTIDE_IS(MAX_REGISTERS_PER_MULTIPROCESSOR), 64 * kKiB},
+      {LOWTIDE_IS(MAX_SHARED_MEMORY_PER_BLOCK), 48 * kKiB},
+      {LOWTIDE_IS(RESERVED_SHARED_MEMORY_PER_BLOCK), kKiB},
+      {LOWTIDE_IS(TOTAL_CONSTANT_MEMORY), 64 * kKiB},
+      {LOWTIDE_IS(COOPERATIVE_LAUNCH), 1},
+      {LOWTIDE_IS(STREAM_PRIORITIES_SUPPORTED), 1},
+      {LOWTIDE_IS(UNIFIED_ADDRESSING), 1},
+      {LOWTIDE_IS(MANAGED_MEMORY), 1},
+      {LOWTIDE_IS(CONCURRENT_KERNELS), 1},
+      {LOWTIDE_IS(ASYNC_ENGINE_COUNT), 1},
+      {LOWTIDE_IS(CAN_MAP_HOST_MEMORY), 1},
+      {LOWTIDE_IS(MEMORY_POOLS_SUPPORTED), 1},
+      {LOWTIDE_IS(VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED), 1},
+      {LOWTIDE_IS(HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED), 1},
+  };
+  // NVLink's switch.
+  if (which == LOWTIDE_IS(MULTICAST_SUPPORTED)) return gpu.major >= 9;
+#undef LOWTIDE_IS
+  const auto own = kOfGpus.find(which);
+  if (own != kOfGpus.end()) return gpu.*own->second;
+  const auto of_all = kOfAll.find(which);
+  return of_all == kOfAll.end() ? 0 : of_all->second;
 }
 
 }  // namespace lowtide::dry

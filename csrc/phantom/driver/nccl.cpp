@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <string_view>
@@ -29,50 +30,23 @@ struct Type {
   std::size_t bytes;
 };
 
-Type type_of(ncclDataType_t type) {
-  switch (type) {
-    case ncclInt8:
-      return {"int8", 1};
-    case ncclUint8:
-      return {"uint8", 1};
-    case ncclFloat8e4m3:
-      return {"float8_e4m3fn", 1};
-    case ncclFloat8e5m2:
-      return {"float8_e5m2", 1};
-    case ncclFloat16:
-      return {"float16", 2};
-    case ncclBfloat16:
-      return {"bfloat16", 2};
-    case ncclInt32:
-      return {"int32", 4};
-    case ncclUint32:
-      return {"uint32", 4};
-    case ncclInt64:
-      return {"int64", 8};
-    case ncclUint64:
-      return {"uint64", 8};
-    case ncclFloat64:
-      return {"float64", 8};
-    default:
-      return {"float32", 4};
-  }
+// By NCCL's numbers.
+constexpr Type kTypes[] = {
+    {"int8", 1},    {"uint8", 1},    {"int32", 4},         {"uint32", 4},
+    {"int64", 8},   {"uint64", 8},   {"float16", 2},       {"float32", 4},
+    {"float64", 8}, {"bfloat16", 2}, {"float8_e4m3fn", 1}, {"float8_e5m2", 1},
+};
+constexpr const char* kReductions[] = {"sum", "prod", "max", "min", "avg"};
+static_assert(ncclFloat32 == 7 && ncclBfloat16 == 9 && ncclAvg == 4);
+
+const Type& type_of(ncclDataType_t type) {
+  const auto number = static_cast<std::size_t>(type);
+  return kTypes[number < std::size(kTypes) ? number : std::size_t{ncclFloat32}];
 }
 
 const char* name_of(ncclRedOp_t op) {
-  switch (op) {
-    case ncclSum:
-      return "sum";
-    case ncclProd:
-      return "prod";
-    case ncclMax:
-      return "max";
-    case ncclMin:
-      return "min";
-    case ncclAvg:
-      return "avg";
-    default:
-      return "scaled sum";
-  }
+  const auto number = static_cast<std::size_t>(op);
+  return number < std::size(kReductions) ? kReductions[number] : "scaled sum";
 }
 
 std::size_t ranks_of(ncclComm_t comm) {

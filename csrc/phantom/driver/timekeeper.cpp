@@ -145,28 +145,14 @@ void Timekeeper::move(cudaStream_t stream, std::string_view name,
                       double bytes) {
   if (!runs()) return;
   const Lock lock(mutex_);
-  simulation_->spend(host_.launch);
-  const Work work{.bytes = bytes};
-  if (is_captured(stream)) {
-    capturing_->nodes.push_back({stream, Kernel{interned(name), 0, work}});
-    return;
-  }
-  simulation_->tell(simulation_->kernel(number_of(stream), interned(name), 0),
-                    work);
+  enqueue({stream, Kernel{interned(name), 0, {.bytes = bytes}}}, host_.launch);
 }
 
 void Timekeeper::transfer(cudaStream_t stream, phantom::Direction direction,
                           double bytes) {
   if (!runs()) return;
   const Lock lock(mutex_);
-  simulation_->spend(host_.launch);
-  const Node node{stream, Transfer{direction, bytes}};
-  std::vector<EventNumber> none;
-  if (is_captured(stream)) {
-    capturing_->nodes.push_back(node);
-  } else {
-    play(node, number_of(stream), none);
-  }
+  enqueue({stream, Transfer{direction, bytes}}, host_.launch);
 }
 
 void Timekeeper::collective(cudaStream_t stream, std::int64_t communicator,
@@ -174,14 +160,18 @@ void Timekeeper::collective(cudaStream_t stream, std::int64_t communicator,
                             const phantom::CollectiveCost& cost) {
   if (!runs()) return;
   const Lock lock(mutex_);
-  simulation_->spend(host_.collective);
-  const Node node{stream, Collective{communicator, interned(name), cost}};
-  std::vector<EventNumber> none;
-  if (is_captured(stream)) {
+  enqueue({stream, Collective{communicator, interned(name), cost}},
+          host_.collective);
+}
+
+void Timekeeper::enqueue(const Node& node, double seconds) {
+  simulation_->spend(seconds);
+  if (is_captured(node.stream)) {
     capturing_->nodes.push_back(node);
-  } else {
-    play(node, number_of(stream), none);
+    return;
   }
+  std::vector<EventNumber> none;
+  play(node, number_of(node.stream), none);
 }
 
 const phantom::Network& Timekeeper::network() const {

@@ -135,6 +135,8 @@ class Timekeeper {
   bool is_captured(cudaStream_t stream) const;
   void launch(cudaStream_t stream, std::string_view name, std::int64_t blocks,
               bool is_library);
+  // What is known as a whole; the host spends these seconds on it.
+  void enqueue(const Node& node, double seconds);
   void tell(const Open& kernel, const phantom::Work& work);
   void play(const Node& node, phantom::TimedStream stream,
             std::vector<phantom::EventNumber>& events);

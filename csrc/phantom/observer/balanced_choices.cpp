@@ -9,6 +9,7 @@
 #include <unordered_map>
 
 #include "phantom/observer/assumptions.h"
+#include "phantom/observer/operator_traits.h"
 
 namespace lowtide::dry {
 namespace {
@@ -40,9 +41,7 @@ std::optional<Kind> kind_of(std::string_view name) {
       {"aten::logical_not", Kind::kNot}, {"aten::bitwise_not", Kind::kNot},
       {"aten::any", Kind::kAny},         {"aten::sum", Kind::kSum},
   };
-  const auto found = kKinds.find(name);
-  if (found == kKinds.end()) return std::nullopt;
-  return found->second;
+  return found_in(kKinds, name);
 }
 
 // A tensor of a device with bytes; none for what stands for one.

@@ -43,9 +43,19 @@ std::optional<bool> says_of_all(std::string_view name) {
       {"aten::isnan", false},    {"aten::isneginf", false},
       {"aten::isposinf", false}, {kRequires, true},
   };
-  const auto found = kNames.find(name);
-  if (found == kNames.end()) return std::nullopt;
-  return found->second;
+  return found_in(kNames, name);
+}
+
+// What decides a result alone, whatever else there is: true of "or", false of
+// "and".
+std::optional<bool> decisive(std::string_view name) {
+  static const std::unordered_map<std::string_view, bool> kNames = {
+      {"aten::bitwise_or", true},   {"aten::bitwise_or_", true},
+      {"aten::logical_or", true},   {"aten::logical_or_", true},
+      {"aten::bitwise_and", false}, {"aten::bitwise_and_", false},
+      {"aten::logical_and", false}, {"aten::logical_and_", false},
+  };
+  return found_in(kNames, name);
 }
 
 // What has a kernel of its own: what others call inside is recorded itself. Not
@@ -239,6 +249,26 @@ bool is_known(const at::Tensor& tensor) {
   return truth_of(tensor).has_value();
 }
 
+namespace {
+
+// Of an operator not all of whose arguments are known; none if it can be
+// anything.
+std::optional<bool> said_by(const at::RecordFunction& function) {
+  const auto decides = decisive(function.name());
+  if (!decides) return says_of_all(function.name());
+  const Apart apart;
+  for (const auto& input : function.inputs()) {
+    if (!input.isTensor() || !is_known(input.toTensor())) continue;
+    const at::Tensor& known = input.toTensor();
+    if (*decides && known.scalar_type() != at::kBool) continue;
+    const auto same = on_host(known).to(at::kBool).eq(*decides);
+    if (same.all().item<bool>()) return decides;
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
 StorageFacts<bool>& uniform_truths() {
   static StorageFacts<bool> truths;
   return truths;
@@ -248,8 +278,9 @@ std::unique_ptr<KnownCall> KnownCall::before(
     const at::RecordFunction& function) {
   if (computing) return nullptr;
   const auto& traits = traits_of(function);
-  const auto said = says_of_all(function.name());
-  if (!said && !computes(function.name(), traits)) return nullptr;
+  if (!says_of_all(function.name()) && !computes(function.name(), traits)) {
+    return nullptr;
+  }
   auto call = std::make_unique<KnownCall>();
   const auto inputs = function.inputs();
   const auto is_overwritten = [&](std::size_t i) {
@@ -258,8 +289,8 @@ std::unique_ptr<KnownCall> KnownCall::before(
   bool known = false;  // a call that only the host has a part in is no device's
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     if (!(is_overwritten(i) ? is_place(inputs[i]) : all_known(inputs[i]))) {
-      call->said_ = said;
-      return said ? std::move(call) : nullptr;
+      call->said_ = said_by(function);
+      return call->said_ ? std::move(call) : nullptr;
     }
     known = known || is_on_device(inputs[i]);
   }

@@ -5,7 +5,9 @@
 // its results are known; so are those of one that needs none, such as arange.
 // So what a program derives from lengths, labels, counters and flags that the
 // host made is right.  Of isfinite, isnan and isinf the answer is that all
-// numbers are finite, for tensors of any size.
+// numbers are finite, for tensors of any size, and what torch itself requires
+// of values holds.  What is true "or" anything is true, what is false "and"
+// anything false.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -36,6 +36,14 @@ bool is_answered(std::string_view name) {
   return kNames.contains(name);
 }
 
+bool is_foreign(std::string_view name) {
+  static const std::unordered_set<std::string_view> kTorchs = {
+      "aten", "prim",     "prims",   "lowtide", "c10d", "_c10d_functional",
+      "fsdp", "symm_mem", "dtensor",
+  };
+  return !kTorchs.contains(name.substr(0, name.find("::")));
+}
+
 OperatorTraits traits(const at::RecordFunction& function) {
   OperatorTraits found;
   const std::string_view name = function.name();
@@ -63,6 +71,7 @@ OperatorTraits traits(const at::RecordFunction& function) {
   found.has_kernel =
       found.handle->hasKernelForDispatchKey(c10::DispatchKey::CUDA);
   found.is_answered = is_answered(name);
+  found.is_foreign = is_foreign(name);
   const auto tags = found.handle->getTags();
   found.is_random = std::find(tags.begin(), tags.end(),
                               at::Tag::nondeterministic_seeded) != tags.end();

@@ -6,6 +6,8 @@
 
 #include <cstddef>
 #include <optional>
+#include <string_view>
+#include <unordered_map>
 #include <vector>
 
 namespace lowtide::dry {
@@ -21,7 +23,19 @@ struct OperatorTraits {
   // lowtide/phantom/dry/sizes.py writes what it knows of the results.
   bool is_answered = false;
   bool is_random = false;
+  // Of a library that is not torch's: it may write with kernels of its own.
+  bool is_foreign = false;
 };
+
+// What a table by names of operators has.
+template <typename Value>
+std::optional<Value> found_in(
+    const std::unordered_map<std::string_view, Value>& table,
+    std::string_view name) {
+  const auto found = table.find(name);
+  if (found == table.end()) return std::nullopt;
+  return found->second;
+}
 
 // Looked up once an operator; valid for ever.  Thread-safe.
 const OperatorTraits& traits_of(const at::RecordFunction& function);

@@ -12,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "phantom/observer/operator_traits.h"
+
 namespace lowtide::dry {
 namespace {
 
@@ -140,9 +142,7 @@ std::optional<std::size_t> first_factor(std::string_view name) {
       {"addmv", 1},
       {"baddbmm", 1},
       {"addbmm", 1}};
-  const auto found = factors.find(name);
-  if (found == factors.end()) return std::nullopt;
-  return found->second;
+  return found_in(factors, name);
 }
 
 // An addition and a multiplication for each element of `a` and column of `b`;

@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <string_view>
+#include <vector>
 
 #include "phantom/observer/assumptions.h"
 #include "phantom/observer/balanced_choices.h"
@@ -20,6 +21,8 @@
 
 namespace lowtide::dry {
 namespace {
+
+using Values = c10::ArrayRef<const c10::IValue>;
 
 void forget_facts(const void* first, std::int64_t bytes) {
   uniform_truths().forget(first, bytes);
@@ -50,6 +53,30 @@ void forget(const at::IValue& value) {
   }
 }
 
+void forget(Values values, const std::vector<std::size_t>& places) {
+  for (const auto place : places) {
+    if (place < values.size()) forget(values[place]);
+  }
+}
+
+// Operators of others that the calling thread is in.
+thread_local int foreign_depth = 0;
+
+// What they fill is there to be written by kernels of theirs, which nobody
+// sees: by an operator that reads no tensor.
+bool fills_for_others(const at::RecordFunction& function) {
+  if (foreign_depth == 0) return false;
+  const auto& overwritten = traits_of(function).overwritten;
+  const auto inputs = function.inputs();
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    const bool reads = i >= overwritten.size() || !overwritten[i];
+    if (reads && (inputs[i].isTensor() || inputs[i].isTensorList())) {
+      return false;
+    }
+  }
+  return true;
+}
+
 // What comes to the host as numbers that it counts with, and nobody computed.
 void note_copy(const at::RecordFunction& function) {
   const auto inputs = function.inputs();
@@ -72,6 +99,8 @@ struct Call : at::ObserverContext {
   std::unique_ptr<KnownCall> known;
   std::optional<BalancedCall> balanced;
   std::optional<OperatorWork> work;  // while time is kept
+  bool is_foreign = false;
+  bool fills_for_others = false;
 };
 
 // Before the operator runs: what it copies from the host is kept again.
@@ -83,12 +112,13 @@ std::unique_ptr<at::ObserverContext> before_operator(
     call->work.emplace(function);
   }
   note_copy(function);
-  call->known = KnownCall::before(function);
+  call->fills_for_others = fills_for_others(function);
+  if (!call->fills_for_others) call->known = KnownCall::before(function);
   call->balanced = BalancedCall::before(function);
-  const auto inputs = function.inputs();
-  for (const auto index : traits_of(function).written) {
-    if (index < inputs.size()) forget(inputs[index]);
-  }
+  const auto& traits = traits_of(function);
+  forget(function.inputs(), traits.written);
+  call->is_foreign = traits.is_foreign;
+  foreign_depth += traits.is_foreign ? 1 : 0;
   return call;
 }
 
@@ -97,14 +127,15 @@ void after_operator(const at::RecordFunction& function,
   if (context == nullptr) return;  // its beginning raised, which torch says
   const auto& call = *static_cast<const Call*>(context);
   if (call.work) driver_leaves(call.work->with_results(function));
+  foreign_depth -= call.is_foreign ? 1 : 0;
   if (call.known && call.known->after(function)) return;
   const auto& traits = traits_of(function);
-  if (traits.has_kernel && !traits.is_answered) {
+  const auto& results = function.outputs();
+  if (call.fills_for_others) {
+    for (const auto& result : results) forget(result);
+  } else if (traits.has_kernel && !traits.is_answered) {
     // What its kernel wrote over zeros that it asked for, say.
-    const auto& outputs = function.outputs();
-    for (const auto index : traits.made) {
-      if (index < outputs.size()) forget(outputs[index]);
-    }
+    forget(Values(results.data(), results.size()), traits.made);
   }
   if (call.balanced) call.balanced->after(function);
 }

@@ -42,7 +42,7 @@ void watch_recorded(const variable_list& gradients,
   }
   for (const auto& gradient : gradients) {
     if (gradient.defined() && gradient.requires_grad()) {
-      watch_output(gradient, receiver);
+      watch_output(gradient, receiver, BackwardReceiver::kRecorded);
       receiver->on_recorded_backward(gradient.grad_fn());
     }
   }
@@ -155,18 +155,19 @@ class InputsNode final : public Node {
 
 class OutputHook final : public FunctionPreHook {
  public:
-  explicit OutputHook(std::weak_ptr<BackwardReceiver> receiver)
-      : receiver_(std::move(receiver)) {}
+  OutputHook(std::weak_ptr<BackwardReceiver> receiver, std::int64_t call)
+      : receiver_(std::move(receiver)), call_(call) {}
 
   variable_list operator()(const variable_list& gradients) override {
     if (const auto receiver = receiver_.lock()) {
-      receiver->on_output_gradient();
+      receiver->on_output_gradient(call_);
     }
     return gradients;
   }
 
  private:
   std::weak_ptr<BackwardReceiver> receiver_;
+  std::int64_t call_;
 };
 
 // What torch does with an input that a custom function returns unchanged.
@@ -211,8 +212,8 @@ void follow_current_stream(Node& gradient_node) {
 }
 
 void watch_output(const at::Tensor& output,
-                  std::weak_ptr<BackwardReceiver> receiver) {
-  auto hook = std::make_unique<OutputHook>(std::move(receiver));
+                  std::weak_ptr<BackwardReceiver> receiver, std::int64_t call) {
+  auto hook = std::make_unique<OutputHook>(std::move(receiver), call);
   if (const auto& producer = output.grad_fn()) {
     // impl::add_hook on a non-leaf never fires.
     producer->add_tensor_pre_hook(std::move(hook));

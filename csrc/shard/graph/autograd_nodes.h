@@ -44,8 +44,10 @@ class BackwardReceiver {
   virtual void on_only_product(std::int32_t /*i*/,
                                const at::Tensor& /*grad_output*/,
                                const at::Tensor& /*input*/) {}
-  // A gradient reached one of the unit's outputs: its backward begins.
-  virtual void on_output_gradient() = 0;
+  // A gradient reached one of the outputs of that forward call, kRecorded: of
+  // what a recorded backward gave.
+  static constexpr std::int64_t kRecorded = -1;
+  virtual void on_output_gradient(std::int64_t call) = 0;
   // Every use of parameter i in this graph is done; undefined if none
   // contributed.
   virtual void on_parameter_gradient(std::int32_t i, at::Tensor gradient) = 0;
@@ -77,9 +79,9 @@ NodePtr install_gradient_node(const at::Tensor& parameter,
 // it moves to the stream of each forward.
 void follow_current_stream(torch::autograd::Node& gradient_node);
 
-// Calls on_output_gradient before the node that produced `output` runs.
+// Calls on_output_gradient(call) before the node that produced `output` runs.
 void watch_output(const at::Tensor& output,
-                  std::weak_ptr<BackwardReceiver> receiver);
+                  std::weak_ptr<BackwardReceiver> receiver, std::int64_t call);
 
 // Passes `inputs` (all requiring grad) through one identity node; returns
 // views of them, protected against in-place writes as the outputs of a custom

@@ -278,6 +278,7 @@ class UnitState:
             reduce_group=self.groups.reduce,
             memory=device_memory(self.device),
             settings=self.settings,
+            modules=len(self.modules),
             host_channel=self.groups.host,
         )
         self.embedding_rows = None

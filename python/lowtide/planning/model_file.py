@@ -19,6 +19,7 @@ from torch.utils.checkpoint import (
 )
 
 from lowtide import api, losses, policies
+from lowtide._sharding.blocks import decide
 from lowtide.planning.request import ModelFile
 from lowtide.planning.script import require_file
 
@@ -37,7 +38,7 @@ def train_model_file(
         head = getattr(file, "PLAN_HEAD", None)
         if not hasattr(file, "plan_step"):
             model = LanguageModel(model, _head(model, head, program), program.loss)
-    blocks = list(repeated_blocks(model))
+    blocks = [unit.module for unit in decide(model, set()).units if unit.is_block]
     if program.checkpoint != "none":
         for block in blocks:
             _checkpoint(block, selective=program.checkpoint == "selective")
@@ -155,15 +156,6 @@ def _language_model_step(model: nn.Module, batch: int, sequence: int) -> Tensor:
     return loss
 
 
-def repeated_blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of every outermost nn.ModuleList."""
-    for child in model.children():
-        if isinstance(child, nn.ModuleList):
-            yield from child
-        else:
-            yield from repeated_blocks(child)
-
-
 # -- checkpointing -------------------------------------------------------------------
 
 
@@ -227,7 +219,7 @@ def _parallel(model: nn.Module, blocks: list[nn.Module], program: ModelFile) -> 
     }
     for block in blocks:
         shard(block, **settings)
-    for module in _ends(model):
+    for module in _ends(model, blocks):
         # The head is used last in forward and first in backward.
         stays = isinstance(module, nn.Linear)
         shard(module, **settings, reshard_after_forward=not stays)
@@ -238,14 +230,14 @@ def _parallel(model: nn.Module, blocks: list[nn.Module], program: ModelFile) -> 
     return model
 
 
-def _ends(model: nn.Module) -> Iterator[nn.Module]:
-    """Embedding, last norm and head: children without repeated blocks inside."""
+def _ends(model: nn.Module, blocks: list[nn.Module]) -> Iterator[nn.Module]:
+    """Embedding, last norm and head: children without blocks inside."""
     for child in model.children():
-        if isinstance(child, nn.ModuleList):
+        if child in blocks or not any(True for _ in child.parameters()):
             continue
-        if any(isinstance(m, nn.ModuleList) for m in child.modules()):
-            yield from _ends(child)
-        elif any(True for _ in child.parameters()):
+        if any(module in blocks for module in child.modules()):
+            yield from _ends(child, blocks)
+        else:
             yield child
 
 

@@ -10,7 +10,7 @@
 #include "harness.h"
 
 namespace lowtide::activation {
-namespace {
+namespace LOWTIDE_FILE {
 
 using device::Event;
 using device::Stream;
@@ -114,5 +114,5 @@ TEST(ExposedWaitTest, StashesWaitThroughIt) {
   EXPECT_EQ(transfers->figures().exposed_ns, std::nullopt);
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::activation

@@ -10,7 +10,7 @@
 #include "harness.h"
 
 namespace lowtide::activation {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::HasSubstr;
 using testing::ThrowsMessage;
@@ -243,5 +243,5 @@ TEST_F(FrameTest, ReplaysRandomNumbers) {
   EXPECT_FALSE(at::equal(after, noise));
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::activation

@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 
 namespace lowtide::activation {
-namespace {
+namespace LOWTIDE_FILE {
 
 TEST(LineageTest, TheFirstWriterOfAStorageIsItsProducer) {
   Lineage lineage;
@@ -120,5 +120,5 @@ TEST(LineageTest, AnAddressUsedAgainHasNoPast) {
   }
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::activation

@@ -5,7 +5,7 @@
 #include <gtest/gtest.h>
 
 namespace lowtide::activation {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::ElementsAre;
 using testing::IsEmpty;
@@ -50,5 +50,5 @@ TEST(RegionFiguresTest, CountsByNameUntilReset) {
   EXPECT_THAT(figures.names(), IsEmpty());
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::activation

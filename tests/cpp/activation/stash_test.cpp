@@ -8,7 +8,7 @@
 #include "harness.h"
 
 namespace lowtide::activation {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::IsEmpty;
 
@@ -120,5 +120,5 @@ TEST(StashTest, AFailedAllocationLeavesTheBytesOnTheHost) {
   EXPECT_EQ(device.consume(stash.on_device()), 3);
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::activation

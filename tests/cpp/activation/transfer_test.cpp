@@ -6,7 +6,7 @@
 #include "harness.h"
 
 namespace lowtide::activation {
-namespace {
+namespace LOWTIDE_FILE {
 
 using device::Stream;
 using testing::IsEmpty;
@@ -179,5 +179,5 @@ TEST(TransfersTest, ForwardsWithoutBackwardLeaveNothing) {
   EXPECT_THAT(device.scripted->violations(), IsEmpty());
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::activation

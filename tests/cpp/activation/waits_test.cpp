@@ -6,7 +6,7 @@
 #include "harness.h"
 
 namespace lowtide::activation {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::AllOf;
 using testing::AnyOf;
@@ -140,5 +140,5 @@ TEST(WaitsTest, WithoutTheWaitForTheCopyBackItIsReadTooEarly) {
                      HasSubstr("compute does not wait for the write"))));
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::activation

@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 
 namespace lowtide::base {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::AllOf;
 using testing::HasSubstr;
@@ -27,5 +27,5 @@ TEST(CheckTest, InvariantNamesTheConditionAndAsksForAReport) {
   }
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::base

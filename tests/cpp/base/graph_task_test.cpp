@@ -12,7 +12,7 @@
 #include <vector>
 
 namespace lowtide::base {
-namespace {
+namespace LOWTIDE_FILE {
 
 using ::testing::ElementsAre;
 using ::testing::IsEmpty;
@@ -95,5 +95,5 @@ TEST_F(GraphTaskTest, AnEndThatRaisesFailsTheBackward) {
   EXPECT_THAT(events_, ElementsAre("raised"));
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::base

@@ -6,7 +6,7 @@
 #include <vector>
 
 namespace lowtide::base {
-namespace {
+namespace LOWTIDE_FILE {
 
 TEST(StorageMapTest, ViewsAndAliasesFindWhatTheirBytesHave) {
   StorageMap<int> map;
@@ -62,5 +62,5 @@ TEST(StorageMapTest, StoragesThatDiedAreSweptAway) {
   }
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::base

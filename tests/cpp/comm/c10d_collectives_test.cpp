@@ -11,7 +11,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 namespace lowtide::comm {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::ElementsAre;
 using testing::HasSubstr;
@@ -340,5 +340,5 @@ TEST_F(C10dCollectivesTest, AGroupWithoutABackendForTheDeviceIsRefused) {
           "init_device_mesh a backend for cuda, or move the model.")));
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::comm

@@ -17,7 +17,7 @@
 #include "comm/c10d_collectives.h"
 
 namespace lowtide::comm {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::ElementsAre;
 using testing::IsEmpty;
@@ -161,5 +161,5 @@ TEST(CallObserverTest, OneListenerAtATime) {
   EXPECT_THROW(Observation second(notes), Error);
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::comm

@@ -9,7 +9,7 @@
 #include "comm/tensor_lists.h"
 
 namespace lowtide::comm {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::StrEq;
 
@@ -138,5 +138,5 @@ TEST(TensorListsTest, RefusesWhatABackendWouldCorrupt) {
   EXPECT_THROW(checked_lists(Kind::all_gather, {full}, {piece}, 2), Error);
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::comm

@@ -5,7 +5,7 @@
 #include <gtest/gtest.h>
 
 namespace lowtide::comm {
-namespace {
+namespace LOWTIDE_FILE {
 
 using device::Access;
 using device::ScriptedRuntime;
@@ -199,5 +199,5 @@ TEST_F(RecordingCollectivesTest, InPlaceGathersKeepTheInput) {
   EXPECT_TRUE(outs[0].equal(at::tensor({2, 3, 2, 3}, at::kByte)));
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::comm

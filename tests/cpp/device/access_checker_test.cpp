@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 
 namespace lowtide::device {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::ElementsAre;
 using testing::IsEmpty;
@@ -169,5 +169,5 @@ TEST_F(AccessCheckerTest, DescribeNamesALiveAllocation) {
       ElementsAre(testing::HasSubstr("allocation 1 'gathered of head'")));
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::device

@@ -15,7 +15,7 @@
 #include "base/check.h"
 
 namespace lowtide::device {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::ElementsAre;
 using testing::IsEmpty;
@@ -115,5 +115,5 @@ TEST_F(AllocationObserverTest, StopsWhenDestroyedOnAnotherThread) {
   EXPECT_EQ(seen_.size(), 2u);
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::device

@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 namespace lowtide::device {
-namespace {
+namespace LOWTIDE_FILE {
 
 TEST(CpuRuntimeTest, EventsHaveAlwaysHappened) {
   CpuRuntime runtime;
@@ -13,5 +13,5 @@ TEST(CpuRuntimeTest, EventsHaveAlwaysHappened) {
   runtime.synchronize(Stream::gather);
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::device

@@ -23,7 +23,7 @@
 #include "device/make_runtime.h"
 
 namespace lowtide::device {
-namespace {
+namespace LOWTIDE_FILE {
 
 using c10::cuda::CUDAStream;
 using c10::cuda::getCurrentCUDAStream;
@@ -328,6 +328,6 @@ TEST_F(CudaRuntimeTest, ACaptureIsOfTheCurrentStreamAndHasNoTime) {
   EXPECT_FALSE(runtime_.record_time(Stream::compute).empty());
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::device
 #endif

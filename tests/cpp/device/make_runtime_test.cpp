@@ -6,7 +6,7 @@
 #include "base/check.h"
 
 namespace lowtide::device {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::StrEq;
 using testing::ThrowsMessage;
@@ -38,5 +38,5 @@ TEST(MakeRuntimeTest, ABuildWithoutCudaSaysHowToGetIt) {
 }
 #endif
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::device

@@ -22,7 +22,7 @@
 #endif
 
 namespace lowtide::device {
-namespace {
+namespace LOWTIDE_FILE {
 
 std::vector<std::string> kinds() {
   std::vector<std::string> all{"cpu", "scripted"};
@@ -185,5 +185,5 @@ TEST_P(RuntimeTest, ReleasedBytesServeTheNextOwnerInTheOrderOfCompute) {
   }
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::device

@@ -13,7 +13,7 @@
 #include "base/check.h"
 
 namespace lowtide::device {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::AllOf;
 using testing::Contains;
@@ -286,5 +286,5 @@ TEST(ScriptedRuntimeTest, EveryEdgeOfCopiesToTheHostIsNeeded) {
       Contains(HasSubstr("'pinned': the host does not wait for the write")));
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::device

@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 namespace lowtide::device {
-namespace {
+namespace LOWTIDE_FILE {
 
 constexpr auto kMark = Entry::Kind::mark;
 
@@ -67,5 +67,5 @@ TEST(StreamHistoryTest, StreamsAndKindsHaveNames) {
   EXPECT_EQ(entry_kind_name(Entry::Kind::synchronize), "synchronize");
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::device

@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 
 namespace lowtide::dry {
-namespace {
+namespace LOWTIDE_FILE {
 
 constexpr std::size_t kMiB = std::size_t{1} << 20;
 
@@ -41,5 +41,5 @@ TEST(AddressSpaceTest, AnAddressTellsItsDeviceAndItsRange) {
   EXPECT_FALSE(space.around(address + 5 * kMiB));
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::dry

@@ -7,7 +7,7 @@
 #include <string_view>
 
 namespace lowtide::dry {
-namespace {
+namespace LOWTIDE_FILE {
 
 // NVIDIA's data sheets and the programming guide's table of capabilities.
 struct Expected {
@@ -73,5 +73,5 @@ TEST(GpuTest, WhatIsNotListedIsNotThere) {
   EXPECT_EQ(attribute(*gpu_named("h100"), CU_DEVICE_ATTRIBUTE_TCC_DRIVER), 0);
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::dry

@@ -8,7 +8,7 @@
 #include <vector>
 
 namespace lowtide::dry {
-namespace {
+namespace LOWTIDE_FILE {
 
 using ::testing::ElementsAre;
 
@@ -98,5 +98,5 @@ TEST(KeptBytesTest, TheOldestIsGivenUpWhenThereIsTooMuch) {
   EXPECT_TRUE(kept.known(kHere + KeptBytes::kMostOfCopy, 1));
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::dry

@@ -10,7 +10,7 @@
 #include "phantom/driver/completion.h"
 
 namespace lowtide::dry {
-namespace {
+namespace LOWTIDE_FILE {
 
 cudaStream_t stream(std::uintptr_t number) {
   return reinterpret_cast<cudaStream_t>(number);
@@ -112,5 +112,5 @@ TEST(CaptureTest, AThreadsModeSaysWhatItMayDoMeanwhile) {
   exchange_mode(before);
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::dry

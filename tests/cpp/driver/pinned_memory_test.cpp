@@ -11,7 +11,7 @@
 #include <vector>
 
 namespace lowtide::dry {
-namespace {
+namespace LOWTIDE_FILE {
 
 constexpr std::size_t kBytes = std::size_t{1} << 20;
 
@@ -73,5 +73,5 @@ TEST_F(PinnedMemoryTest, ClearsWhatTheProgramAllocated) {
   memory.remove(registered.data());
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::dry

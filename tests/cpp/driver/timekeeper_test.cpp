@@ -9,7 +9,7 @@
 #include "phantom/driver/capture.h"
 
 namespace lowtide::dry {
-namespace {
+namespace LOWTIDE_FILE {
 
 using phantom::Machine;
 using phantom::Span;
@@ -175,5 +175,5 @@ TEST_F(TimekeeperTest, HostSpendsWhatItsCallsCost) {
   EXPECT_DOUBLE_EQ(found.at(1).issued, 110);
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::dry

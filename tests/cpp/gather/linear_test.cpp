@@ -6,7 +6,7 @@
 #include "harness.h"
 
 namespace lowtide::gather {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::ElementsAre;
 using testing::IsEmpty;
@@ -175,5 +175,5 @@ TEST(ReduceScatterTest, BackwardGathers) {
   EXPECT_THAT(paper.scripted->violations(), IsEmpty());
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::gather

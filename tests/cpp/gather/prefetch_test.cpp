@@ -5,7 +5,7 @@
 #include "harness.h"
 
 namespace lowtide::gather {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::AnyOf;
 using testing::Each;
@@ -123,5 +123,5 @@ TEST(PrefetchTest, EveryWaitMatters) {
   }
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::gather

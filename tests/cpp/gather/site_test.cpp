@@ -6,7 +6,7 @@
 #include "harness.h"
 
 namespace lowtide::gather {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::Contains;
 using testing::ElementsAre;
@@ -244,5 +244,5 @@ TEST(AxisTest, NewLinesAreComparedAtOnceAndTheirOrderInTheFirstBackward) {
                   ElementsAre("'a'" + rest, "'b'" + rest, "'a'" + rest)));
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::gather

@@ -12,7 +12,7 @@
 #include "memory/device_memory.h"
 
 namespace lowtide::memory {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::ElementsAre;
 using testing::IsEmpty;
@@ -199,5 +199,5 @@ TEST_F(AllocationTimelineTest, ItsEndFreesTheLedgerForOthers) {
   EXPECT_NO_THROW(timeline_.start());
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::memory

@@ -17,7 +17,7 @@
 #include "device/cpu_runtime.h"
 
 namespace lowtide::memory {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::HasSubstr;
 
@@ -164,5 +164,5 @@ TEST_F(DeviceMemoryTest, ObserversOfAllocationsDoNotSeeLeases) {
   EXPECT_EQ(events, 2);
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::memory

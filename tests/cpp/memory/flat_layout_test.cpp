@@ -3,13 +3,17 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <limits>
 #include <numeric>
+#include <random>
+#include <utility>
+#include <vector>
 
 #include "base/check.h"
 
 namespace lowtide::memory {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::HasSubstr;
 using testing::StrEq;
@@ -174,6 +178,60 @@ TEST_P(FlatLayoutWorldTest, GatheringEveryRanksPieceRebuildsTheParameters) {
   }
 }
 
+using Extents = std::vector<std::pair<std::int64_t, std::int64_t>>;
+
+// Whether they lie in [0, bytes) and none in another.
+bool are_apart(Extents extents, std::int64_t bytes) {
+  std::erase_if(extents, [](const auto& e) { return e.first == e.second; });
+  std::sort(extents.begin(), extents.end());
+  std::int64_t free = 0;
+  for (const auto& [begin, end] : extents) {
+    if (begin < free || end > bytes) return false;
+    free = end;
+  }
+  return true;
+}
+
+TEST(FlatLayoutTest, RandomUnitsLieApartInEveryBuffer) {
+  for (unsigned seed = 0; seed < 2000; ++seed) {
+    std::mt19937 random(seed);
+    const std::int64_t world_size = 1 + random() % 40;
+    std::vector<ParameterShape> shapes(random() % 20);
+    for (auto& shape : shapes) {
+      shape.sizes.resize(1 + random() % 3);
+      for (auto& size : shape.sizes) size = random() % (1U << random() % 9);
+      shape.storage_itemsize = std::int64_t{1} << random() % 4;
+      shape.compute_itemsize = std::int64_t{1} << random() % 4;
+      shape.may_pack = random() % 2 == 0;
+      shape.must_pack = random() % 8 == 0;
+    }
+    const FlatLayout layout(world_size, shapes);
+    Extents gathered, shard, input;
+    for (std::size_t i = 0; i < layout.size(); ++i) {
+      const auto& slice = layout[i];
+      gathered.emplace_back(slice.gathered_offset,
+                            slice.gathered_offset + slice.gathered_bytes);
+      shard.emplace_back(slice.shard_offset,
+                         slice.shard_offset + slice.shard_bytes);
+      input.emplace_back(slice.input_offset,
+                         slice.input_offset + slice.input_bytes);
+      ASSERT_EQ(slice.gathered_offset % kAlignment, 0) << "seed " << seed;
+      ASSERT_EQ(slice.input_offset % shapes[i].compute_itemsize, 0)
+          << "seed " << seed;
+      if (slice.packed && slice.input_bytes > 0) {
+        ASSERT_LE(input.back().second, layout.packed_row_bytes())
+            << "seed " << seed;
+      }
+    }
+    ASSERT_TRUE(are_apart(gathered, layout.gathered_bytes())) << seed;
+    ASSERT_TRUE(are_apart(shard, layout.shard_bytes())) << "seed " << seed;
+    ASSERT_TRUE(are_apart(input, layout.input_bytes())) << "seed " << seed;
+    auto order = layout.order();
+    std::sort(order.begin(), order.end());
+    for (std::size_t i = 0; i < order.size(); ++i) ASSERT_EQ(order[i], i);
+  }
+}
+
 TEST(FlatLayoutTest, NeighboursLieEquallyFarApartInShardAndInput) {
   const FlatLayout layout(
       3, {{"a", {5, 7}, 4, 2}, {"b", {1000}, 4, 2}, {"c", {0}, 4, 2}});
@@ -243,5 +301,5 @@ TEST(FlatLayoutTest, RefusesSizesThatOverflowByName) {
       Throws<InvalidArgument>());
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::memory

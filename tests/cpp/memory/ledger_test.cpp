@@ -9,7 +9,7 @@
 #include "base/check.h"
 
 namespace lowtide::memory {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::ElementsAre;
 using testing::IsEmpty;
@@ -173,5 +173,5 @@ TEST(LedgerTest, ThreadsLeaseAtTheSameTime) {
   }
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::memory

@@ -13,7 +13,7 @@
 #include "testing/scripted_runtime.h"
 
 namespace lowtide::memory {
-namespace {
+namespace LOWTIDE_FILE {
 
 using device::Stream;
 using testing::ElementsAre;
@@ -200,5 +200,5 @@ TEST(PinnedPoolTest, ThePoolWaitsForCopiesBeforeItGivesItsBytesBack) {
   EXPECT_THAT(runtime->violations(), IsEmpty());
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::memory

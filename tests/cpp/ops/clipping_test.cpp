@@ -13,7 +13,7 @@
 #include "ops/transfer_of.h"
 
 namespace lowtide::ops {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::StrEq;
 using testing::ThrowsMessage;
@@ -153,5 +153,5 @@ TEST_P(ClippingTest, AFactorIsOneNumber) {
                 "without dimensions, got one of [2]. Pass one number.")));
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::ops

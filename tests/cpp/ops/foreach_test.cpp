@@ -11,7 +11,7 @@
 #include "ops/devices.h"
 
 namespace lowtide::ops {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::StrEq;
 using testing::ThrowsMessage;
@@ -155,5 +155,5 @@ TEST_P(ForeachTest, PairsOfDifferentSizesAreRefused) {
                 "is broadcast.")));
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::ops

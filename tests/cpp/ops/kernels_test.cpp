@@ -17,7 +17,7 @@
 #include "ops/transfer_of.h"
 
 namespace lowtide::ops::cuda {
-namespace {
+namespace LOWTIDE_FILE {
 
 constexpr std::int64_t kMostGroups = 3;  // fewer than there are tiles
 
@@ -193,5 +193,5 @@ TEST(KernelsTest, RowsAreAddedWhereTheIndexSays) {
   }
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::ops::cuda

@@ -10,7 +10,7 @@
 #include "ops/devices.h"
 
 namespace lowtide::ops {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::StrEq;
 using testing::ThrowsMessage;
@@ -117,5 +117,5 @@ TEST_P(RowsTest, OtherShapesAreRefused) {
           "5]. Flatten all dimensions but the last.")));
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::ops

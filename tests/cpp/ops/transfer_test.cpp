@@ -11,7 +11,7 @@
 #include "ops/transfer_of.h"
 
 namespace lowtide::ops {
-namespace {
+namespace LOWTIDE_FILE {
 
 template <typename To, typename From, typename Operation>
 void run(const Transfer& transfer, Operation operation) {
@@ -162,5 +162,5 @@ TEST(TransferTest, DividesNumbersOfAnySize) {
   EXPECT_EQ(divide(0xffffffff, 2), 0x7fffffff);
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::ops

@@ -10,7 +10,7 @@
 #include "ops/devices.h"
 
 namespace lowtide::ops {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::StrEq;
 using testing::ThrowsMessage;
@@ -139,5 +139,5 @@ TEST(WeightGradientOnCpu, RefusesWhatDoesNotFit) {
                 "of Float and Float. Cast the factors to one dtype.")));
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::ops

@@ -11,7 +11,7 @@
 #include "testing/scripted_runtime.h"
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 using comm::RecordingCollectives;
 using memory::Category;
@@ -152,5 +152,5 @@ TEST_F(ExtendedParametersTest, PartsOfWhatCameAreKeptAndGatheredAgain) {
   EXPECT_THAT(extension_->seen_from_parts, ElementsAre(false, true));
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

@@ -12,7 +12,7 @@
 #include "reentrant.h"
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::ElementsAre;
 using testing::HasSubstr;
@@ -22,7 +22,9 @@ using testing::ThrowsMessage;
 
 class Recorder final : public BackwardReceiver {
  public:
-  void on_output_gradient() override { events.emplace_back("output"); }
+  void on_output_gradient(std::int64_t call) override {
+    events.emplace_back("output of " + std::to_string(call));
+  }
   void on_parameter_gradient(std::int32_t i, at::Tensor gradient) override {
     events.push_back(base::concat("parameter ", i));
     gradients.push_back(std::move(gradient));
@@ -91,17 +93,17 @@ TEST_F(AutogradNodesTest, AGradientRunsBeforeOtherReadyNodes) {
 
 TEST_F(AutogradNodesTest, AnOutputIsSeenBeforeItsProducer) {
   const at::Tensor y = forward(at::ones({1, 2}));
-  watch_output(y, recorder_);
+  watch_output(y, recorder_, 7);
   y.sum().backward();
   EXPECT_THAT(recorder_->events,
-              ElementsAre("output", "parameter 1", "parameter 0"));
+              ElementsAre("output of 7", "parameter 1", "parameter 0"));
 }
 
 TEST_F(AutogradNodesTest, AnOutputThatIsALeafIsSeenToo) {
   const at::Tensor leaf = at::ones({2}).set_requires_grad(true);
-  watch_output(leaf, recorder_);
+  watch_output(leaf, recorder_, 7);
   (leaf * 2).sum().backward();
-  EXPECT_THAT(recorder_->events, ElementsAre("output"));
+  EXPECT_THAT(recorder_->events, ElementsAre("output of 7"));
   EXPECT_TRUE(leaf.grad().defined());
 }
 
@@ -137,7 +139,7 @@ TEST_F(AutogradNodesTest, AGraphMayOutliveItsReceiver) {
   const at::Tensor x = at::ones({1, 2}).set_requires_grad(true);
   const auto watched = watch_inputs({x}, recorder_);
   const at::Tensor y = forward(watched.tensors[0]);
-  watch_output(y, recorder_);
+  watch_output(y, recorder_, 7);
   recorder_.reset();
   y.sum().backward();
   EXPECT_TRUE(x.grad().defined());
@@ -187,7 +189,7 @@ TEST_F(AutogradNodesTest, AnInnerGradientIsWatchedAsAnOutput) {
   EXPECT_EQ(recorder_->results[0].lock(), inner.grad_fn());
   recorder_->events.clear();
   inner.sum().backward();
-  EXPECT_EQ(recorder_->events.front(), "output");
+  EXPECT_EQ(recorder_->events.front(), "output of -1");
   EXPECT_EQ(recorder_->gradients.size(), 2u);
 }
 
@@ -252,5 +254,5 @@ TEST_F(AutogradNodesTest, CallsBackAtTheEndOfBackward) {
               ElementsAre("parameter 1", "parameter 0", "inputs", "end"));
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

@@ -13,7 +13,7 @@
 #include "harness.h"
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 // One replica, whose sums take a place in the order of the exchange.
 class OrderedReplica final : public comm::Collectives {
@@ -191,5 +191,5 @@ TEST_P(CallOrderTest, IsTheSameOnRanksWithDifferentData) {
 
 INSTANTIATE_TEST_SUITE_P(Seeds, CallOrderTest, testing::Range(0u, 6u));
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

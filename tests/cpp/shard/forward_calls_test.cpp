@@ -7,7 +7,7 @@
 #include <set>
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 struct InputsNode final : torch::autograd::Node {
   torch::autograd::variable_list apply(
@@ -141,5 +141,5 @@ TEST_F(ForwardCallsTest, NothingWaitsAfterAnAbort) {
   EXPECT_TRUE(complete(node, {open, node}));
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

@@ -6,7 +6,7 @@
 #include "harness.h"
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 class FreezingTest : public testing::TestWithParam<std::int64_t> {};
 INSTANTIATE_TEST_SUITE_P(Worlds, FreezingTest, testing::Values(1, 2, 3));
@@ -108,5 +108,5 @@ TEST_P(FreezingTest, TheNextStepIsPlannedAnew) {
   });
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

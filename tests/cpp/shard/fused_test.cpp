@@ -12,7 +12,7 @@
 #include "shard/graph/linear_node.h"
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 using memory::Category;
 
@@ -64,9 +64,9 @@ Program stack(std::vector<std::size_t> calls, Linear linear) {
 
 Scenario scenario_of(std::vector<bool> sync,
                      std::vector<std::size_t> calls = {1, 2},
-                     Linear linear = &lowtide::shard::linear) {
+                     Linear layer = &linear) {
   return {.units = model_of(2, layers_of_a_unit()),
-          .program = stack(std::move(calls), linear),
+          .program = stack(std::move(calls), layer),
           .sync = std::move(sync)};
 }
 
@@ -346,5 +346,5 @@ TEST(FusedOrder, EveryWeightLeavesOnItsOwn) {
   });
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

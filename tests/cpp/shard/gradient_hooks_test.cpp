@@ -8,7 +8,7 @@
 #include "harness.h"
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 using device::Access;
 using device::Stream;
@@ -126,5 +126,5 @@ TEST(GradientHooksTest, BytesThatAHookDropsAreFreeWhenReduceIsDone) {
   });
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

@@ -5,11 +5,12 @@
 
 #include <algorithm>
 #include <numeric>
+#include <random>
 
 #include "base/check.h"
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::HasSubstr;
 using testing::IsEmpty;
@@ -120,6 +121,22 @@ TEST(GradientPlanTest, HoldsForManyParameters) {
   }
 }
 
+TEST(GradientPlanTest, HoldsForRandomUnits) {
+  for (unsigned seed = 0; seed < 2000; ++seed) {
+    std::mt19937 random(seed);
+    Sizes sizes(1 + random() % 40);
+    for (auto& size : sizes) size = random() % (1U << random() % 21);
+    Order order(sizes.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), random);
+    order.resize(random() % (order.size() + 1));
+    const std::int64_t bound = random() % (1U << random() % 21);
+    ASSERT_EQ(
+        broken_promise(sizes, order, bound, plan_unit(sizes, order, bound)), "")
+        << "seed " << seed;
+  }
+}
+
 TEST(GradientPlanTest, ChunksAreFilledBeforeTheNextOpens) {
   // 100 -> 128 columns with alignment; 64 more fit under 256, 128 do not.
   const UnitPlan plan = plan_unit({100, 64, 128}, {0, 1, 2}, 256);
@@ -210,5 +227,5 @@ TEST(GradientPlanTest, ColumnsForABudgetAreTheMostThatFit) {
   }
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

@@ -8,7 +8,7 @@
 #include "testing/recording_collectives.h"
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 using comm::Kind;
 using comm::RecordingCollectives;
@@ -119,5 +119,5 @@ TEST_F(GradientReductionTest, KeepsPartialResultsOnlyBesideReplicas) {
   EXPECT_TRUE(reduction.keeps_partial());
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

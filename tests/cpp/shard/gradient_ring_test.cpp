@@ -7,7 +7,7 @@
 #include "testing/scripted_runtime.h"
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 using device::Stream;
 using memory::Category;
@@ -114,5 +114,5 @@ TEST_F(GradientRingTest, DroppedSlotsTakeTheSourcesWithThem) {
   EXPECT_TRUE(compute_is_behind(copy));
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

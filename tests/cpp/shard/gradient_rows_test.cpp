@@ -11,7 +11,7 @@
 #include "base/check.h"
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 constexpr float kUntouched = std::numeric_limits<float>::quiet_NaN();
 
@@ -166,5 +166,5 @@ TEST(GradientRowsTest, NoColumnsAreNoWork) {
             bits({kUntouched, kUntouched, kUntouched, kUntouched}));
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

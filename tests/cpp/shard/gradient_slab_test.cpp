@@ -10,7 +10,7 @@
 #include "testing/scripted_runtime.h"
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 using memory::Category;
 using testing::ElementsAre;
@@ -171,5 +171,5 @@ TEST_F(GradientSlabTest, ADroppedParameterBeginsAgain) {
   EXPECT_EQ(live(), 0);
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

@@ -6,7 +6,7 @@
 #include <vector>
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 constexpr bool kAlone = true;
 constexpr bool kInside = false;
@@ -100,5 +100,5 @@ TEST(GroupForward, ARecomputationLearnsWhatTheForwardDid) {
   EXPECT_TRUE(group.ended_with(1));
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

@@ -7,7 +7,7 @@
 #include <memory>
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 NodePtr node() { return base::make_node<torch::autograd::Identity>(); }
 
@@ -54,5 +54,5 @@ TEST(HeldGraphsTest, WhatIsRecordedDuringAComparisonIsNotLost) {
   EXPECT_TRUE(graphs.recorded());
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 using ::testing::ElementsAre;
 using ::testing::IsEmpty;
@@ -76,5 +76,5 @@ TEST(LanePlanTest, ChunksFitTheSlotsOfTheirDtype) {
   EXPECT_EQ(lanes[1].plan.chunks.front().columns, 512);
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

@@ -9,7 +9,7 @@
 #include "shard/policy.h"
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 using memory::Category;
 using testing::Each;
@@ -303,5 +303,5 @@ TEST(MemoryTest, NothingReadsBytesThatNobodyWrote) {
   }
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

@@ -4,7 +4,7 @@
 #include "harness.h"
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 struct Dtypes {
   std::string name;
@@ -67,5 +67,5 @@ TEST_P(NumericsTest, SyncInBetween) {
                     world_size());
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

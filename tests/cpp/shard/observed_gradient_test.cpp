@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 bool yes() { return true; }
 bool no() { return false; }
@@ -71,5 +71,5 @@ TEST(ObservedGradientTest, OutlivesNothing) {
   EXPECT_FALSE(again.cleared());
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

@@ -8,7 +8,7 @@
 #include "testing/scripted_runtime.h"
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 using comm::RecordingCollectives;
 using memory::Category;
@@ -401,5 +401,5 @@ TEST_F(ParameterBuffersTest, AMasterThatDoesNotFitIsAnError) {
   EXPECT_EQ(ledger_->total_live(), 0);
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

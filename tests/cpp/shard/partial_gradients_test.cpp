@@ -6,7 +6,7 @@
 #include "testing/scripted_runtime.h"
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 class PartialGradientsTest : public testing::Test {
  protected:
@@ -82,5 +82,5 @@ TEST_F(PartialGradientsTest, WhatIsTakenIsTheCallers) {
   EXPECT_TRUE(partial.prepare({0}));
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

@@ -5,7 +5,7 @@
 #include <vector>
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 // A root of 10 bytes around blocks of 100, 200 and 400, whose shards are a
 // tenth, sent in two chunks each through slots of 7 bytes.
@@ -83,5 +83,5 @@ TEST(PlannedStepTest, ThreeSumsForReplicasAreUnderWay) {
   EXPECT_EQ(planned_peaks(units).sharded_gradients, 2 * 71);
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

@@ -2,11 +2,14 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <limits>
+#include <numeric>
+#include <random>
 #include <vector>
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 constexpr std::int64_t kMiB = std::int64_t{1} << 20;
 
@@ -117,6 +120,68 @@ constexpr std::int64_t kSquare = 4096 * 4096;
 constexpr std::int64_t kKeys = 4096 * 1024;
 constexpr std::int64_t kBlock = 3 * kFfn + 2 * kSquare + 2 * kKeys;
 
+// Whatever the units: no ring is shorter than the shared one, or longer than it
+// and its unit's gradients; equal chunks fit the slots they are made for.
+TEST(RingBytesTest, HoldsForRandomUnits) {
+  for (unsigned seed = 0; seed < 2000; ++seed) {
+    std::mt19937_64 random(seed);
+    const auto bytes = [&] {
+      return static_cast<std::int64_t>(random() >> (34 + random() % 30));
+    };
+    const std::int64_t ranks = 1 + static_cast<std::int64_t>(random() % 300);
+    std::vector<RingUnit> units(1 + random() % 12);
+    std::int64_t largest = 0;
+    for (auto& unit : units) {
+      unit = {ranks, bytes(), bytes(), random() % 4 == 0, random() % 4 == 0};
+      largest = std::max(largest, unit.wire_bytes);
+    }
+    std::vector<std::int32_t> order(units.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), random);
+    order.resize(random() % (order.size() + 1));
+    const auto budget = 1 + bytes();
+    const auto shared = ring_bytes(budget, largest);
+    ASSERT_LE(shared, budget) << "seed " << seed;
+    for (std::size_t u = 0; u < units.size(); ++u) {
+      const auto own = ring_bytes_of(units, order, static_cast<std::int32_t>(u),
+                                     budget, shared);
+      ASSERT_GE(own, shared) << "seed " << seed;
+      ASSERT_LE(own, std::max(shared, units[u].wire_bytes)) << "seed " << seed;
+    }
+    const std::int64_t row =
+        4 * (1 + static_cast<std::int64_t>(random() % 9000));
+    const auto wire =
+        ranks * row * (1 + static_cast<std::int64_t>(random() % 999));
+    const auto slots = ring_slots(ranks);
+    const auto equal = ring_bytes_of_equal_chunks(shared, wire, ranks, row);
+    ASSERT_EQ(equal % (slots * (ranks + 1)), 0) << "seed " << seed;
+    // A chunk a slot each, with a row to spare.
+    const auto of_a_slot = equal / (slots * (ranks + 1));
+    ASSERT_LE(of_a_slot, wire / ranks / slots + row) << "seed " << seed;
+  }
+}
+
+TEST(GradientsBeforeGather, AreTheMostThatLeaveEnoughWhateverTheSizes) {
+  for (unsigned seed = 0; seed < 2000; ++seed) {
+    std::mt19937 random(seed);
+    std::vector<std::int64_t> elements(random() % 20);
+    for (auto& each : elements) each = random() % (1U << random() % 24);
+    const std::int64_t cover = random() % (1U << random() % 26);
+    const auto left = [&](std::size_t before) {
+      return std::accumulate(elements.begin() + static_cast<long>(before),
+                             elements.end(), std::int64_t{0});
+    };
+    const auto before = gradients_before_gather(elements, cover);
+    ASSERT_LE(before, elements.size()) << "seed " << seed;
+    if (before > 0) {
+      ASSERT_GE(left(before), cover) << "seed " << seed;
+    }
+    if (before < elements.size()) {
+      ASSERT_LT(left(before + 1), cover) << "seed " << seed;
+    }
+  }
+}
+
 TEST(ElementsThatCover, AreBytesOverTheLinkAtTheRateOfTheDevice) {
   // 364 MiB arrive; 3000 FLOPs a byte; 4 * 8192 FLOPs an element.
   EXPECT_EQ(elements_that_cover(416 * kMiB, 8, 8192),
@@ -165,5 +230,5 @@ TEST(GradientsBeforeGather, AreAllWhereNothingHasToBeCovered) {
   EXPECT_EQ(gradients_before_gather({}, 0), 0u);
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

@@ -10,7 +10,7 @@
 #include "harness.h"
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 using memory::Category;
 using testing::HasSubstr;
@@ -409,5 +409,5 @@ TEST_F(FailedOnce, TheErrorOfACollectiveNamesUnitAndCause) {
   });
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

@@ -8,7 +8,7 @@
 #include "reentrant.h"
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 class ReentrantTest : public testing::TestWithParam<std::int64_t> {
  protected:
@@ -96,5 +96,5 @@ TEST(ReentrantErrorTest, AGradientAfterTheUnitsWereReducedIsRefused) {
   });
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

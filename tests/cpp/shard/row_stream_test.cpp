@@ -10,7 +10,7 @@
 #include "harness.h"
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 using device::Access;
 using device::EntryId;
@@ -208,9 +208,9 @@ TEST(RowStreamTest, HoldsTwoBlocksAndTheRing) {
     run_microbatch(rank, at::kBFloat16);
     const auto block = 2 * stream.block_rows() * kWidth * 2;  // N rows bf16
     EXPECT_GT(stream.num_blocks(), 3);
-    EXPECT_EQ(rank.unit(kHead).planned_gathered_bytes(), 2 * block);
-    EXPECT_EQ(rank.unit(kHead).planned_input_bytes(), block);
-    const auto scale = rank.unit(kModel).planned_gathered_bytes();
+    EXPECT_EQ(planned_gathered_bytes(rank.unit(kHead)), 2 * block);
+    EXPECT_EQ(planned_input_bytes(rank.unit(kHead)), block);
+    const auto scale = planned_gathered_bytes(rank.unit(kModel));
     EXPECT_EQ(rank.peak(memory::Category::gathered), 2 * block + scale);
     EXPECT_EQ(rank.peak(memory::Category::gradient_stream),
               4 * rank.unit(kHead).gradients().slot_bytes());
@@ -251,9 +251,9 @@ TEST(RowStreamTest, ALookupReadsEveryRowOnceInItsOwnBlocks) {
       EXPECT_EQ(seen, std::vector<std::int64_t>(kVocabulary, 1));
       EXPECT_EQ(rank.live(memory::Category::gathered), 0);
       EXPECT_EQ(rank.peak(memory::Category::gathered),
-                unit.planned_gathered_bytes());
+                planned_gathered_bytes(unit));
       EXPECT_EQ(
-          unit.planned_gathered_bytes(),
+          planned_gathered_bytes(unit),
           world_size * std::min(2 * kRows, stream.padded_rows()) * kWidth * 2);
       EXPECT_THAT(rank.runtime->violations(), IsEmpty());
     });
@@ -268,7 +268,7 @@ TEST(RowStreamTest, ATableThatStaysGatheredIsNotLookedUp) {
     unit.in_rows(RowReads::lookup, 40);
     unit.settings().reshard_after_forward = false;
     EXPECT_FALSE(unit.rows()->looks_up());
-    EXPECT_EQ(unit.planned_gathered_bytes(), unit.buffers().gathered_bytes());
+    EXPECT_EQ(planned_gathered_bytes(unit), unit.buffers().gathered_bytes());
     unit.settings().reshard_after_forward = true;
     unit.unshard();
     EXPECT_FALSE(unit.rows()->looks_up());
@@ -362,5 +362,5 @@ TEST(RowStreamTest, RowsNeedARoot) {
   });
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

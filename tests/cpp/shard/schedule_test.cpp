@@ -3,8 +3,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <random>
+#include <vector>
+
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::ElementsAre;
 using testing::IsEmpty;
@@ -119,6 +122,27 @@ TEST(ScheduleTest, BackwardsOfSeveralForwardsComeInReverse) {
   EXPECT_THAT(backward(schedule, {2, 1, 0}), ElementsAre(1, 0, none));
 }
 
+TEST(ScheduleTest, BackwardsOfSeveralForwardsAreToldByTheirCalls) {
+  Schedule schedule(3);
+  std::int64_t call = 0;
+  for (const Units& units : {Units{0}, Units{1, 2, 0}}) {
+    schedule.begin_forward();
+    ++call;
+    for (const auto unit : units) schedule.enter_forward(unit);
+    for (const auto unit : units) schedule.leave_forward(unit, true, call);
+    schedule.end_forward();
+  }
+  const auto first = schedule.enter_backward(0, 1);
+  EXPECT_EQ(first.place, 0u);
+  EXPECT_FALSE(first.last);
+  const auto second = schedule.enter_backward(0, 2);
+  EXPECT_EQ(second.place, 3u);
+  EXPECT_TRUE(second.last);
+  EXPECT_EQ(second.next, 2);
+  EXPECT_FALSE(schedule.is_over(2, *second.place));
+  EXPECT_EQ(schedule.enter_backward(0, 2).place, std::nullopt);
+}
+
 TEST(ScheduleTest, AUnitIsOverWhenAnEarlierCallBegins) {
   Schedule schedule(4);
   forward(schedule, {0, 1, 2, 1});
@@ -151,6 +175,58 @@ TEST(ScheduleTest, AUnitAroundAnotherIsNotOverWhenThatBegins) {
   EXPECT_FALSE(schedule.is_over(0, *inner.place));
 }
 
+struct Call {
+  std::int32_t unit;
+  std::size_t entered_at;  // how many calls had been left then
+};
+
+// Calls in calls, to a depth of 3; what was left, in order.
+void call_some(Schedule& schedule, std::mt19937& random, std::int32_t units,
+               int depth, std::vector<Call>& left) {
+  for (unsigned calls = random() % 4; calls > 0; --calls) {
+    const auto unit = static_cast<std::int32_t>(random()) % units;
+    const Call call{unit < 0 ? unit + units : unit, left.size()};
+    schedule.enter_forward(call.unit);
+    if (depth > 0) call_some(schedule, random, units, depth - 1, left);
+    schedule.leave_forward(call.unit, /*recorded=*/true);
+    left.push_back(call);
+  }
+}
+
+TEST(ScheduleTest, RandomForwardsComeBackInReverseAndSayWhatIsOver) {
+  for (unsigned seed = 0; seed < 2000; ++seed) {
+    std::mt19937 random(seed);
+    const std::int32_t units = 1 + static_cast<std::int32_t>(random() % 6);
+    Schedule schedule(units);
+    std::vector<Call> left;
+    for (unsigned forwards = 1 + random() % 3; forwards > 0; --forwards) {
+      schedule.begin_forward();
+      call_some(schedule, random, units, 3, left);
+      schedule.end_forward();
+    }
+    for (std::size_t place = left.size(); place-- > 0;) {
+      const auto call = schedule.enter_backward(left[place].unit);
+      ASSERT_EQ(call.place, place) << "seed " << seed;
+      ASSERT_EQ(call.next, place > 0 ? Guess(left[place - 1].unit) : none)
+          << "seed " << seed;
+      ASSERT_EQ(call.alone, left[place].entered_at == place) << "seed " << seed;
+      for (std::int32_t unit = 0; unit < units; ++unit) {
+        // All of its calls were entered after this one had been left.
+        bool over = false;
+        bool called = false;
+        for (const auto& other : left) {
+          if (other.unit != unit) continue;
+          over = (!called || over) && other.entered_at > place;
+          called = true;
+        }
+        ASSERT_EQ(schedule.is_over(unit, place), over) << "seed " << seed;
+      }
+    }
+    schedule.end_backward();
+    ASSERT_TRUE(schedule.completion_order().empty()) << "seed " << seed;
+  }
+}
+
 TEST(ScheduleTest, AbortForgetsTheUnfinishedStepOnly) {
   Schedule schedule(3);
   forward(schedule, {0, 2, 1});
@@ -173,5 +249,5 @@ TEST(ScheduleTest, ForwardsWithoutBackwardDoNotGrowTheRecordForEver) {
   EXPECT_GE(recorded, 1);
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

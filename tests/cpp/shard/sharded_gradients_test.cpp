@@ -11,7 +11,7 @@
 #include "testing/scripted_runtime.h"
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 using memory::Category;
 using testing::ElementsAre;
@@ -278,5 +278,5 @@ TEST_F(ShardedGradientsTest, AFailingWrapLeavesNoGradient) {
   EXPECT_EQ(live(), 0);
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

@@ -10,7 +10,7 @@
 #include "base/check.h"
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::HasSubstr;
 using What = StepNote::What;
@@ -223,5 +223,5 @@ TEST(StepLogAloneTest, WithoutRanksNothingIsKept) {
   log.require([](std::int32_t, StepLog::Numbers) { ADD_FAILURE(); });
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

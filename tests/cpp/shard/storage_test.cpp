@@ -9,7 +9,7 @@
 #include "base/check.h"
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::HasSubstr;
 using testing::ThrowsMessage;
@@ -134,5 +134,5 @@ TEST(StorageTest, ASliceStartsAtAWholeElement) {
                   "internal invariant failed: a slice starts at a whole")));
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

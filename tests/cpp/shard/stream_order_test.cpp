@@ -6,7 +6,7 @@
 #include "harness.h"
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 using device::EntryId;
 using testing::ElementsAre;
@@ -324,5 +324,5 @@ TEST(StreamOrderTest,
   });
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

@@ -5,7 +5,7 @@
 #include "harness.h"
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 class StructureTest : public testing::TestWithParam<std::int64_t> {
  protected:
@@ -238,5 +238,5 @@ TEST_P(StructureTest, PrefetchChosenByTheUser) {
   });
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

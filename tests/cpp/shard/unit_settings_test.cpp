@@ -9,7 +9,7 @@
 #include "testing/scripted_runtime.h"
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 struct Change {
   std::function<void(UnitSettings& settings)> make;
@@ -73,5 +73,5 @@ TEST(UnitSettingsTest, SeveralChangesAreListed) {
             "reshard_after_backward=False, requires_gradient_sync=False");
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

@@ -8,7 +8,7 @@
 #include "base/check.h"
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::StrEq;
 using testing::ThrowsMessage;
@@ -95,5 +95,5 @@ TEST(UnitStateTest, AnIllegalEventNamesUnitEventAndState) {
           "it.")));
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

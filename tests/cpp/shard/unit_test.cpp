@@ -9,7 +9,7 @@
 #include "shard/policy.h"
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::Each;
 using testing::ElementsAre;
@@ -373,7 +373,9 @@ TEST_F(UnitTest, InvariantsAreChecked) {
         [&] { rank.root->adopt({}); },
         ThrowsMessage<Error>(HasSubstr("a root adopts its units once")));
     EXPECT_THAT(
-        [&] { rank.unit(1).on_output_gradient(); },
+        [&] {
+          static_cast<BackwardReceiver&>(rank.unit(1)).on_output_gradient(1);
+        },
         ThrowsMessage<Error>(HasSubstr("autograd runs on this thread")));
     rank.root->abort();
   });
@@ -394,5 +396,5 @@ TEST_F(UnitTest, InvariantsAreChecked) {
   });
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

@@ -11,7 +11,7 @@
 #include "reentrant.h"
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::Each;
 using testing::HasSubstr;
@@ -240,5 +240,5 @@ TEST(WaitsTest, AllMatterWhenAStepFails) {
   }
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

@@ -7,11 +7,11 @@
 #include <vector>
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 class Receiver final : public BackwardReceiver {
  public:
-  void on_output_gradient() override {}
+  void on_output_gradient(std::int64_t /*call*/) override {}
   void on_parameter_gradient(std::int32_t, at::Tensor) override {}
   void on_inputs_done(const torch::autograd::Node*) override {}
 };
@@ -68,5 +68,5 @@ TEST_F(WeightOwnersTest, AnotherStorageNeverTakesItsPlace) {
   }
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

@@ -5,12 +5,12 @@
 #include <torch/csrc/autograd/autograd.h>
 
 namespace lowtide::shard {
-namespace {
+namespace LOWTIDE_FILE {
 
 // What a unit's backward would tell.
 class Unit final : public BackwardReceiver {
  public:
-  void on_output_gradient() override {}
+  void on_output_gradient(std::int64_t /*call*/) override {}
   void on_parameter_gradient(std::int32_t, at::Tensor) override {}
   void on_inputs_done(const torch::autograd::Node*) override {
     written.inputs_done();
@@ -85,5 +85,5 @@ TEST_F(WrittenGradientsTest, InAnyOrder) {
   EXPECT_EQ(missing(), -1);
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::shard

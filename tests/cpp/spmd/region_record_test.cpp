@@ -10,7 +10,7 @@
 #include "spmd/live_regions.h"
 
 namespace lowtide::spmd {
-namespace {
+namespace LOWTIDE_FILE {
 
 using comm::Kind;
 using testing::IsEmpty;
@@ -168,5 +168,5 @@ TEST_F(RegionRecordTest, PlacesOfNodes) {
   EXPECT_EQ(record.place(between + 1), std::nullopt);
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::spmd

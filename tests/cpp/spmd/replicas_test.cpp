@@ -10,7 +10,7 @@
 #include "testing/scripted_runtime.h"
 
 namespace lowtide::spmd {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::ElementsAre;
 
@@ -60,5 +60,5 @@ TEST(ReplicasTest, DifferentNumbersOfValuesAreADifference) {
   EXPECT_EQ(found->index, -1);
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::spmd

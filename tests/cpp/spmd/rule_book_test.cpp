@@ -11,7 +11,7 @@
 LOWTIDE_REPLICATION_RULE("test::from_cpp", lowtide::spmd::SAME_AS(1));
 
 namespace lowtide::spmd {
-namespace {
+namespace LOWTIDE_FILE {
 
 TEST(RuleBookTest, OverloadsAndInPlaceNamesFallBack) {
   RuleBook book;
@@ -46,5 +46,5 @@ TEST(RuleBookTest, NoNameHasTwoRules) {
   EXPECT_EQ(names.size(), RuleBook().names().size());
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::spmd

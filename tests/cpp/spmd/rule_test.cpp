@@ -10,7 +10,7 @@
 #include "base/check.h"
 
 namespace lowtide::spmd {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::HasSubstr;
 using testing::ThrowsMessage;
@@ -203,5 +203,5 @@ TEST(TypeTest, TheGradientOfAGradientIsTheType) {
   EXPECT_EQ(type_named("X"), std::nullopt);
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::spmd

@@ -10,7 +10,7 @@
 #include "spmd/rule.h"
 
 namespace lowtide::spmd {
-namespace {
+namespace LOWTIDE_FILE {
 
 using testing::StrEq;
 using testing::ThrowsMessage;
@@ -86,5 +86,5 @@ TEST(TransitionTest, NamesAreFoundAgain) {
   EXPECT_EQ(operation_named("gather"), std::nullopt);
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::spmd

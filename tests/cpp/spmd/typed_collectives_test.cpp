@@ -12,7 +12,7 @@
 #include "testing/scripted_runtime.h"
 
 namespace lowtide::spmd {
-namespace {
+namespace LOWTIDE_FILE {
 
 using comm::Kind;
 using testing::ElementsAre;
@@ -96,5 +96,5 @@ TEST_F(TypedCollectivesTest, RefusesWhatDoesNotDivide) {
           "(rank 1 of 4). Pad it, or pass another dim=.")));
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::spmd

@@ -2,13 +2,13 @@
 
 A program is a sequence of operations that users mix: microbatches with and without
 sync, forwards whose backward comes later, twice or never, gradients of gradients, ranks
-with other numbers of rows, other unused parameters, other hooks and other graphs that
-they keep, units that run in another order or in part, frozen parameters, cleared
-gradients, gathered units, weights kept too long, exceptions, ranks that disagree,
-tensors that say themselves how they travel, a zero-bubble schedule, parameters that a
-checkpoint's tensors replace. After each of them every output, parameter and gradient
-has the rule's bits, and every rank has asked the same of its communicators, in one
-order over all of them.
+with other numbers of rows, other unused parameters, other hooks, other inputs that want
+gradients and other graphs that they keep, units that run in another order, in part or
+beside the others, frozen parameters, cleared gradients, gathered units, weights kept
+too long, exceptions, ranks that disagree, tensors that say themselves how they travel,
+a zero-bubble schedule, parameters that a checkpoint's tensors replace. After each of
+them every output, parameter and gradient has the rule's bits, and every rank has asked
+the same of its communicators, in one order over all of them.
 
 LOWTIDE_RANDOM_SEED and LOWTIDE_RANDOM_PROGRAMS look further than a test run does;
 LOWTIDE_RANDOM_SHRINK=1 makes a program that fails short.
@@ -71,6 +71,7 @@ passes = st.builds(
     rows=st.tuples(*[st.integers(0, 4)] * RANKS),
     scaled=st.tuples(*[flags] * RANKS),
     order=st.lists(st.sampled_from(range(BLOCKS)), max_size=BLOCKS + 1).map(tuple),
+    aside=st.sampled_from((None, *range(BLOCKS))),
     head=st.booleans(),
     checkpointed=st.booleans(),
     chunks=st.integers(0, 2),
@@ -92,6 +93,7 @@ class Steps(RuleBasedStateMachine):
     """Collects a program, which the ranks run as a whole."""
 
     pool: RankPool
+    compared = True  # LOWTIDE_COMPARE_RANKS: without, nobody hears of ranks that differ
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,18 +123,27 @@ class Steps(RuleBasedStateMachine):
         self.then("evaluate", self.suited(run))
 
     @precondition(lambda self: self.open)
-    @rule(which=st.integers(0, MOST_OPEN - 1), sync=syncs, retain=st.booleans())
-    def backward(self, which: int, sync: tuple[bool, ...], retain: bool) -> None:
+    @rule(
+        which=st.integers(0, MOST_OPEN - 1),
+        sync=syncs,
+        retain=st.booleans(),
+        kept=by_rank,
+    )
+    def backward(
+        self, which: int, sync: tuple[bool, ...], retain: bool, kept: tuple[bool, ...]
+    ) -> None:
         if self.setup.wrap == "root":
             sync = (sync[0],) * len(sync)
-        self.then("backward", which % self.open, sync, retain)
+        self.then("backward", which % self.open, sync, retain, kept)
         self.open -= 0 if retain else 1
 
     @precondition(lambda self: self.open < MOST_OPEN)
-    @rule(run=passes, sync=syncs)
-    def microbatch(self, run: Pass, sync: tuple[bool, ...]) -> None:
+    @rule(run=passes, sync=syncs, kept=by_rank)
+    def microbatch(
+        self, run: Pass, sync: tuple[bool, ...], kept: tuple[bool, ...]
+    ) -> None:
         self.forward(run)
-        self.backward(self.open - 1, sync, False)
+        self.backward(self.open - 1, sync, False, kept)
 
     @precondition(lambda self: not self.open)
     @rule()
@@ -167,7 +178,7 @@ class Steps(RuleBasedStateMachine):
             self.then("fail", self.suited(run), number, when)
             self.open = 0
 
-    @precondition(lambda self: self.setup.wrap != "root")
+    @precondition(lambda self: self.compared and self.setup.wrap != "root")
     @rule(run=passes, what=st.sampled_from(("order", "frozen", "factor")))
     def disagree(self, run: Pass, what: str) -> None:
         of_one_size = self.setup.wrap == "blocks"
@@ -188,6 +199,7 @@ class Steps(RuleBasedStateMachine):
             "rows": (MICROBATCHES,) * RANKS,
             "order": tuple(dict.fromkeys(run.order)),
             "checkpointed": False,
+            "aside": None,
             "chunks": 0,
             "penalty": False,
             "wanted": (False,) * RANKS,
@@ -206,11 +218,13 @@ class Steps(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(900)
-def test_random_steps_equal_the_rule() -> None:
+@pytest.mark.parametrize("compare", ["on", pytest.param("off", marks=pytest.mark.slow)])
+def test_random_steps_equal_the_rule(compare: str) -> None:
     print(f"LOWTIDE_RANDOM_SEED={SEED}")
-    recorded = {"TORCH_FR_BUFFER_SIZE": "4000"}
-    with RankPool(RANKS, group_timeout=20.0, env=recorded) as pool:
-        machine = type("Steps", (Steps,), {"pool": pool})
+    env = {"TORCH_FR_BUFFER_SIZE": "4000", "LOWTIDE_COMPARE_RANKS": compare}
+    with RankPool(RANKS, group_timeout=20.0, env=env) as pool:
+        mode = {"pool": pool, "compared": compare == "on"}
+        machine = type("Steps", (Steps,), mode)
         seeded = hypothesis.seed(SEED)(machine)
         run_state_machine_as_test(
             seeded,

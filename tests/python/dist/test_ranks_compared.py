@@ -213,13 +213,13 @@ def second_input_that_wants_a_gradient(model: Any, step: int, differs: bool) -> 
 def inputs_of_one_call_that_want_gradients(
     model: Any, step: int, differs: bool
 ) -> None:
-    """Of a unit that is called twice."""
+    """Of a unit that is called twice, and whose last call comes first in backward."""
     second, third = data(step + 8), data(step + 9, grad=differs)
 
     def call(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
         if layer is not model.layers[1]:
             return layer(x)
-        return x + layer(third) + layer(second)
+        return x + layer(second) + layer(third)
 
     model.wrap_call = call
     model(data(step)).square().mean().backward()

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from support import layers
 from support.model import ModelConfig, batch, build, loss_fn
 from support.recorder import Recorder, assert_pattern_equals_fsdp2, finish_step
 from support.systems import System
@@ -120,6 +121,24 @@ def layers_left_out(system: System, record: Recorder) -> None:
             model.layers = layers[: 3 - (microbatch + step) % 3]
             loss_of(model, step, microbatch).backward()
             model.layers = layers
+        finish_step(model, optimizer, record)
+
+
+def forwards_of_other_layers_first_in_first_out(
+    system: System, record: Recorder
+) -> None:
+    """As a pipeline runs them, of layers that each forward picks."""
+    model = layers.blocks(system)
+    optimizer = layers.sgd(model)
+    for step, picked in enumerate(((1, 2), (1, 2, 0), (2, 1))):
+        losses = []
+        for microbatch, calls in enumerate(((0,), picked)):
+            model.calls = calls
+            x = layers.data(2 * step + microbatch)
+            losses.append(model(x).square().sum())
+        for microbatch, loss in enumerate(losses):
+            model.set_requires_gradient_sync(microbatch == 1)
+            loss.backward()
         finish_step(model, optimizer, record)
 
 
@@ -332,6 +351,7 @@ PATTERNS: dict[str, Pattern] = {
         retained_graph_summed,
         no_sync_steps_of_changing_length,
         layers_left_out,
+        forwards_of_other_layers_first_in_first_out,
         sync_of_some_units,
         parameters_frozen_later,
         tied_in_the_root,

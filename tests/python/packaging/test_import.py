@@ -34,6 +34,15 @@ def test_import_loads_only_lowtide_and_starts_no_cuda_context():
     assert not cuda_initialized
 
 
+def test_every_public_name_is_there_after_importing_lowtide_alone():
+    done = run_python(
+        "import lowtide\n"
+        "for name in lowtide.__all__: getattr(lowtide, name)\n"
+        "print(lowtide.phantom.timeline.__name__)"
+    )
+    assert done.stdout == "timeline\n", done.stderr
+
+
 @pytest.mark.parametrize(
     ("built_for", "built_for_cuda"),
     [("2.12.0", ""), ("3.11.0", ""), (str(torch.__version__), "12.8")],

@@ -134,7 +134,8 @@ def test_sparse_products(of_eight):
 def test_fsdp2_and_ddp_over_torchs_own_nccl_group(of_eight):
     weights = 4 * 1024 * 1025 * 4
     assert of_eight["fsdp2"]["state"] == pytest.approx(3 * weights / 8, rel=1e-3)
-    assert of_eight["fsdp2"]["allocated"] == 92_430_336
+    # cuBLAS has its workspace from the operators before.
+    assert of_eight["fsdp2"]["allocated"] == 58_875_904
     # Parameters, and gradients as views of its buckets.
     assert of_eight["ddp"]["parameters"] == pytest.approx(weights, rel=1e-3)
     assert of_eight["ddp"]["allocated"] > 2 * weights

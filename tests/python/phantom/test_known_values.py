@@ -137,6 +137,40 @@ def test_what_torch_requires_of_values_holds():
     assert "a truth value read back is False" not in found["notes of it"]
 
 
+def decided() -> dict[str, Any]:
+    """As a loop that generates text asks whether all sequences are done."""
+    ended = torch.randn(4, device="cuda") > 0
+    done = torch.full((4,), True, device="cuda") | ended
+    unfinished = torch.ones(4, dtype=torch.long, device="cuda") & ~done
+    undecided = torch.full((4,), False, device="cuda").logical_or(ended)
+    return {
+        "all": bool(done.all()),
+        "most": unfinished.max().item(),
+        "notes": notes(),
+        "other": [bool(undecided.any()), notes()],
+    }
+
+
+def test_one_side_may_decide_an_or_and_an_and():
+    found = call_dry(decided)
+    assert (found["all"], found["most"], found["notes"]) == (True, 0, {})
+    assert found["other"] == [False, {"a truth value read back is False": 1}]
+
+
+def suppressed() -> dict[str, Any]:
+    from torchvision.ops import nms
+
+    boxes, scores = torch.rand(100, 4, device="cuda"), torch.rand(100, device="cuda")
+    return {"kept": len(nms(boxes, scores, 0.5)), "notes": notes()}
+
+
+def test_what_an_operator_of_others_fills_its_kernels_may_write():
+    """torchvision's marks what it keeps in zeros that it asked for."""
+    found = call_dry(suppressed)
+    assert found["kept"] == 100
+    assert found["notes"] == {"a size that depends on data is 100% of all elements": 1}
+
+
 def repeated() -> dict[str, Any]:
     of_host = torch.tensor([1, 2, 3], device="cuda")
     counts = (torch.randn(256, device="cuda") > 0).sum(-1, keepdim=True).expand(256)

@@ -60,12 +60,13 @@ class Setup:
 @dataclass(frozen=True)
 class Pass:
     """A forward. By rank: how many rows, which blocks use their scale, whether the
-    input wants a gradient, whether the rank keeps what it has computed."""
+    inputs want a gradient, whether the rank keeps what it has computed."""
 
     seed: int
     rows: tuple[int, ...] = (2, 2)
     scaled: tuple[tuple[bool, ...], ...] = ((True,) * BLOCKS,) * RANKS
     order: tuple[int, ...] = tuple(range(BLOCKS))
+    aside: int | None = None  # a block whose input is cut off from the graph
     head: bool = True
     checkpointed: bool = False
     chunks: int = 0  # of a head that runs behind the model's forward
@@ -103,12 +104,15 @@ class Net(nn.Module):
         run, rank = (run, rank) if run else self.told
         x = self.stem(data)
         for number in run.order:
-            arguments = (x, run.scaled[rank][number])
+            aside = number == run.aside
+            entry = x.detach().requires_grad_(run.wanted[rank]) if aside else x
+            arguments = (entry, run.scaled[rank][number])
             block = self.blocks[number]
             if run.checkpointed:
-                x = checkpoint(block, *arguments, use_reentrant=False)
+                out = checkpoint(block, *arguments, use_reentrant=False)
             else:
-                x = block(*arguments)
+                out = block(*arguments)
+            x = x + out if aside else out
         x = self.norm(x)
         return self.head(x) if run.head and not run.chunks else x
 
@@ -270,7 +274,10 @@ class Session:
         with torch.no_grad():
             self.forward(run)
 
-    def backward(self, which: int, sync: tuple[bool, ...], retain: bool) -> None:
+    def backward(
+        self, which: int, sync: tuple[bool, ...], retain: bool, kept: tuple[bool, ...]
+    ) -> None:
+        """``kept``: on which ranks the graph stays though nobody goes through it."""
         loss, losses = self.open[which]
         if not retain:
             del self.open[which]
@@ -279,7 +286,7 @@ class Session:
             for number, block in enumerate(self.model.blocks):
                 block.set_requires_gradient_sync(sync[number])
         if loss.requires_grad:
-            loss.backward(retain_graph=retain)
+            loss.backward(retain_graph=retain or kept[self.rank])
         for rank, theirs in enumerate(losses):
             self.rule.add(rank, theirs, retain)
         self.rule.reduce(sync)

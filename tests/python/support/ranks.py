@@ -6,10 +6,10 @@ A pool keeps its processes, and ranks are forked from one process that has impor
 torch and lowtide (`fork_server.py`): a new pool takes milliseconds.  A task that leaves
 bytes in lowtide's ledger, of a model that somebody keeps or a tensor that a thread of
 gloo's does, is the last of its processes: the next one counts from nothing.  Ranks find
-each other through a file, never a port.  Every task has a hard timeout; a rank that raises,
-dies or hangs ends the whole pool and the `RankFailure` shows each rank's traceback and
-what it wrote.  A test that *expects* ranks to fail uses `outcomes`, which reports
-instead of raising.
+each other through a file, never a port.  Every task has a hard timeout; a rank that
+raises, dies or hangs ends the whole pool and the `RankFailure` shows each rank's
+traceback and what it wrote.  A test that *expects* ranks to fail uses `outcomes`, which
+reports instead of raising.
 
 Functions must be importable (module level); arguments and values travel by
 `torch.save`.

@@ -7,7 +7,8 @@ crossed with parameters:
 - of the world sizes of a test, those but 2 ranks, and 3 where the `world_size` fixture
   asks for uneven shards; of a test without 2 ranks the smallest stays;
 - FSDP2 as the system under test where lowtide is the other: what torch does is news
-  only with a new torch;
+  only with a new torch (stored digests of it would hold for one kind of processor,
+  by which BLAS rounds);
 - of what is left, every value of every parameter stays at least once, not every
   combination (`covering`).
 

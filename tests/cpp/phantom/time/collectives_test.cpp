@@ -6,7 +6,7 @@
 #include <vector>
 
 namespace lowtide::phantom {
-namespace {
+namespace LOWTIDE_FILE {
 
 constexpr double kMicro = 1e-6;
 constexpr Placement kNode{8, 1}, kTwoNodes{8, 2};
@@ -301,5 +301,5 @@ TEST(PairCostTest, CollectivesOfTheGroupComeFirst) {
   EXPECT_EQ(cost.channels, 16);
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::phantom

@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 namespace lowtide::phantom {
-namespace {
+namespace LOWTIDE_FILE {
 
 Accelerator accelerator() {
   Accelerator a;
@@ -38,5 +38,5 @@ TEST(KernelCostTest, NoKernelIsShorterThanTheFloor) {
   EXPECT_DOUBLE_EQ(kernel_seconds({0, 100}, accelerator()), 1e-6);
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::phantom

@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 namespace lowtide::phantom {
-namespace {
+namespace LOWTIDE_FILE {
 
 constexpr TimedStream kCompute = 0, kGather = 1, kReduce = 2;
 
@@ -80,5 +80,5 @@ TEST(UsageTest, OnlyWhatLiesWithinTheStretchCounts) {
   EXPECT_DOUBLE_EQ(found.communication, 3);
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::phantom

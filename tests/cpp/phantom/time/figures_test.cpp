@@ -8,7 +8,7 @@
 #include <vector>
 
 namespace lowtide::phantom {
-namespace {
+namespace LOWTIDE_FILE {
 
 // 22 figures, one ring of 12, no tree, five of the host.
 std::vector<double> counted() {
@@ -84,5 +84,5 @@ TEST(FiguresTest, ACountThatDoesNotFitIsRefused) {
             "fewer. Make them with lowtide.phantom.machines.flat.");
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::phantom

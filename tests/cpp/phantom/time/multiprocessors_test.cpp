@@ -6,7 +6,7 @@
 #include "phantom/time/device_fixture.h"
 
 namespace lowtide::phantom {
-namespace {
+namespace LOWTIDE_FILE {
 
 class SharingTest : public DeviceTest {};
 
@@ -298,5 +298,5 @@ TEST_F(WaveTest, ACollectiveOnTheWholeDeviceStopsProducts) {
   EXPECT_EQ(end_of(kCompute), 5);
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::phantom

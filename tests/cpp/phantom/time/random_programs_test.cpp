@@ -13,7 +13,7 @@
 #include "phantom/time/simulation.h"
 
 namespace lowtide::phantom {
-namespace {
+namespace LOWTIDE_FILE {
 
 constexpr int kNumStreams = 4, kNumCommunicators = 2, kNumPrograms = 300;
 
@@ -339,5 +339,5 @@ TEST(RandomProgramTest, SharingLosesNoTime) {
   });
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::phantom

@@ -8,7 +8,7 @@
 #include "phantom/time/device_fixture.h"
 
 namespace lowtide::phantom {
-namespace {
+namespace LOWTIDE_FILE {
 
 class SimulationTest : public DeviceTest {};
 
@@ -265,5 +265,5 @@ TEST_F(SimulationTest, ACollectiveOfOneRankTakesNoTime) {
   EXPECT_EQ(end_of(kCompute), 2);
 }
 
-}  // namespace
+}  // namespace LOWTIDE_FILE
 }  // namespace lowtide::phantom
