@@ -1,6 +1,7 @@
 #include "ops/foreach.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -64,6 +65,39 @@ TEST_P(ForeachTest, CopiesEveryPairBitForBit) {
   for (std::size_t i = 0; i < lists.to.size(); ++i) {
     EXPECT_TRUE(at::equal(lists.to[i], expected[i])) << "pair " << i;
   }
+}
+
+TEST_P(ForeachTest, BelowAutogradCopiesOfRowsHaveTheSameBits) {
+  Lists lists = lists_of(
+      [&](at::IntArrayRef sizes, auto dtype) { return values(sizes, dtype); });
+  const auto add = [&](const at::Tensor& to, const at::Tensor& from) {
+    lists.to.push_back(to);
+    lists.from.push_back(from);
+  };
+  add(values({2, 3, 9}).narrow(2, 1, 7), values({5, 3, 7}).narrow(0, 2, 2));
+  add(values({3, 2, 7}).transpose(0, 1), values({2, 3, 7}));
+  add(values({4, 6}).select(1, 3), values({4}));  // no rows
+  add(values({4, 1}).expand({4, 1}), values({4, 3}).narrow(1, 2, 1));
+  add(values({2, 2, 2, 2}), values({2, 2, 2, 2}));
+  add(values({}), values({}));
+  std::vector<at::Tensor> expected;
+  for (std::size_t i = 0; i < lists.to.size(); ++i) {
+    expected.push_back(lists.to[i].clone().copy_(lists.from[i]));
+  }
+  {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    foreach_copy(lists.to, lists.from);
+  }
+  for (std::size_t i = 0; i < lists.to.size(); ++i) {
+    EXPECT_TRUE(lists.to[i].equal(expected[i])) << i;
+  }
+}
+
+TEST_P(ForeachTest, AVersionCounterSeesACopyThatIsNotBelowAutograd) {
+  const auto to = values({4, 4});
+  const auto before = to._version();
+  foreach_copy({to}, {values({4, 4})});
+  EXPECT_EQ(to._version(), before + 1);
 }
 
 TEST_P(ForeachTest, AddsEveryPairBitForBit) {
