@@ -27,12 +27,23 @@ def configure(build: Path, *options: str) -> None:
     )
 
 
-def test_the_libraries_are_joined_and_the_tests_are_not(tmp_path: Path) -> None:
-    """Files of a room of tests have helpers of the same names."""
+def test_libraries_and_tests_are_joined(tmp_path: Path) -> None:
+    """Tests with a namespace for each file; what they share is compiled alone."""
     configure(tmp_path, "-DLOWTIDE_CUDA=OFF", "-DLOWTIDE_TESTS=ON")
     rules = (tmp_path / "build.ninja").read_text()
-    assert "lowtide_core.dir/Unity/" in rules
-    assert "_test.dir/" in rules and "_test.dir/Unity/" not in rules
+    assert "lowtide_core.dir/Unity/" in rules and "shard_test.dir/Unity/" in rules
+    assert "shard_test.dir/tests/cpp/shard/harness.cpp.o" in rules
+    joined = next(tmp_path.glob("CMakeFiles/shard_test.dir/Unity/*.cxx")).read_text()
+    assert joined.count("#define LOWTIDE_FILE unity_") == joined.count("#include ")
+
+
+def test_every_cpp_test_has_the_namespace_of_its_file() -> None:
+    without = [
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests" / "cpp").rglob("*_test.cpp")
+        if "namespace LOWTIDE_FILE {" not in path.read_text()
+    ]
+    assert without == [], "write `namespace LOWTIDE_FILE {` for `namespace {`"
 
 
 @pytest.mark.slow("unity")
