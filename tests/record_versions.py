@@ -8,6 +8,7 @@ One line a minor version of torch, the last run's; a run with a failure is refus
 from __future__ import annotations
 
 import datetime
+import itertools
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -60,15 +61,14 @@ def said(count: tuple[int, int]) -> str:
 
 
 def with_line(text: str, line: str) -> str:
-    """With `line` in the place of that of the same minor version, newest last."""
+    """With `line` in the first table, in the place of that of the same minor version;
+    oldest version first."""
     lines = text.splitlines()
-    of_runs = [old for old in lines if re.match(r"\| \d", old)]
-    (begin,) = (i for i, old in enumerate(lines) if old.startswith("|---"))
-    kept = {minor(old): old for old in of_runs} | {minor(line): line}
+    begin = 1 + next(i for i, old in enumerate(lines) if old.startswith("|---"))
+    runs = list(itertools.takewhile(lambda old: old.startswith("|"), lines[begin:]))
+    kept = {minor(old): old for old in runs} | {minor(line): line}
     rows = [kept[version] for version in sorted(kept)]
-    return "\n".join(
-        [*lines[: begin + 1], *rows, *lines[begin + 1 + len(of_runs) :], ""]
-    )
+    return "\n".join([*lines[:begin], *rows, *lines[begin + len(runs) :], ""])
 
 
 def minor(line: str) -> tuple[int, int]:

@@ -10,7 +10,12 @@ TABLE = """| torch | Python | on | C++ tests | Python tests |
 | 2.11.0 | 3.11 | 2026-01-02 | 3 passed | 4 passed |
 
 After it.
+
+| from | what |
+|---|---|
+| 2.13 | of another table |
 """
+AFTER = TABLE.splitlines()[4:]
 GTEST = """<testsuites><testsuite name="shard">
 <testcase name="a" status="run"/><testcase name="b" status="run"/>
 <testcase name="c" status="notrun"/>
@@ -33,8 +38,9 @@ def test_last_run_of_a_version_is_its_line(passed, monkeypatch):
     for version in ("2.15.0+cu132", "2.11.1+cpu"):
         monkeypatch.setattr("torch.__version__", version)
         record_versions.main(passed)
-    heading, _, *rows, blank, after = record_versions.TABLE.read_text().splitlines()
-    assert [heading, blank, after] == [TABLE.splitlines()[0], "", "After it."]
+    heading, _, *lines = record_versions.TABLE.read_text().splitlines()
+    rows = lines[: -len(AFTER)]
+    assert [heading, *lines[-len(AFTER) :]] == [TABLE.splitlines()[0], *AFTER]
     assert [row.split(" | ")[0] for row in rows] == [
         *("| 2.9.1", "| 2.11.1+cpu", "| 2.15.0+cu132")
     ]
@@ -42,6 +48,12 @@ def test_last_run_of_a_version_is_its_line(passed, monkeypatch):
         row.endswith(" | 2 passed, 1 skipped | 1 passed, 1 skipped |")
         for row in rows[1:]
     )
+
+
+def test_the_page_has_the_table_that_is_written():
+    page = record_versions.TABLE.read_text()
+    line = "| 2.11.0 | 3.11 | 2026-01-02 | 3 passed | 4 passed |"
+    assert line in record_versions.with_line(page, line).splitlines()
 
 
 @pytest.mark.parametrize("bad", ["failure", "error"])
