@@ -18,10 +18,7 @@ class StorageMap {
   Value* find(const at::Tensor& tensor) {
     if (!tensor.has_storage()) return nullptr;
     const auto found = entries_.find(tensor.storage().unsafeGetStorageImpl());
-    // Another storage may have the address of one that is gone.
-    return found == entries_.end() || found->second.identity.expired()
-               ? nullptr
-               : &found->second.value;
+    return found == entries_.end() ? nullptr : &found->second.value;
   }
   const Value* find(const at::Tensor& tensor) const {
     return const_cast<StorageMap*>(this)->find(tensor);
@@ -37,7 +34,7 @@ class StorageMap {
     return place->second.value;
   }
 
-  // By the storage's address, which may be gone.
+  // By the address of a storage, which may be gone.
   void erase(const c10::StorageImpl* storage) { entries_.erase(storage); }
 
   // Entries of storages that are gone may be among them.
@@ -45,6 +42,7 @@ class StorageMap {
 
  private:
   struct Entry {
+    // Keeps the address from being used by another storage.
     c10::weak_intrusive_ptr<c10::StorageImpl> identity;
     Value value;
   };
