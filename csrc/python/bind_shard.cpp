@@ -195,19 +195,21 @@ void bind_shard(py::module_& module) {
                        const py::object& storage_dtype,
                        const py::object& compute_dtype,
                        const py::object& reduce_dtype, std::int64_t shard_dim,
-                       bool extended) {
+                       bool extended, bool gradient_as_computed) {
              return shard::ParameterInfo{std::move(name),
                                          std::move(sizes),
                                          dtype_of(storage_dtype),
                                          dtype_of(compute_dtype),
                                          dtype_of(reduce_dtype),
                                          shard_dim,
-                                         extended};
+                                         extended,
+                                         gradient_as_computed};
            }),
            py::kw_only(), py::arg("name"), py::arg("sizes"),
            py::arg("storage_dtype"), py::arg("compute_dtype"),
            py::arg("reduce_dtype"), py::arg("shard_dim") = 0,
-           py::arg("extended") = false);
+           py::arg("extended") = false,
+           py::arg("gradient_as_computed") = false);
 
   using shard::UnitSettings;
   py::class_<UnitSettings, std::shared_ptr<UnitSettings>>(module,

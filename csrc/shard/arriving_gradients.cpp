@@ -140,6 +140,23 @@ void ArrivingGradients::require_split_backward_complete() {
       "Shard the stage with reshard_after_forward=False."));
 }
 
+void ArrivingGradients::expect_as_computed() {
+  for (const auto i : gradients_.trainable()) {
+    if (infos_.of(i).gradient_as_computed &&
+        (gradients_.sync() || gradients_.touched(i) || written_.any(i))) {
+      leaves_.set_gradient_dtype(i, {});
+    }
+  }
+}
+
+void ArrivingGradients::expect_as_reduced() {
+  for (const auto i : gradients_.trainable()) {
+    if (infos_.of(i).gradient_as_computed) {
+      leaves_.set_gradient_dtype(i, infos_.of(i).reduce_dtype);
+    }
+  }
+}
+
 // --- what waits -------------------------------------------------------------
 
 // While gradients wait; what is cleared during a backward keeps what it has.

@@ -51,6 +51,15 @@ class ArrivingGradients {
   // The unit's inputs are done in the backward on this thread.
   void on_inputs_done() { written_.inputs_done(); }
 
+  // [Note: The dtype of a gradient]
+  // Up to torch 2.14 a gradient comes in its parameter's dtype.  From 2.15 on
+  // FSDP2 wants it in the one it is reduced in, where that is wider: a norm's
+  // in fp32 is not rounded to bf16.  During the unit's backward, once something
+  // is there to add to or it is to be reduced, nothing is cast at all, and what
+  // several uses give is summed in the dtype they give it in.
+  void expect_as_computed();
+  void expect_as_reduced();
+
   // What waits for a reduction of i is dropped.
   void drop(std::int32_t i);
   // The same for all that was cleared since the last backward.

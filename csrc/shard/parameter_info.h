@@ -24,6 +24,9 @@ struct ParameterInfo {
   // An AllGatherExtension has its values and says what is gathered; here it has
   // rows, but no bytes.
   bool extended = false;
+  // Its gradient may come in the dtype it was computed in, see [Note: The dtype
+  // of a gradient]; else in that of the full parameter.
+  bool gradient_as_computed = false;
 
   // Of one rank; `rows`: its rows if dim 0 is split.
   std::vector<std::int64_t> local_sizes(std::int64_t world_size,

@@ -407,6 +407,7 @@ void Unit::on_output_gradient(std::int64_t call) {
     wait_for_gather();
     leaves().show_full();
   }
+  arriving_.expect_as_computed();
 }
 
 void Unit::prefetch_for_backward() {
@@ -549,6 +550,7 @@ void Unit::on_inputs_done(const torch::autograd::Node* node) {
   if (!settings_->reshard_after_backward && !gradients_.sync()) {
     arriving_.on_inputs_done();
   }
+  arriving_.expect_as_reduced();
   output_gradient_ = false;
   if (calls_.complete(node, root_->nested_backward(), base::in_graph_task) &&
       (compared_ || scheduled_)) {
@@ -632,6 +634,7 @@ void Unit::end_backward(bool more_backwards, bool graph_kept) {
   if (in_backward_) {
     gradients_.end();
     arriving_.observe();
+    arriving_.expect_as_reduced();
   }
   in_backward_ = output_gradient_ = false;
   next_in_backward_ = nullptr;
@@ -655,6 +658,7 @@ void Unit::abort(bool drop_gradients) {
   group_.end();
   input_bytes_ = 0;
   calls_.clear();
+  arriving_.expect_as_reduced();
   fused_.close_main_gradients();
   if (drop_gradients) {
     gradients_.abort();

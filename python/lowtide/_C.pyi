@@ -112,6 +112,7 @@ class ParameterInfo:
         reduce_dtype: torch.dtype,
         shard_dim: int = 0,
         extended: bool = False,
+        gradient_as_computed: bool = False,
     ) -> None: ...
 
 class GradientReduction:

@@ -14,3 +14,22 @@ def default_reduce_dtype(storage: torch.dtype, compute: torch.dtype) -> torch.dt
     """In which FSDP2 reduces the gradients of a parameter whose policy does not say:
     the dtype they are computed in, from 2.15 on the parameter's own."""
     return storage if VERSION >= (2, 15) else compute
+
+
+def gradient_as_computed(
+    compute: torch.dtype, reduce: torch.dtype, *, summed_before: bool
+) -> bool:
+    """Whether FSDP2 lets autograd leave the gradient of a gathered parameter in the
+    dtype it was computed in: from 2.15 on where it is reduced in a wider one, and other
+    ranks' are not added before (``summed_before``)."""
+    wider = reduce.itemsize > compute.itemsize
+    return VERSION >= (2, 15) and wider and not summed_before
+
+
+def set_gradient_dtype(
+    full: torch.Tensor, reduce: torch.dtype, *, as_computed: bool
+) -> None:
+    """Which dtype ``.grad`` of FSDP2's gathered parameter has: its own, from 2.15 on
+    that it is reduced in, or any (``as_computed``)."""
+    if VERSION >= (2, 15) and full.is_floating_point():
+        full.grad_dtype = None if as_computed else reduce

@@ -97,8 +97,10 @@ class GradientNode final : public base::WeaklyHeldNode {
       return;
     }
     if (input_metadata(0).stream() != device::current_stream(device)) {
+      const auto dtype = input_metadata(0).grad_dtype();
       clear_input_metadata();
       add_input_metadata(parameter_);
+      mutable_input_metadata(0).set_grad_dtype(dtype);
     }
   }
 
@@ -209,6 +211,11 @@ NodePtr install_gradient_node(const at::Tensor& parameter,
 
 void follow_current_stream(Node& gradient_node) {
   static_cast<GradientNode&>(gradient_node).follow_current_stream();
+}
+
+void set_gradient_dtype(Node& gradient_node,
+                        std::optional<at::ScalarType> dtype) {
+  gradient_node.mutable_input_metadata(0).set_grad_dtype(dtype);
 }
 
 void watch_output(const at::Tensor& output,

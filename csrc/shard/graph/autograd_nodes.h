@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "base/torch_version.h"
@@ -78,6 +79,11 @@ NodePtr install_gradient_node(const at::Tensor& parameter,
 // autograd makes AccumulateGrad anew in every forward.  A gradient node stays:
 // it moves to the stream of each forward.
 void follow_current_stream(torch::autograd::Node& gradient_node);
+
+// The dtype to which the engine casts what it hands to the node from now on;
+// none: it casts nothing.
+void set_gradient_dtype(torch::autograd::Node& gradient_node,
+                        std::optional<at::ScalarType> dtype);
 
 // Calls on_output_gradient(call) before the node that produced `output` runs.
 void watch_output(const at::Tensor& output,

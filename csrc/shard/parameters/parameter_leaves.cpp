@@ -41,12 +41,22 @@ void ParameterLeaves::replace_full(std::size_t i, at::Tensor full) {
   view_->replace_full(static_cast<std::int32_t>(i), full_[i]);
 }
 
+void ParameterLeaves::set_gradient_dtype(std::int32_t i,
+                                         std::optional<at::ScalarType> dtype) {
+  if (const auto& node = nodes_[static_cast<std::size_t>(i)]) {
+    shard::set_gradient_dtype(*node, dtype);
+  }
+}
+
 // Once a parameter, for forwards before and after another plan, whose gradients
 // may be summed in one backward.
 void ParameterLeaves::install_node(std::size_t i) {
   if (torch::autograd::isDifferentiableType(full_[i].scalar_type())) {
     nodes_[i] = install_gradient_node(full_[i], receiver_,
                                       static_cast<std::int32_t>(i));
+    if (infos_[i].gradient_as_computed) {
+      shard::set_gradient_dtype(*nodes_[i], infos_[i].reduce_dtype);
+    }
   }
 }
 

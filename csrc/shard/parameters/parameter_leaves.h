@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -40,6 +41,9 @@ class ParameterLeaves {
   std::size_t size() const { return shards_.size(); }
   const std::vector<at::Tensor>& shards() const { return shards_; }
   const std::vector<at::Tensor>& full() const { return full_; }
+  // The dtype to which autograd casts i's gradients from now on; none: as they
+  // were computed.  Nothing where autograd knows no gradients of i's dtype.
+  void set_gradient_dtype(std::int32_t i, std::optional<at::ScalarType> dtype);
   // By parameter; null where autograd knows no gradients of its dtype.
   const std::vector<NodePtr>& nodes() const { return nodes_; }
   const std::weak_ptr<BackwardReceiver>& receiver() const { return receiver_; }

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lowtide._base.agreement import require_same_lines
-from lowtide._sharding.parameter import UnitParameter, over_parallel
+from lowtide._sharding.parameter import UnitParameter
 from lowtide._sharding.subclass import (
     POST,
     PRE,
@@ -152,10 +152,7 @@ class _Extended:
                 f"got {full.dtype}. Convert it, or pass MixedPrecisionPolicy("
                 f"param_dtype={full.dtype}) for its unit."
             )
-        if parameter.parallel is not None:
-            full = over_parallel(full, parameter.parallel)
-        full = nn.Parameter(full, requires_grad=parameter.shard.requires_grad)
-        return full, list(inner)
+        return parameter.full_over(full), list(inner)
 
     def _put_in_order(self, gathered: Tensor, world_size: int) -> None:
         """Moves the ranks' pieces, which came one after the other, to their places

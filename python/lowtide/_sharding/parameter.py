@@ -17,6 +17,7 @@ from lowtide._sharding.subclass import (
     require_both_hooks,
     shard_of_subclass,
 )
+from lowtide._torch_version import gradient_as_computed, set_gradient_dtype
 
 
 @dataclasses.dataclass(eq=False)
@@ -28,6 +29,7 @@ class UnitParameter:
     shard_dim: int
     sizes: torch.Size  # of the full parameter; of this rank's part if it is parallel
     parallel: DTensorSpec | None  # of a parameter that was a DTensor already
+    reduce_dtype: torch.dtype = torch.float32  # of its gradient on the wire
     # The class of a shard that says what is gathered for it, see subclass.py.
     extended_class: type[torch.Tensor] | None = None
     # Registered while the unit is unsharded; printing it without bytes would crash.
@@ -70,9 +72,23 @@ class UnitParameter:
         # later, in a forward, it would look like a saved view ([Note: Saved
         # parameters] in shard/parameters/parameter_leaves.h).
         data.untyped_storage()
+        self.full = self.full_over(data)
+
+    def full_over(self, data: torch.Tensor) -> nn.Parameter:
+        """The full parameter with this memory."""
         if self.parallel is not None:
             data = over_parallel(data, self.parallel)
-        self.full = nn.Parameter(data, requires_grad=self.shard.requires_grad)
+        full = nn.Parameter(data, requires_grad=self.shard.requires_grad)
+        set_gradient_dtype(
+            full, self.reduce_dtype, as_computed=self.gradient_as_computed(full.dtype)
+        )
+        return full
+
+    def gradient_as_computed(self, compute: torch.dtype) -> bool:
+        """Parallel ranks that hold all of it add their gradients before."""
+        placements = self.parallel.placements if self.parallel else ()
+        added = any(isinstance(each, Replicate) for each in placements)
+        return gradient_as_computed(compute, self.reduce_dtype, summed_before=added)
 
 
 def over_parallel(data: torch.Tensor, parallel: DTensorSpec) -> DTensor:

@@ -248,6 +248,7 @@ class UnitState:
             parameter.full = None
             parameter.extended_class = extended_class(local_of(shard))
             dtypes = self.dtypes(parameter)
+            parameter.reduce_dtype = dtypes.reduce
             infos.append(
                 _C.ParameterInfo(
                     name=parameter.name,
@@ -257,6 +258,7 @@ class UnitState:
                     reduce_dtype=dtypes.reduce,
                     shard_dim=parameter.shard_dim,
                     extended=parameter.extended,
+                    gradient_as_computed=parameter.gradient_as_computed(dtypes.compute),
                 )
             )
         extended = [p for p in self.parameters if p.extended]

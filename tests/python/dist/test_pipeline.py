@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from lowtide._torch_version import VERSION
 from support.recorder import Record, Recorder, assert_same_records
 from support.systems import get_system
 
@@ -157,18 +156,7 @@ def test_schedule_with_data_parallel_ranks(pool_of, name):
 
 # Gradients that are written and those that autograd delivers are summed in other
 # dtypes before and after a stage's backward is over.
-@pytest.mark.parametrize(
-    "name",
-    [
-        "zero bubble",
-        pytest.param(
-            "dual V",
-            marks=pytest.mark.xfail(
-                VERSION >= (2, 15), strict=True, reason="the norm's sums differ there"
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("name", ["zero bubble", "dual V"])
 def test_split_backward_of_bf16_stages(pool_of, name):
     assert_trains_as_fsdp2(pool_of(2), name, torch.bfloat16)
 
