@@ -68,7 +68,8 @@ SUCCEED = set(
 # What the names of functions have that a library's handle does not compute with.
 SETTING = re.compile(r"Set|[dD]estroy|Finalize|Descriptor|AutoAllocation")
 RESULTS = re.compile(
-    r"Create|InitAll|Shrink|Get|Size|Find|Query|Search|Nnz|zeroPivot|Init$"
+    r"Create|InitAll|Shrink|Grow|Signal|Get|Size|Find|Query|Search|Nnz|zeroPivot|Init$"
+    r"|AddNode|CaptureToGraph|LibraryLoad"
 )
 # Its structures are the caller's, and nothing reads what would be in them.
 OF_CALLERS = "cusparseLt"

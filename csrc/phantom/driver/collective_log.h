@@ -13,8 +13,8 @@ namespace lowtide::dry {
 // One call.  New communicators are calls, too: "init", "split".
 struct Call {
   const char* kind = "";
-  // What a rank gives: of an all_gather its shard, of a reduce_scatter or an
-  // all_to_all its whole input, else all of it.
+  // What a rank gives: of an all_gather or a gather its shard, of a
+  // reduce_scatter or an all_to_all its whole input, else all of it.
   std::size_t bytes = 0;
   const char* type = "-";
   const char* reduction = "-";

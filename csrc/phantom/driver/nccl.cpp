@@ -2,9 +2,8 @@
 // process alone, collectives are work on their stream.
 //
 // Bytes that the host made travel as if every rank had sent the same: what this
-// rank gives is in every place of what it gets, and a reduction is what one
-// rank gave.  Between devices of one process (ncclCommInitAll) a broadcast
-// brings what its root has.
+// rank gives is in every place of what it gets (of broadcasts: broadcasts.h),
+// and a reduction is what one rank gave.
 #include <cuda_runtime_api.h>
 #include <nccl.h>
 
@@ -12,9 +11,9 @@
 #include <cstring>
 #include <iterator>
 #include <map>
-#include <mutex>
 #include <string_view>
 
+#include "phantom/driver/broadcasts.h"
 #include "phantom/driver/capture.h"
 #include "phantom/driver/collective_log.h"
 #include "phantom/driver/collective_time.h"
@@ -78,11 +77,12 @@ void keep_time(const Communicator& communicator, std::string_view kind,
       {"all_reduce", Kind::all_reduce},
       {"reduce", Kind::broadcast},
       {"broadcast", Kind::broadcast},
+      {"gather", Kind::all_gather},
       {"all_to_all", Kind::all_to_all},
       {"send", Kind::send},
       {"recv", Kind::receive},
   };
-  const auto of_all = kind == "all_gather"
+  const auto of_all = kKinds.at(kind) == Kind::all_gather
                           ? bytes * static_cast<std::size_t>(communicator.size)
                           : bytes;
   const bool is_of_pair = kind == "send" || kind == "recv";
@@ -115,32 +115,11 @@ void spread(void* to, const void* from, std::size_t bytes, std::size_t places) {
   }
 }
 
-// What the roots of broadcasts between devices of this process gave last; a
-// root is called before the others, as torch does it.
-class LocalBroadcasts {
- public:
-  // What lies at the root, for a rank that is called with `from`.
-  const void* source(const Communicator& communicator, int root,
-                     const void* from) {
-    if (communicator.clique == 0) return from;
-    const std::lock_guard lock(mutex_);
-    auto& at_root = at_root_[communicator.clique];
-    if (communicator.rank == root) at_root = from;
-    return at_root;
-  }
-
- private:
-  std::mutex mutex_;
-  std::map<std::int64_t, const void*> at_root_;  // by clique
-};
-
 ncclResult_t broadcast(const void* from, void* to, std::size_t count,
                        ncclDataType_t type, int root, ncclComm_t comm,
                        cudaStream_t stream) {
-  static LocalBroadcasts local;
   const auto bytes = count * type_of(type).bytes;
-  const auto* source = local.source(communicators().of(comm), root, from);
-  if (source != nullptr) spread(to, source, bytes, 1);
+  bring_broadcast(communicators().of(comm), root, from, to, bytes);
   return collective("broadcast", bytes, type, "-", root, comm, stream);
 }
 
@@ -226,6 +205,7 @@ ncclResult_t ncclGroupStart() {
 }
 ncclResult_t ncclGroupEnd() {
   collective_log().leave_group();
+  if (CollectiveLog::depth() == 0) bring_grouped_broadcasts();
   time_group_ends();
   return ncclSuccess;
 }
@@ -236,6 +216,15 @@ ncclResult_t ncclAllGather(const void* from, void* to, std::size_t count,
   const auto bytes = count * type_of(type).bytes;
   spread(to, from, bytes, ranks_of(comm));
   return collective("all_gather", bytes, type, "-", -1, comm, stream);
+}
+ncclResult_t ncclGather(const void* from, void* to, std::size_t count,
+                        ncclDataType_t type, int root, ncclComm_t comm,
+                        cudaStream_t stream) {
+  const auto bytes = count * type_of(type).bytes;
+  if (communicators().of(comm).rank == root) {
+    spread(to, from, bytes, ranks_of(comm));
+  }
+  return collective("gather", bytes, type, "-", root, comm, stream);
 }
 ncclResult_t ncclReduceScatter(const void* from, void* to, std::size_t count,
                                ncclDataType_t type, ncclRedOp_t op,

@@ -30,10 +30,18 @@ struct OpenRange : at::ObserverContext {
   std::shared_ptr<Range> range;
 };
 
-// NCCL's own ranges say no more than its calls.
+// Of the calling thread: torch's name for the collective that it is in.
+std::string operation() {
+  const auto* info = static_cast<torch::ParamCommsDebugInfo*>(
+      c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PARAM_COMMS_INFO));
+  return info == nullptr ? "" : info->getCollectiveName();
+}
+
+// The ranges of torch's groups, which nccl2 (torch 2.15) calls as the operation,
+// say no more than NCCL's calls.
 std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function) {
   const std::string_view name = function.name();
-  if (name.starts_with("nccl:")) return nullptr;
+  if (name.starts_with("nccl:") || name == operation()) return nullptr;
   auto open = std::make_unique<OpenRange>();
   open->range = std::make_shared<Range>();
   open->range->name = name;
@@ -65,18 +73,11 @@ __attribute__((visibility("default"))) void lowtide_dry_follow_ranges() {
                             .scopes({at::RecordScope::USER_SCOPE}));
 }
 
-// Of the calling thread: range, operation and what its group is for, with tabs
-// between them; each may be empty.  Valid until the thread's next call.
+// Of the calling thread: range and operation with a tab between them; each may
+// be empty.  Valid until the thread's next call.
 __attribute__((visibility("default"))) const char* lowtide_dry_around_call() {
   thread_local std::string text;
-  text = lowtide::dry::innermost() + "\t";
-  const auto* info = static_cast<torch::ParamCommsDebugInfo*>(
-      c10::ThreadLocalDebugInfo::get(c10::DebugInfoKind::PARAM_COMMS_INFO));
-  if (info != nullptr) {
-    text += info->getCollectiveName() + "\t" + info->getProcessGroupDesc();
-  } else {
-    text += "\t";
-  }
+  text = lowtide::dry::innermost() + "\t" + lowtide::dry::operation();
   return text.c_str();
 }
 

@@ -91,18 +91,14 @@ class Log:
     @classmethod
     def of(cls, rank: int, report: Mapping[str, Any], *, complete: bool = True) -> Log:
         """``report``: of :func:`.calls.collect`."""
-        purposes = {
-            call["communicator"]: call["purpose"]
-            for call in reversed(report["calls"])
-            if call["purpose"]
-        }
         communicators = {}
         made: Counter[tuple[str, tuple[int, ...]]] = Counter()
         for each in report["communicators"]:
             key = each["name"], tuple(each["ranks"])
-            purpose = purposes.get(each["number"], "")
             if each["name"]:
-                communicators[each["number"]] = Communicator(*key, made[key], purpose)
+                communicators[each["number"]] = Communicator(
+                    *key, made[key], each["purpose"]
+                )
             made[key] += 1
         return cls(
             rank,

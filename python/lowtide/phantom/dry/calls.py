@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import driver, values
+from . import driver, groups, values
 from .untraced import untraced
 
 # The frame in which a thread waits for autograd's.
@@ -23,14 +23,12 @@ _BACKWARD = "_engine_run_backward"
 class Around(NamedTuple):
     """``where``: the line of the program; on a thread of autograd that of the backward
     that it works for, and ``node`` is what runs; ``range``: the innermost one that a
-    profiler would show; ``operation``: torch's name; ``purpose``: what torch calls the
-    group."""
+    profiler would show; ``operation``: torch's name."""
 
     where: str
     node: str = ""
     range: str = ""
     operation: str = ""
-    purpose: str = ""
 
 
 # By number of the call.
@@ -80,8 +78,11 @@ def collect() -> dict[str, Any]:
     ]
     for place, call in reversed(_objects):
         calls.insert(place, call)
-    communicators = [*driver.communicators(), *_groups_of_objects.values()]
-    return {"communicators": [each._asdict() for each in communicators], "calls": calls}
+    communicators = [
+        each._asdict() | {"purpose": groups.purpose_of(each.name)}
+        for each in (*driver.communicators(), *_groups_of_objects.values())
+    ]
+    return {"communicators": communicators, "calls": calls}
 
 
 def _place() -> tuple[str, str]:

@@ -19,9 +19,15 @@ from torch.distributed import distributed_c10d
 from . import driver
 
 _ID_BYTES = 128
-_NUMBERS = re.compile(r"(?:UniqueNCCLID:)?(\d+)(?::(\d+))?")
-# Ranks of the world of each group that was made, by its name.
+# What an id's key has behind its group: a number, that of one of several roots, or the
+# two ranks of a pair; of nccl2 (torch 2.15) names, the pair's ranks and numbers.
+_ENDS = (
+    re.compile(r"(?:UniqueNCCLID:)?(\d+)(?::(\d+))?"),
+    re.compile(r".*?(?:/p2p-(\d+)-(\d+)-\d+/.*)?/nccl_storekey_\d+(?:_\d+)?"),
+)
+# Of each group that was made, by its name: ranks of the world; what torch calls it.
 _ranks: dict[str, tuple[int, ...]] = {}
+_purposes: dict[str, str] = {}
 
 
 def install() -> None:
@@ -37,23 +43,29 @@ def ids_of(key: str) -> bytes:
     return hashlib.shake_256(key.encode()).digest(_ID_BYTES)
 
 
+def purpose_of(communicator: str) -> str:
+    """What torch calls the group of the communicator with that name."""
+    return _purposes.get(communicator.partition("/")[0], "")
+
+
 def hear(key: str, value: bytes) -> None:
     """``value`` was read from the store, or is put there.
 
-    The key of an id is the group's name, for some groups the device, and a number, the
-    number of one of several roots, or the two ranks of a pair: ``0//cuda//1:5``."""
+    The key of an id is the group's name, for some groups the device, and what of the
+    group it is: ``0//cuda//1:5``, ``0//cuda//0/p2p-1-5-0/0/p2p-1-5-0/nccl_storekey_0``.
+    """
     *names, last = key.split("//")
-    found = _NUMBERS.fullmatch(last)
+    found = next((end for end in (e.fullmatch(last) for e in _ENDS) if end), None)
     if found is None or not names or len(value) != _ID_BYTES:
         return
     if names[-1] == "cuda" and len(names) > 1:
         names.pop()
     name = names[-1].rpartition("/")[2]
     ranks = _ranks.get(name, ())
-    number, other = found.groups()
+    one, other = found.groups()
     if other is not None and ranks:
-        ranks = ranks[int(number)], ranks[int(other)]
-        name = f"{name}/{last}"
+        ranks = ranks[int(one)], ranks[int(other)]
+        name = f"{name}/{one}:{other}"
     driver.name_group(value, name, ranks)
 
 
@@ -73,6 +85,7 @@ def _named(make: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         ranks = tuple(global_ranks_in_group) or tuple(range(group_size))
         _ranks[group_name] = ranks
+        _purposes[group_name] = kwargs.get("group_desc") or ""
         driver.name_split(group_name, ranks)
         return make(
             group_size,
@@ -105,6 +118,7 @@ def _split(split: Callable[..., Any]) -> Callable[..., Any]:
         world = dist.get_process_group_ranks(self)
         name = group_name or ""
         _ranks[name] = tuple(world[rank] for rank in ranks)
+        _purposes[name] = kwargs.get("group_desc") or ""
         driver.name_split(name, _ranks[name])
         return split(self, ranks, timeout, opts, group_name, *args, **kwargs)
 
