@@ -1,10 +1,13 @@
 #include "phantom/observer/operator_traits.h"
 
 #include <algorithm>
+#include <deque>
 #include <mutex>
+#include <string>
 #include <string_view>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 
 namespace lowtide::dry {
 namespace {
@@ -44,16 +47,13 @@ bool is_foreign(std::string_view name) {
   return !kTorchs.contains(name.substr(0, name.find("::")));
 }
 
+// Without a handle for what did not come through the dispatcher.
 OperatorTraits traits(const at::RecordFunction& function) {
   OperatorTraits found;
   const std::string_view name = function.name();
   const auto called = function.operator_name();
   if (called) found.handle = c10::Dispatcher::singleton().findSchema(*called);
-  if (!found.handle) {
-    // One of lowtide's that came without the dispatcher.
-    if (name.starts_with("lowtide::")) found.written.push_back(0);
-    return found;
-  }
+  if (!found.handle) return found;
   const auto& schema = found.handle->schema();
   for (std::size_t i = 0; i < schema.arguments().size(); ++i) {
     const auto& argument = schema.arguments()[i];
@@ -81,13 +81,35 @@ OperatorTraits traits(const at::RecordFunction& function) {
 }  // namespace
 
 const OperatorTraits& traits_of(const at::RecordFunction& function) {
-  // The text of an operator's name stays where it is.
+  struct Known {
+    std::string name;
+    OperatorTraits traits;
+  };
+  // By where the operator's name stands, which tells overloads apart.  Other
+  // names, such as those of collectives, come and go with what they name.
   static std::mutex mutex;
-  static std::unordered_map<const void*, OperatorTraits> known;
+  static std::unordered_map<const void*, const Known*> known;
+  static std::deque<Known> all;
+  const std::string_view name = function.name();
   const std::lock_guard lock(mutex);
-  const auto found = known.find(function.name());
-  if (found != known.end()) return found->second;
-  return known.emplace(function.name(), traits(function)).first->second;
+  const auto found = known.find(name.data());
+  if (found != known.end() && found->second->name == name) {
+    return found->second->traits;
+  }
+  auto its = traits(function);
+  if (!its.handle) {
+    static const OperatorTraits none;
+    static const OperatorTraits writes_first = [] {
+      OperatorTraits traits;
+      traits.written = {0};
+      return traits;
+    }();
+    // One of lowtide's that came without the dispatcher.
+    return name.starts_with("lowtide::") ? writes_first : none;
+  }
+  const auto& kept = all.emplace_back(std::string(name), std::move(its));
+  known[name.data()] = &kept;
+  return kept.traits;
 }
 
 }  // namespace lowtide::dry
