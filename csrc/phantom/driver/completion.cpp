@@ -15,8 +15,12 @@ Completion::Ticket Completion::record(cudaStream_t stream) {
 }
 
 bool Completion::done(const Ticket& ticket) const {
+  return immediate_ || waited_for(ticket);
+}
+
+bool Completion::waited_for(const Ticket& ticket) const {
   const Lock lock(mutex_);
-  if (immediate_ || ticket.number <= device_done_) return true;
+  if (ticket.number <= device_done_) return true;
   const auto found = stream_done_.find(ticket.stream);
   return found != stream_done_.end() && ticket.number <= found->second;
 }

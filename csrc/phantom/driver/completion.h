@@ -25,6 +25,8 @@ class Completion {
 
   Ticket record(cudaStream_t stream);
   bool done(const Ticket& ticket) const;
+  // The host has waited for it, whatever is said of others.
+  bool waited_for(const Ticket& ticket) const;
   void wait(const Ticket& ticket);
   void wait_for_stream(cudaStream_t stream);
   void wait_for_device();

@@ -40,6 +40,11 @@ LOWTIDE_DRY_API void lowtide_dry_set_bounds(int index, std::int64_t limit,
   device(index).memory.allow(static_cast<std::size_t>(limit));
   device(index).completion.set_immediate(immediate != 0);
 }
+// Whatever the current device was told counts as waited for, and no time
+// passes.
+LOWTIDE_DRY_API void lowtide_dry_settle() {
+  device(current_device()).completion.wait_for_device();
+}
 // Bytes of a device: what cudaMemGetInfo calls used, at most so far.
 LOWTIDE_DRY_API std::int64_t lowtide_dry_peak_memory(int index) {
   return static_cast<std::int64_t>(device(index).memory.peak());

@@ -1,6 +1,7 @@
 // CUDA's runtime: streams and events.
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <cstring>
 
 #include "phantom/driver/capture.h"
@@ -18,9 +19,26 @@ struct Event {
   Captured captured = {};
   Clock clock = {};
   Moment moment = {};
+  std::atomic<bool> awaited = false;  // by a stream
 };
 
 Event& event_of(cudaEvent_t event) { return *reinterpret_cast<Event*>(event); }
+
+// [Note: Asking for a collective]
+// Whoever waits for a collective of torch's nccl2 asks first whether it is
+// done, and makes no stream wait for it if it is.  So while time is kept, an
+// event right behind a collective is done when simulated time is there.  A
+// thread that gives the device no work, such as that group's watchdog, asks
+// when the wall's clock tells it to: there it is done when others have waited.
+thread_local bool looks_on = true;
+
+bool is_done(const Event& event) {
+  const auto& completion = device(event.device).completion;
+  if (!completion.done(event.ticket)) return false;
+  if (!event.moment.is_of_collective || !timekeeper().runs()) return true;
+  if (event.awaited || completion.waited_for(event.ticket)) return true;
+  return !looks_on && timekeeper().has_reached(event.moment);
+}
 
 }  // namespace
 }  // namespace lowtide::dry
@@ -91,11 +109,13 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
   return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  looks_on = false;
   auto& recorded = event_of(event);
   recorded.device = stream_of(stream).device;
   recorded.captured = capture().record(stream);
   recorded.clock = order().record(stream);
   recorded.moment = timekeeper().record(stream);
+  recorded.awaited = false;
   recorded.ticket = device(recorded.device).completion.record(stream);
   listener().hear_recorded(stream);
   return cudaSuccess;
@@ -106,7 +126,8 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream,
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event,
                                 unsigned) {
-  const auto& recorded = event_of(event);
+  auto& recorded = event_of(event);
+  recorded.awaited = true;
   order().wait(stream, recorded.clock);
   if (const auto refused = capture().wait(stream, recorded.captured)) {
     return refused;
@@ -117,8 +138,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event,
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   const auto& recorded = event_of(event);
   if (const auto refused = capture().ask(recorded.captured)) return refused;
-  const bool done = device(recorded.device).completion.done(recorded.ticket);
-  if (!done) return cudaErrorNotReady;
+  if (!is_done(recorded)) return cudaErrorNotReady;
   order().host_sees(recorded.clock);
   return cudaSuccess;
 }

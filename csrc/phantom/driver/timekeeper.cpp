@@ -40,6 +40,7 @@ bool Timekeeper::start(const phantom::Machine& machine) {
     simulation_->set_priority(number_of(stream), priority);
     simulation_->set_priority(replayed(stream), priority);
   }
+  behind_collectives_.clear();
   ++timeline_;
   runs_ = true;
   return true;
@@ -114,6 +115,7 @@ void Timekeeper::tell(const Open& kernel, const Work& work) {
 void Timekeeper::launch(cudaStream_t stream, std::string_view name,
                         std::int64_t blocks, bool is_library) {
   simulation_->spend(is_library ? host_.library_call : host_.launch);
+  behind_collectives_.erase(stream);
   auto& running = operators();
   const auto shown = running.empty() ? interned(name) : running.back().name;
   Open open{.place = {},
@@ -162,10 +164,12 @@ void Timekeeper::collective(cudaStream_t stream, std::int64_t communicator,
   const Lock lock(mutex_);
   enqueue({stream, Collective{communicator, interned(name), cost}},
           host_.collective);
+  behind_collectives_.insert(stream);
 }
 
 void Timekeeper::enqueue(const Node& node, double seconds) {
   simulation_->spend(seconds);
+  behind_collectives_.erase(node.stream);
   if (is_captured(node.stream)) {
     capturing_->nodes.push_back(node);
     return;
@@ -187,7 +191,15 @@ Moment Timekeeper::record(cudaStream_t stream) {
     capturing_->nodes.push_back({stream, Record{number}});
     return {timeline_, number, /*in_graph=*/true};
   }
-  return {timeline_, simulation_->record(number_of(stream))};
+  return {timeline_, simulation_->record(number_of(stream)), /*in_graph=*/false,
+          behind_collectives_.count(stream) > 0};
+}
+
+bool Timekeeper::has_reached(const Moment& moment) {
+  if (!runs() || moment.timeline != timeline_ || moment.in_graph) return true;
+  const Lock lock(mutex_);
+  simulation_->spend(host_.event);
+  return simulation_->time_of(moment.number) <= simulation_->host();
 }
 
 void Timekeeper::wait(cudaStream_t stream, const Moment& moment) {

@@ -26,6 +26,7 @@ struct Moment {
   std::uint64_t timeline = 0;  // 0: on none, which is over and never waited for
   std::int64_t number = 0;
   bool in_graph = false;
+  bool is_of_collective = false;  // nothing lies between the two
 };
 
 // While no time is kept, each call is one read of a flag.  Thread-safe.
@@ -70,6 +71,8 @@ class Timekeeper {
   // ---------------------------------------------------------
   Moment record(cudaStream_t stream);
   void wait(cudaStream_t stream, const Moment& moment);
+  // Asking costs the host what an event does.
+  bool has_reached(const Moment& moment);
   void synchronize(const Moment& moment);
   void synchronize(cudaStream_t stream);
   void synchronize_all();
@@ -148,6 +151,7 @@ class Timekeeper {
   phantom::Host host_;
   std::set<std::string, std::less<>> names_;  // outlive every timeline
   std::map<cudaStream_t, int> priorities_;
+  std::set<cudaStream_t> behind_collectives_;  // whose last work is one
   std::unique_ptr<Graph> capturing_;
   std::map<cudaGraph_t, std::shared_ptr<const Graph>> graphs_;
   std::map<cudaGraphExec_t, std::shared_ptr<const Graph>> launchable_;

@@ -1,8 +1,9 @@
 """An optimizer's step ends when what is done holds no memory.
 
-NCCL's watchdog lets go of the tensors of a collective that is done, and looks every
-100 ms of the wall's clock. A step on a GPU takes longer; here it may not, and DDP's
-first buckets would live for as long as this machine is quick.
+The watchdog of ``ProcessGroupNCCL`` lets go of the tensors of a collective that is
+done, and looks every 100 ms of the wall's clock. A step on a GPU takes longer; here it
+may not, and DDP's first buckets would live for as long as this machine is quick. That
+of ``ProcessGroupNCCL2`` (torch 2.15) lets go of only what nobody waits for.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from . import driver
 
 
 def install() -> None:
@@ -25,8 +28,12 @@ def install() -> None:
 def _settle(*_: Any) -> None:
     if not dist.is_initialized() or _is_capturing():
         return
+    device = torch.device("cuda")
     for group in dist.distributed_c10d._world.pg_map:
-        if dist.get_backend(group) == "nccl":
+        if device not in group._device_types:
+            continue
+        if isinstance(group._get_backend(device), dist.ProcessGroupNCCL):
+            driver.settle()
             group._wait_for_pending_works()
 
 
