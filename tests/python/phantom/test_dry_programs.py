@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
+from lowtide._torch_version import VERSION
 from lowtide.phantom.dry import launch
-from support import dry_programs
+from support import dry_programs, workspaces
 from support.dry_process import run_dry
 
 ROOT = Path(__file__).parents[3]
@@ -62,7 +63,8 @@ def of_eight() -> dict[str, dict[str, Any]]:
 def test_resnet50_with_amp_and_channels_last(alone):
     found = alone["resnet50"]
     assert found["state"] == pytest.approx(2 * 25_557_032 * 4, rel=1e-3)
-    assert found["allocated"] == pytest.approx(1787 * MIB, abs=MIB)
+    held = 1722 * MIB + workspaces.kept(2)
+    assert found["allocated"] == pytest.approx(held, abs=2 * MIB)
 
 
 def test_the_trainer_of_transformers(alone):
@@ -88,7 +90,10 @@ def test_every_mechanism_of_lowtide_together():
 
 def test_inductor_compiles_and_takes_less_than_eager(alone):
     found = alone["compiled"]
-    assert found["compiled"] < found["eager"]
+    if workspaces.KEPT:
+        assert found["compiled"] < found["eager"]
+    else:  # both are largest in a product, with its workspace
+        assert found["compiled"] <= found["eager"]
 
 
 def test_a_step_in_a_cuda_graph_has_a_pool_of_its_own(alone):
@@ -134,8 +139,9 @@ def test_sparse_products(of_eight):
 def test_fsdp2_and_ddp_over_torchs_own_nccl_group(of_eight):
     weights = 4 * 1024 * 1025 * 4
     assert of_eight["fsdp2"]["state"] == pytest.approx(3 * weights / 8, rel=1e-3)
-    # cuBLAS has its workspace from the operators before.
-    assert of_eight["fsdp2"]["allocated"] == 58_875_904
+    # cuBLASLt has its workspace from the operators before, where it is kept.
+    kept = 1_052_672 if workspaces.KEPT else 0
+    assert of_eight["fsdp2"]["allocated"] == 57_823_232 + kept
     # Parameters, and gradients as views of its buckets.
     assert of_eight["ddp"]["parameters"] == pytest.approx(weights, rel=1e-3)
     assert of_eight["ddp"]["allocated"] > 2 * weights
@@ -292,12 +298,13 @@ MISSING = {
     "cublasLtMatrixTransform": 15,
     "cudnnMultiHeadAttnForward": 3000,
     "cufftExecZ2Z": 16,
-    "curandGenerate": 999,
     "cusolverDnSsygvd": 9,
     "cusparseGather": 10,
     "cusparseLtGetProperty": 10,
     "ncclCommShrink": 5,
 }
+if VERSION < (2, 15):  # which does without
+    MISSING["curandGenerate"] = 999
 
 
 def test_missing_functions_are_named(tmp_path):

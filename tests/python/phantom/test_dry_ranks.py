@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lowtide._torch_version import VERSION
 from lowtide.phantom.dry import ranks
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -143,7 +144,9 @@ def test_all_ranks_have_each_others_objects():
         "scatter": ["for 0"],
         "gloo": 3,
     }
-    assert "calls agree (5 calls, 1 communicators)\n" in said
+    # torch 2.15 makes NCCL's communicator with the group.
+    made = int(VERSION >= (2, 15))
+    assert f"calls agree ({5 + made} calls, {1 + made} communicators)\n" in said
 
 
 def test_a_rank_among_some_has_its_own_objects():
@@ -162,7 +165,9 @@ def test_a_rank_that_ends_before_an_exchange():
         "lowtide: phantom: all_gather_object: expected rank 1 to come to it, too, got "
         "its end. Let every rank of the group exchange objects alike."
     ) in said
-    assert "rank 0, call 5: all_gather_object on the group of ranks 0 and 1" in said
+    number = 5 + int(VERSION >= (2, 15))
+    what = f"rank 0, call {number}: all_gather_object on the group of ranks 0 and 1"
+    assert what in said
     assert "rank 1: nothing more\n" in said
     assert (
         "lowtide: phantom: rank 0: expected the program to end with status 0, got 1."

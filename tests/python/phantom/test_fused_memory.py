@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import lowtide
 from lowtide.phantom.dry.launch import Machine
+from support import workspaces
 from support.dry_process import call_dry
 
 DIM, HIDDEN, TOKENS, WORLD = 2048, 8192, 16, 8
@@ -78,7 +79,8 @@ def test_no_weight_gradient_in_the_compute_dtype():
     exact, fused = found["exact"], found["fused"]
     # The slabs are there: what is left are two units' parameters and their casts.
     parameters = 2 * (2 * WEIGHT * 2) * (1 + 1 / WORLD)
-    assert fused["no_sync"] <= parameters + (1 << 20)
+    product = 0 if workspaces.KEPT else workspaces.HOPPER
+    assert fused["no_sync"] <= parameters + product + (1 << 20)
     # One parameter's gradient, of which the exact mode hides a unit's cast.
     assert exact["no_sync"] - fused["no_sync"] >= 2 * WEIGHT * 0.75
     # The ring is gone, and the slab of a weight is a unit's gradients in bf16.

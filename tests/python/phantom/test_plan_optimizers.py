@@ -6,20 +6,21 @@ import pytest
 
 from support.planned import plan_text
 
-WEIGHT = 512 * 512 * 4
+# More than a workspace of cuBLAS, which would make the peak.
+WEIGHT = 4096 * 4096 * 4
 BUILD = """
 import torch
 from torch import nn
 
 def step(optimizer, *models):
-    x = torch.ones(4, 512, device="cuda")
+    x = torch.ones(4, 4096, device="cuda")
     for model in models:
         x = model(x)
     x.sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 
-a, b = (nn.Linear(512, 512, bias=False).cuda() for _ in range(2))
+a, b = (nn.Linear(4096, 4096, bias=False).cuda() for _ in range(2))
 of_a, of_b = (torch.optim.Adam(m.parameters()) for m in (a, b))
 """
 
@@ -51,7 +52,7 @@ def update(parameter):
 for parameter in model.parameters():
     parameter.register_post_accumulate_grad_hook(update)
 while True:
-    model(torch.ones(4, 512, device="cuda")).sum().backward()
+    model(torch.ones(4, 4096, device="cuda")).sum().backward()
 """
     plan = plan_text(tmp_path, BUILD + text, steps=1)
     assert plan.by_category["optimizer_state"] >= 4 * WEIGHT

