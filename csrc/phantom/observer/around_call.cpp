@@ -37,8 +37,8 @@ std::string operation() {
   return info == nullptr ? "" : info->getCollectiveName();
 }
 
-// The ranges of torch's groups, which nccl2 (torch 2.15) calls as the operation,
-// say no more than NCCL's calls.
+// The ranges of torch's groups, which nccl2 (torch 2.15) calls as the
+// operation, say no more than NCCL's calls.
 std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function) {
   const std::string_view name = function.name();
   if (name.starts_with("nccl:") || name == operation()) return nullptr;
