@@ -353,6 +353,7 @@ void bind_shard(py::module_& module) {
       .def_property_readonly("world_size", &RowStream::world_size)
       .def_property_readonly("num_rows", &RowStream::num_rows)
       .def_property_readonly("padded_rows", &RowStream::padded_rows)
+      .def_property_readonly("sums_as_reduced", &RowStream::sums_as_reduced)
       .def_property_readonly("block_rows", &RowStream::block_rows)
       .def_property_readonly("num_blocks", &RowStream::num_blocks)
       .def("rows_in", &RowStream::rows_in, py::arg("block"))

@@ -56,6 +56,13 @@ class RowStream {
   // Of a rank's shard, padded: rank r's row j is row r * padded_rows + j of the
   // parameter, and padding from num_rows on.
   std::int64_t padded_rows() const { return slice_.padded_rows; }
+  // What several uses give in this backward is summed in the reduce dtype, as
+  // [Note: The dtype of a gradient] has it; before its first block.
+  bool sums_as_reduced() const {
+    const auto& gradients = unit_.gradients();
+    return info().gradient_as_computed && !gradients.sync() &&
+           !gradients.touched(0);
+  }
   // As planned; changes between steps only, with the gradient budget.
   std::int64_t block_rows() const {
     return unit_.gradients().parameter(0).rows.at_once;

@@ -52,8 +52,14 @@ class EmbeddingRows:
     """
 
     def __init__(
-        self, unit: _C.Unit, weight: nn.Parameter, *, fused: bool = False
+        self,
+        unit: _C.Unit,
+        weight: nn.Parameter,
+        reduce_dtype: torch.dtype,
+        *,
+        fused: bool = False,
     ) -> None:
+        self._reduce_dtype = reduce_dtype
         # Sums in fp32, not in the compute dtype.
         self._fused = fused
         row_bytes = weight.shape[1] * weight.element_size()
@@ -129,13 +135,19 @@ class EmbeddingRows:
         arrived = dict(of_backward)
         of_backward.clear()
         self._stream.begin_backward()
+        dtype = gradient.dtype
+        if self._stream.sums_as_reduced:
+            dtype = self._reduce_dtype
         for block, chunk in enumerate(self._chunks()):
             if self._fused:
                 rows = _sum_of(chunk, padding_idx, arrived.values())
             else:
                 rows = functools.reduce(
                     Tensor.add_,
-                    (_gradient_of(chunk, padding_idx, *c) for c in arrived.values()),
+                    (
+                        _gradient_of(chunk, padding_idx, *call).to(dtype)
+                        for call in arrived.values()
+                    ),
                 )
             self._stream.put(block, rows)
 

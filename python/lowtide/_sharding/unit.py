@@ -378,7 +378,7 @@ class UnitState:
             assert weight is not None
             sums_in = self.dtypes(self.parameters[0]).reduce
             fused = self.fused is not None and sums_in == torch.float32
-            self.embedding_rows = EmbeddingRows(unit, weight, fused=fused)
+            self.embedding_rows = EmbeddingRows(unit, weight, sums_in, fused=fused)
 
     def choose_fused(self) -> None:
         """Finds the weights whose gradients are summed in place."""
