@@ -68,7 +68,6 @@ def _package() -> str:
         raise ImportError(
             "lowtide: integrations.lightning: expected lightning or pytorch_lightning, "
             f"got {' and '.join(found) or 'none'}. Import the one you use first, or "
-            "write lowtide.integrations.lightning.strategy_class(ModelParallelStrategy) "
-            "with its class."
+            "write strategy_class(ModelParallelStrategy) with its class."
         )
     return found[0]
