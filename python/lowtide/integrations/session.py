@@ -143,9 +143,14 @@ def enter(policy: str) -> None:
 
 
 def _is_root(module: nn.Module) -> bool:
-    """Of a tree of units that ran forward."""
+    """Of a tree of units that ran forward: units are named by their paths, the root by
+    its class. (Weak references are gone when the collector ends a model.)"""
     state = unit_state(module)
-    return state is not None and bool(state.tree) and state.tree[0]() is state
+    return (
+        state is not None
+        and state.root is not None
+        and state.name == class_name(module)
+    )
 
 
 def _report(root: nn.Module) -> str:

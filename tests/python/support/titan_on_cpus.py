@@ -3,6 +3,8 @@
 It takes an accelerator for granted, and imports what only its metrics and its text
 datasets need: both are stood in for here. Its trainer, model, parallelization,
 optimizer, clipping and checkpoints are its own.
+
+    titan_on_cpus.py SCRIPT [ARG...]     in the environment that torchrun makes
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import dataclasses
 import functools
 import importlib
 import os
+import runpy
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -53,8 +56,14 @@ def prepare() -> None:
     kernels.fill_indices_wrapper = (
         kernels.fill_indices_cpu
     )  # its reference for Triton's
-    utils.init_distributed = lambda *args, **settings: dist.get_world_size()
+    utils.init_distributed = _join
     utils.set_pg_timeouts = lambda *args, **settings: None  # of devices' numbers
+
+
+def _join(*args: Any, **settings: Any) -> int:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    return dist.get_world_size()
 
 
 def _with_integers(histc: Any) -> Any:
@@ -88,6 +97,21 @@ class Batches:
         self.step = state["step"]
 
 
+def always_sum(parallelize: Callable[..., Any]) -> Callable[..., Any]:
+    """torchtitan has gradients divided by 1, for which FSDP2 multiplies in the
+    collective unless it is told that it can not, as gloo."""
+
+    @functools.wraps(parallelize)
+    def parallelize_for_gloo(*args: Any, **settings: Any) -> Any:
+        model = parallelize(*args, **settings)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+        return model
+
+    return parallelize_for_gloo
+
+
 class Metrics:
     """What the trainer gives its metrics processor, kept."""
 
@@ -114,20 +138,6 @@ class Metrics:
         self.logged.append((loss, norm))
 
     def close(self) -> None: ...
-
-
-def _for_gloo(parallelize: Callable[..., Any]) -> Callable[..., Any]:
-    """torchtitan has gradients divided by 1, for which FSDP2 multiplies in the
-    collective unless it is told that it can not."""
-
-    def parallelize_for_gloo(*args: Any, **settings: Any) -> Any:
-        model = parallelize(*args, **settings)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)
-        return model
-
-    return parallelize_for_gloo
 
 
 def trainer_of(
@@ -159,7 +169,7 @@ def trainer_of(
     train_spec._extra_train_specs["small"] = dataclasses.replace(
         spec,
         model_args={"small": small},
-        parallelize_fn=_for_gloo(parallelize(spec.parallelize_fn)),
+        parallelize_fn=always_sum(parallelize(spec.parallelize_fn)),
         build_tokenizer_fn=None,
         build_dataloader_fn=lambda dp_rank, **_: Batches(dp_rank),
         build_metrics_processor_fn=lambda *_: Metrics(),
@@ -183,3 +193,26 @@ def trainer_of(
     for name, value in settings.items():
         setattr(config.parallelism, name, value)
     return Trainer(config)
+
+
+def run_script(path: str) -> None:
+    prepare()
+    from torchtitan.components import metrics
+    from torchtitan.models import llama3
+
+    llama3.parallelize_llama = always_sum(llama3.parallelize_llama)
+    metrics.device_module = types.SimpleNamespace(
+        current_device=lambda: 0,
+        get_device_name=lambda device: "CPU",
+        get_device_properties=lambda device: types.SimpleNamespace(total_memory=1),
+        reset_peak_memory_stats=lambda: None,
+        empty_cache=lambda: None,
+        memory_stats=lambda device: {},
+    )
+    sys.path[0] = os.path.dirname(os.path.abspath(path))
+    runpy.run_path(path, run_name="__main__")
+
+
+if __name__ == "__main__":
+    del sys.argv[0]
+    run_script(sys.argv[0])

@@ -16,4 +16,5 @@ def leave() -> None:
 if __name__ == "__main__":
     atexit.register(leave)
     del sys.argv[0]
+    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
     runpy.run_path(sys.argv[0], run_name="__main__")
