@@ -82,11 +82,15 @@ clean:
 	rm -rf $(BUILD) dist python/lowtide/*.so python/lowtide/_built_for.py
 
 # An existing environment is reused; a changed requirements file updates it.
-$(VENV)/.dev: requirements/dev.txt requirements/torch-$(TORCH).txt
+$(VENV)/.dev: requirements/dev.txt requirements/torch-$(TORCH).txt \
+    requirements/frameworks.txt
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || { echo \
 	  "lowtide: $(VENV): expected Python >= 3.10 with venv, got an error from" \
 	  "$(PYTHON). Run \`apt install python3-venv python3-dev\`." >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(^:%=-r %)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  $(patsubst %,-r %,$(filter-out %/frameworks.txt,$^))
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  -r requirements/frameworks.txt
 	$(BIN)/python -c "import pathlib, sysconfig; pathlib.Path(\
 	sysconfig.get_path('purelib'), 'lowtide-dev.pth').write_text('$(CURDIR)/$(PREFIX)\n')"
 	touch $@

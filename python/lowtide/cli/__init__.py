@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lowtide.cli import env, phantom, plan
+from lowtide.cli import env, phantom, plan, run
 
-COMMANDS = (env, phantom, plan)
+COMMANDS = (env, phantom, plan, run)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,10 +21,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in COMMANDS:
         command.add_parser(subparsers)
     given = list(sys.argv[1:] if arguments is None else arguments)
+    of_program: list[str] = []
+    if given[:1] == ["run"]:
+        given, of_program = run.split(given)
     options, unknown = parser.parse_known_args(given)
     if unknown:
         hint = getattr(options, "hint_at_unknown", "")
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    options.of_program = of_program
     options.is_script = "--" in given
     status: int = options.run(options)
     return status

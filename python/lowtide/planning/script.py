@@ -1,6 +1,7 @@
 """Runs a program as ``python`` would, and says what is not there."""
 
 import importlib.util
+import sys
 from pathlib import Path
 
 from lowtide.phantom.dry import as_main
@@ -14,11 +15,15 @@ def run_script(script: Script) -> None:
         _require_module(rest[0])
     else:
         require_file(first)
+    before = sys.modules["__main__"]
     try:
         as_main.run(script.words)
     except SystemExit as exit:
         if exit.code not in (None, 0):
             raise
+    finally:
+        # Optimizers that nobody else holds are over.
+        sys.modules["__main__"] = before
 
 
 def require_file(path: str) -> None:

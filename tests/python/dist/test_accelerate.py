@@ -1,12 +1,7 @@
-"""accelerate's FSDP2 plugin drives lowtide as it drives FSDP2.
-
-accelerate chooses the plugin only where there is an accelerator: `as_on_a_gpu` tells
-it so, on gloo; what runs then is its own code.
-"""
+"""accelerate's FSDP2 plugin drives lowtide as it drives FSDP2."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from support import accelerate_on_cpus
 from support.ranks import RankPool
 from support.recorder import Record, Recorder, assert_same_records
+from support.systems import get_system
 
 BATCHES = 4
 EPOCHS = 2
@@ -46,15 +43,12 @@ class Net(nn.Module):
 
 
 @contextmanager
-def as_on_a_gpu(**settings: Any) -> Iterator[Any]:
-    """An Accelerator with the plugin, in a process as torchrun starts it."""
+def accelerator_with(**settings: Any) -> Iterator[Any]:
+    """One with the plugin, in a process as torchrun starts it."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-    from accelerate.utils import DistributedType
 
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size)
-    os.environ.update(LOCAL_WORLD_SIZE=size, MASTER_ADDR="localhost", MASTER_PORT="0")
+    accelerate_on_cpus.accept_cpus()
+    accelerate_on_cpus.as_torchrun(dist.get_rank(), dist.get_world_size())
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         reshard_after_forward=True,
@@ -63,67 +57,57 @@ def as_on_a_gpu(**settings: Any) -> Iterator[Any]:
         cpu_ram_efficient_loading=settings.pop("efficient", False),
         state_dict_type="SHARDED_STATE_DICT",
     )
-    accelerator = Accelerator(
-        cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=2, **settings
-    )
-    for state in (AcceleratorState, PartialState):
-        state._shared_state["distributed_type"] = DistributedType.FSDP
-    accelerator.state.fsdp_plugin = plugin
-    if accelerator.mixed_precision != "no":
-        plugin.set_mixed_precision(accelerator.mixed_precision)
     try:
-        yield accelerator
+        yield Accelerator(
+            cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=2, **settings
+        )
     finally:
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
+        accelerate_on_cpus.forget()
 
 
 def train(
     system: str, how: str, settings: dict[str, Any], directory: Path
 ) -> tuple[Record, list[bool]]:
     """Two epochs, a checkpoint after the first that is loaded in the end."""
-    import torch.distributed.fsdp as fsdp
-
     import lowtide
+    from lowtide.integrations.accelerate import use_lowtide
 
-    theirs, record = fsdp.fully_shard, Recorder()
+    record = Recorder()
     generator = torch.Generator().manual_seed(3)
     rows = torch.randn(2 * BATCHES * dist.get_world_size(), 6, generator=generator)
     torch.manual_seed(0)
     model: Any = Net()
-    chosen = lowtide.fully_shard if system == "lowtide" else theirs
     if how == "before prepare":
+        fully_shard = get_system(system).fully_shard
         for block in model.blocks:
-            chosen(block)
-        chosen(model)
+            fully_shard(block)
+        fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
     loader = torch.utils.data.DataLoader(rows, batch_size=2)
-    fsdp.fully_shard = chosen
-    try:
-        with as_on_a_gpu(**settings) as accelerator:
-            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-            for epoch in range(EPOCHS):
-                for x in loader:
-                    with accelerator.accumulate(model):
-                        loss = (model(x).float() - x[:, :5]).pow(2).mean()
-                        record.add("loss", loss)
-                        accelerator.backward(loss)
-                        record.add_model(model)
-                        if accelerator.sync_gradients:
-                            parameters = model.parameters()
-                            norm = accelerator.clip_grad_norm_(parameters, 0.5)
-                            record.add("norm", norm)
-                        optimizer.step()
-                        optimizer.zero_grad()
-                if epoch == 0:
-                    accelerator.save_state(directory)
-            for name, value in accelerator.get_state_dict(model).items():
-                record.add(f"full {name}", value)
-            accelerator.load_state(directory)
-            record.add_model(model)
-            record.add("loaded", model(rows[:2]))
-    finally:
-        fsdp.fully_shard = theirs
+    with accelerator_with(**settings) as accelerator:
+        if how == "in prepare" and system == "lowtide":
+            use_lowtide(accelerator)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for epoch in range(EPOCHS):
+            for x in loader:
+                with accelerator.accumulate(model):
+                    loss = (model(x).float() - x[:, :5]).pow(2).mean()
+                    record.add("loss", loss)
+                    accelerator.backward(loss)
+                    record.add_model(model)
+                    if accelerator.sync_gradients:
+                        parameters = model.parameters()
+                        norm = accelerator.clip_grad_norm_(parameters, 0.5)
+                        record.add("norm", norm)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if epoch == 0:
+                accelerator.save_state(directory)
+        for name, value in accelerator.get_state_dict(model).items():
+            record.add(f"full {name}", value)
+        accelerator.load_state(directory)
+        record.add_model(model)
+        record.add("loaded", model(rows[:2]))
     units = [model, *model.blocks]
     return record.values, [isinstance(unit, lowtide.FSDPModule) for unit in units]
 
@@ -136,10 +120,10 @@ def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "fully_shard replaced": ("in prepare", {}),
-    "replaced, loaded from rank 0": ("in prepare", {"efficient": True}),
+    "use_lowtide": ("in prepare", {}),
+    "use_lowtide, loaded from rank 0": ("in prepare", {"efficient": True}),
     "sharded before prepare": ("before prepare", {"policy": "no_wrap"}),
-    "replaced, bf16": ("in prepare", {"mixed_precision": "bf16"}),
+    "use_lowtide, bf16": ("in prepare", {"mixed_precision": "bf16"}),
 }
 
 
@@ -156,3 +140,23 @@ def test_the_plugin_trains_and_checkpoints_bit_equal_to_fsdp2(
         assert names.count("norm") == EPOCHS * BATCHES // 2
         assert_same_records(mine, other)
     assert sum(name.startswith("full ") for name, _ in ours[0][0]) == 8
+
+
+def use_without_plugin() -> None:
+    from accelerate import Accelerator
+
+    from lowtide.integrations.accelerate import use_lowtide
+
+    accelerate_on_cpus.as_torchrun(dist.get_rank(), dist.get_world_size())
+    try:
+        use_lowtide(Accelerator(cpu=True))
+    finally:
+        accelerate_on_cpus.forget()
+
+
+def test_an_accelerator_without_fsdp2_is_refused(pool: RankPool) -> None:
+    for outcome in pool.outcomes(use_without_plugin, timeout=60):
+        assert outcome.error.startswith(
+            "lowtide: integrations.accelerate: expected an accelerator with the FSDP "
+            "plugin, version 2, got none (DistributedType.MULTI_CPU). Pass fsdp_plugin="
+        )

@@ -1,0 +1,7 @@
+"""lowtide in other people's programs: ``bind`` puts its ``fully_shard`` where torch's
+stands; ``accelerate``, ``lightning`` and ``torchtitan`` are such bindings for one
+framework each (docs/frameworks.md)."""
+
+from lowtide.integrations.binding import Binding, bind
+
+__all__ = ["Binding", "bind"]

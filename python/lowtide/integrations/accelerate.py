@@ -1,0 +1,43 @@
+"""accelerate's own FSDP2 plugin on lowtide, and so transformers' Trainer, which trains
+through it."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from lowtide.integrations.binding import bind
+
+__all__ = ["use_lowtide"]
+
+_Accelerator = TypeVar("_Accelerator", bound=Any)
+
+
+def use_lowtide(accelerator: _Accelerator) -> _Accelerator:
+    """Makes ``accelerator.prepare`` shard with lowtide; returns ``accelerator``.
+
+    Everything else is accelerate's: the upcast to fp32, loading on rank 0 alone,
+    which modules become units, clipping, ``save_state``, ``load_state`` and
+    ``get_state_dict``. Of a Trainer pass ``trainer.accelerator``, before ``train``.
+
+    Raises:
+        ValueError: For an accelerator that does not shard with FSDP2.
+    """
+    if not accelerator.is_fsdp2:
+        plugin = getattr(accelerator.state, "fsdp_plugin", None)
+        got = "none" if plugin is None else f"version {plugin.fsdp_version}"
+        raise ValueError(
+            "lowtide: integrations.accelerate: expected an accelerator with the FSDP "
+            f"plugin, version 2, got {got} ({accelerator.distributed_type}). Pass "
+            "fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or to the "
+            "Trainer fsdp='full_shard auto_wrap', fsdp_config={'version': 2}; "
+            "accelerate offers it on accelerators only."
+        )
+    prepare = accelerator.prepare
+
+    def prepare_with_lowtide(*objects: Any, **settings: Any) -> Any:
+        # Its function imports torch's when it is called.
+        with bind():
+            return prepare(*objects, **settings)
+
+    accelerator.prepare = prepare_with_lowtide
+    return accelerator

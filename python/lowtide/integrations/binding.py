@@ -1,0 +1,111 @@
+"""``bind``: lowtide's ``fully_shard`` wherever torch's stands.
+
+Only the function changes places. Its companions are torch's own in lowtide, too
+(``MixedPrecisionPolicy``, ``OffloadPolicy``, ``CPUOffloadPolicy``,
+``register_fsdp_forward_method``, ``share_comm_ctx``), and what lowtide returns is an
+instance of torch's ``FSDPModule`` and ``UnshardHandle``: checks of frameworks hold.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+from torch.distributed.fsdp._fully_shard import _fully_shard as _torch
+
+from lowtide import api
+
+# Both of torch's paths, and the modules behind them.
+TORCH_PATHS = (
+    "torch.distributed.fsdp",
+    "torch.distributed.fsdp._fully_shard",
+    "torch.distributed.fsdp._fully_shard._fully_shard",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.fsdp.fully_shard",
+)
+
+_of_torch: Callable[..., Any] = _torch.fully_shard
+
+
+class Binding:
+    """Stands from :func:`bind` on; as a context manager until its end.
+
+    ``places`` are the modules, by name, whose ``fully_shard`` was torch's.
+    """
+
+    def __init__(self, called: Callable[..., Any]) -> None:
+        self._ours = called
+        self.places = sorted(_replace(_of_torch, called))
+
+    def undo(self) -> None:
+        """Puts torch's function back, also into modules that were imported since. What
+        lowtide has sharded stays so."""
+        _replace(self._ours, _of_torch)
+
+    def users(self) -> list[str]:
+        """The modules outside of torch that hold the function by now."""
+        holders = {module for module, _ in _holders(self._ours)}
+        return sorted(name for name in holders if not _is_within(name, "torch"))
+
+    def __enter__(self) -> Binding:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self.undo()
+
+
+def bind(around: Callable[..., Any] | None = None) -> Binding:
+    """Puts lowtide's ``fully_shard`` in the place of torch's: in both of its modules
+    and in every module that holds it already. What is imported later finds it there.
+
+    Not thread-safe: no other thread may import meanwhile. A function that holds torch's
+    in a closure, a partial or a class is not found; bind before making it.
+
+    ``around``: called instead with lowtide's function and the call's arguments.
+    """
+
+    @functools.wraps(api.fully_shard)
+    def fully_shard(*args: Any, **settings: Any) -> Any:
+        if around is None:
+            return api.fully_shard(*args, **settings)
+        return around(api.fully_shard, *args, **settings)
+
+    # Functions' attributes are copied, `state` among them.
+    for name in TORCH_PATHS:
+        importlib.import_module(name)
+    return Binding(fully_shard)
+
+
+def _replace(one: Callable[..., Any], other: Callable[..., Any]) -> list[str]:
+    places = []
+    for module, name in list(_holders(one)):
+        vars(sys.modules[module])[name] = other
+        places.append(module)
+    return list(dict.fromkeys(places))
+
+
+def _holders(function: Callable[..., Any]) -> Iterator[tuple[str, str]]:
+    """(module, attribute) of each that is ``function``."""
+    for module_name, module in list(sys.modules.items()):
+        if _is_within(module_name, "lowtide"):
+            continue
+        # Not getattr: modules may load what they do not have yet.
+        attributes = getattr(module, "__dict__", None)
+        if not isinstance(attributes, dict):
+            continue
+        for name, value in list(attributes.items()):
+            if value is function:
+                yield module_name, name
+
+
+def _is_within(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")

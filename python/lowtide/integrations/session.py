@@ -1,0 +1,203 @@
+"""One program that runs with lowtide's ``fully_shard``, unedited: what was bound, what
+it sharded, and the memory report at its end."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from multiprocessing import util
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from lowtide._base.classes import class_name
+from lowtide._sharding import blocks
+from lowtide._sharding.fsdp_module import FSDPModule
+from lowtide._sharding.unit import unit_state
+from lowtide.activations import checkpoint
+from lowtide.integrations.binding import bind
+from lowtide.integrations.policy_text import parse_policy
+from lowtide.memory import memory_report
+from lowtide.policies import ActivationPolicy
+
+_WRAPPER = "_checkpoint_wrapped_module"  # of torch's checkpoint_wrapper
+
+
+class Session:
+    """Binds when it is made, until :meth:`end`; see :func:`bind`.
+
+    Args:
+        policy: A policy of activations, as :func:`parse_policy` reads it, for the
+            repeated blocks of every model that is sharded, as ``lowtide.wrap`` finds
+            them; they get it in its first forward. None leaves activations alone.
+    """
+
+    def __init__(self, policy: str | None = None) -> None:
+        self._policy = None if policy is None else parse_policy(policy)
+        self._rank = int(os.environ.get("RANK", "0"))
+        self._sharded: list[weakref.ref[nn.Module]] = []
+        self._awaited: weakref.WeakKeyDictionary[nn.Module, Any] = (
+            weakref.WeakKeyDictionary()
+        )  # hooks that give the policy
+        self._ended: list[str] = []  # what models held that are gone
+        self.num_blocks = 0  # that got it
+        self.binding = bind(self._shard)
+        self._undo_refusal = _refuse_fsdp1()
+        FSDPModule.__del__ = self._on_end_of
+        # A child by fork has none of our exit functions, by design of multiprocessing.
+        util.register_after_fork(self, Session._arrive_in_child)
+
+    def end(self) -> None:
+        self.binding.undo()
+        self._undo_refusal()
+        del FSDPModule.__del__
+
+    @property
+    def has_sharded(self) -> bool:
+        """In this process."""
+        return bool(self._sharded)
+
+    @property
+    def is_rank_0(self) -> bool:
+        """Of the group that sharded, or as the environment says."""
+        return self._rank == 0
+
+    def report_at_exit_of_child(self) -> None:
+        """Processes of multiprocessing end without exit functions, but with these."""
+        util.Finalize(None, self.report, exitpriority=1)
+
+    def report(self) -> None:
+        """The memory report of each model, on rank 0 of what was sharded here, on the
+        standard error."""
+        if self.is_rank_0 and self.has_sharded:
+            print("\n".join(self._lines()), file=sys.stderr, flush=True)
+
+    def _arrive_in_child(self) -> None:
+        self._sharded, self._ended = [], []
+        self.report_at_exit_of_child()
+
+    def _shard(self, fully_shard: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+        result = fully_shard(*args, **kw)
+        self._rank = dist.get_rank()
+        for module in result if isinstance(result, list | tuple) else [result]:
+            self._sharded.append(weakref.ref(module))
+            if self._policy is not None:
+                self._await_forward(module, self._policy)
+        return result
+
+    def _await_forward(self, module: nn.Module, policy: ActivationPolicy) -> None:
+        """Who runs first of a tree is its root, as for ``fully_shard``."""
+
+        @torch.compiler.disable
+        def give(root: nn.Module, args: Any) -> None:
+            for inside in root.modules():
+                if (hook := self._awaited.pop(inside, None)) is not None:
+                    hook.remove()
+            self.num_blocks += _give_policy(root, policy)
+
+        hook = module.register_forward_pre_hook(give, prepend=True)
+        self._awaited[module] = hook
+
+    @property
+    def _on_end_of(self) -> Callable[[Any], None]:
+        """What models do at their end: most of them are gone when a program is over."""
+        reference = weakref.ref(self)
+
+        def note(module: Any) -> None:
+            session = reference()
+            if session is None or not session.is_rank_0 or not _is_root(module):
+                return
+            try:
+                session._ended.append(_report(module))
+            except Exception as error:  # in a circle that the collector took apart
+                session._ended.append(
+                    f"lowtide: run: {class_name(module)}: no report, it was found "
+                    f"taken apart ({error!r}). Print lowtide.memory_report(model) "
+                    "where the program still has it."
+                )
+
+        return note
+
+    def _lines(self) -> Iterator[str]:
+        users = self.binding.users()
+        if users:
+            yield f"lowtide: run: fully_shard of {', '.join(users)} was lowtide's"
+        models = [module for ref in self._sharded if (module := ref()) is not None]
+        held = [*self._ended, *map(_report, filter(_is_root, models))]
+        yield from held
+        if not held:
+            yield (
+                f"lowtide: run: {len(self._sharded)} units were sharded, and none of "
+                "their models ran a forward"
+            )
+
+
+def enter(policy: str) -> None:
+    """In a process that the program started: as its parent was."""
+    Session(policy or None).report_at_exit_of_child()
+
+
+def _is_root(module: nn.Module) -> bool:
+    """Of a tree of units that ran forward: units are named by their paths, the root by
+    its class. (Weak references are gone when the collector ends a model.)"""
+    state = unit_state(module)
+    return (
+        state is not None
+        and state.root is not None
+        and state.name == class_name(module)
+    )
+
+
+def _report(root: nn.Module) -> str:
+    return f"lowtide: run: {class_name(root)}\n{memory_report(root)}"
+
+
+def _give_policy(root: nn.Module, policy: ActivationPolicy) -> int:
+    """The number of blocks that got it; see :class:`Session`."""
+    name = class_name(root)
+    repeated = [u.module for u in blocks.decide(root, set()).units if u.is_block]
+    if not repeated:
+        raise ValueError(
+            f"lowtide: run: --policy: expected repeated blocks in {name}, got none. "
+            "Leave the option out, and call lowtide.checkpoint on the modules you mean."
+        )
+    for block in repeated:
+        if hasattr(block, _WRAPPER) or getattr(block, "gradient_checkpointing", False):
+            raise ValueError(
+                f"lowtide: run: --policy: expected blocks of {name} that the program "
+                f"does not checkpoint itself, got {class_name(block)}. Turn its "
+                "activation checkpointing off, or leave the option out."
+            )
+        checkpoint(block, policy)
+    config: Any = getattr(root, "config", None)
+    if getattr(config, "use_cache", False) is True:
+        # As transformers does where it checkpoints: a block that runs again would find
+        # its own keys in the cache.
+        config.use_cache = False
+        print(f"lowtide: run: {name}.config.use_cache = False", file=sys.stderr)
+    return len(repeated)
+
+
+def _refuse_fsdp1() -> Callable[[], None]:
+    theirs = FullyShardedDataParallel.__init__
+
+    def refuse(self: object, module: object = None, *args: Any, **kw: Any) -> NoReturn:
+        raise NotImplementedError(
+            "lowtide: run: FullyShardedDataParallel: expected fully_shard, got FSDP1 "
+            f"around {type(module).__name__}. Ask the framework for FSDP2 (accelerate: "
+            "fsdp_version 2; transformers: fsdp_config version 2; Lightning: "
+            "ModelParallelStrategy), see docs/migration_from_fsdp1.md, or run the "
+            "program without lowtide."
+        )
+
+    FullyShardedDataParallel.__init__ = refuse  # type: ignore[method-assign]
+
+    def undo() -> None:
+        FullyShardedDataParallel.__init__ = theirs  # type: ignore[method-assign]
+
+    return undo

@@ -1,0 +1,112 @@
+"""`python -m lowtide run`: programs of FSDP2's as they stand."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from support.commands import ENVIRONMENT, one_agent
+
+SCRIPTS = Path(__file__).parent / "scripts"
+RUN = ("-m", "lowtide", "run")
+REPORT = "lowtide memory on cpu (this rank)"
+TIMEOUT_S = 120
+
+
+def execute(command: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env=os.environ | ENVIRONMENT,
+    )
+
+
+def on_two_ranks(words: Sequence[str], folder: Path) -> tuple[list[str], str]:
+    """What rank 0 prints, and what both say on the standard error."""
+    folder.mkdir()
+    done = execute([*one_agent(2), *words], folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines(), done.stderr
+
+
+def test_a_script_of_fsdp2_runs_unedited_with_its_bits(tmp_path):
+    """Six steps in bf16, a checkpoint, a model that resumes from it for three more."""
+    script = str(SCRIPTS / "fsdp2_script.py")
+    ends = (str(SCRIPTS / "leave_at_exit.py"), script, "checkpoint")
+    theirs, _ = on_two_ranks(ends, tmp_path / "fsdp2")
+    ours, said = on_two_ranks((*RUN, *ends), tmp_path / "lowtide")
+    assert len(theirs) == 9 + 1
+    assert ours == theirs
+    lines = said.splitlines()
+    bound = [line for line in lines if "fully_shard is lowtide's in" in line]
+    assert len(bound) == 1  # on rank 0
+    assert "torch.distributed.fsdp," in bound[0]
+    assert "torch.distributed._composable.fsdp," in bound[0]
+    # Of the model that was saved and of the one that resumed.
+    assert lines.count("lowtide: run: Transformer") == lines.count(REPORT) == 2
+
+
+@pytest.mark.slow
+def test_a_policy_is_the_blocks_and_leaves_the_bits(tmp_path):
+    script = str(SCRIPTS / "fsdp2_script.py")
+    ends = (str(SCRIPTS / "leave_at_exit.py"), script, "checkpoint")
+    theirs, _ = on_two_ranks(ends, tmp_path / "fsdp2")
+    policy = ("--policy", "offload=input; save=attention")
+    ours, said = on_two_ranks((*RUN, *policy, *ends), tmp_path / "lowtide")
+    assert ours == theirs
+    assert said.count("activations of 3 checkpointed modules") == 2
+    assert re.search(r"^attention +save +\d+", said, re.MULTILINE)
+    assert re.search(r"^input +offload +\d+", said, re.MULTILINE)
+
+
+CHILDREN = """
+import sys, tempfile
+import torch, torch.distributed as dist, torch.multiprocessing as mp
+from torch import nn
+from torch.distributed._composable.fsdp import fully_shard, FSDPModule
+
+
+def work(rank, store):
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2
+    )
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    assert isinstance(fully_shard(model), FSDPModule)
+    assert type(model).__mro__[1].__module__.startswith("lowtide."), type(model).__mro__
+    model(torch.ones(2, 4)).sum().backward()
+    batches = torch.utils.data.DataLoader(
+        [1, 2], num_workers=1, multiprocessing_context="spawn"
+    )
+    assert [batch.item() for batch in batches] == [1, 2]
+    assert sys.argv == ["train.py", "a", "--", "b"], sys.argv
+    if rank == 0:
+        print("trained in", __name__, flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    store = tempfile.mktemp()
+    mp.start_processes(work, (store,), nprocs=2, start_method=sys.argv.pop())
+"""
+
+
+@pytest.mark.parametrize("how", ["spawn", "fork"])
+def test_processes_that_the_program_starts_are_bound_too(tmp_path, how):
+    (tmp_path / "train.py").write_text(CHILDREN)
+    words = (*RUN, "train.py", "a", "--", "b", how)
+    done = execute([sys.executable, *words], tmp_path)
+    assert done.returncode == 0, done.stderr
+    main = {"spawn": "__mp_main__", "fork": "__main__"}[how]
+    assert done.stdout == f"trained in {main}\n"
+    assert done.stderr.count(REPORT) == 1  # rank 0 of the group, not the parent
+    assert done.stderr.count("fully_shard is lowtide's in") == 1

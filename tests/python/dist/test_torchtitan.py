@@ -1,0 +1,115 @@
+"""torchtitan's trainer with lowtide's `parallelize_fn`, beside its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support import titan_on_cpus
+from support.ranks import RankPool
+from support.recorder import Record, Recorder, assert_same_records
+from support.systems import get_system
+
+STEPS = 4
+
+
+def unchanged(theirs: Any) -> Any:
+    """But for the order in which three ranks and more add."""
+
+    def parallelize(*args: Any, **settings: Any) -> Any:
+        model = theirs(*args, **settings)
+        get_system("fsdp2").prepare(model)
+        return model
+
+    return parallelize
+
+
+def train(
+    system: str, folder: Path, settings: dict[str, Any]
+) -> tuple[Record, dict[str, str], bool]:
+    """Two steps and a checkpoint, from which another trainer resumes for two more."""
+    import lowtide
+    from lowtide.integrations.torchtitan import parallelize_fn
+
+    change = parallelize_fn if system == "lowtide" else unchanged
+    record, is_ours = Recorder(), []
+    for steps in (STEPS // 2, STEPS):
+        trainer = titan_on_cpus.trainer_of(change, folder, steps, **settings)
+        trainer.train()
+        for loss, norm in trainer.metrics_processor.logged:
+            record.add("loss", torch.tensor(loss, dtype=torch.float64))
+            record.add("norm", torch.tensor(norm, dtype=torch.float64))
+        (model,) = trainer.model_parts
+        record.add_model(model)
+        placements = {n: str(p.placements) for n, p in model.named_parameters()}
+        blocks = [model, *model.layers.values()]
+        is_ours += [isinstance(block, lowtide.FSDPModule) for block in blocks]
+        trainer.close()
+    return record.values, placements, all(is_ours)
+
+
+def assert_equal(ranks: int, folder: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """Placements of the parameters, by name."""
+    with RankPool(ranks) as pool:  # of its own: torchtitan is told of CPUs alone
+        theirs = pool.run(train, "fsdp2", folder / "fsdp2", settings)
+        ours = pool.run(train, "lowtide", folder / "lowtide", settings)
+    for (mine, here, own), (other, there, foreign) in zip(ours, theirs, strict=True):
+        assert own and not foreign and here == there
+        assert sum(name == "loss" for name, _ in mine) == STEPS
+        assert_same_records(mine, other)
+    return ours[0][1]
+
+
+def test_trains_and_resumes_bit_equal_to_fsdp2(tmp_path):
+    assert_equal(2, tmp_path, {"checkpointing": "full"})
+
+
+ON_FOUR_RANKS: dict[str, dict[str, Any]] = {
+    "tensor parallel": {"tensor_parallel_degree": 2},
+    "replicated shards": {
+        "data_parallel_replicate_degree": 2,
+        "data_parallel_shard_degree": 2,
+    },
+    "experts on a mesh of their own": {
+        **{"model": "deepseek_v3", "experts": 4, "expert_parallel_degree": 2},
+        "data_parallel_shard_degree": 4,
+    },
+    "experts fewer than ranks": {
+        **{"model": "deepseek_v3", "experts": 2, "expert_parallel_degree": 2},
+        "data_parallel_shard_degree": 4,
+    },
+    "pipeline": {
+        "pipeline_parallel_degree": 2,
+        "pipeline_parallel_microbatch_size": 1,
+        "pipeline_parallel_schedule": "1F1B",
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ON_FOUR_RANKS)
+def test_other_parallelism_beside_it(tmp_path, case):
+    settings = ON_FOUR_RANKS[case] | {"checkpointing": "selective"}
+    placements = assert_equal(4, tmp_path, settings)
+    by_columns = [n for n, where in placements.items() if "Shard(dim=1)" in where]
+    if case.startswith("experts"):
+        experts = [name for name in placements if ".experts." in name]
+        assert by_columns == (experts if case == "experts fewer than ranks" else [])
+
+
+def train_unsharded(folder: Path) -> None:
+    from lowtide.integrations.torchtitan import parallelize_fn
+
+    titan_on_cpus.trainer_of(parallelize_fn, folder, 1)
+
+
+def test_a_model_that_is_not_sharded_is_refused(tmp_path):
+    with RankPool(1) as pool:
+        (outcome,) = pool.outcomes(train_unsharded, tmp_path)
+    assert outcome.error.startswith(
+        "lowtide: integrations.torchtitan: expected parallelize_llama to shard "
+        "Transformer, got it without a unit. Ask for "
+    )

@@ -1,0 +1,47 @@
+"""The table of frameworks has the examples and versions that are tested, and what its
+pages say to import is there."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[3] / "docs"
+PACKAGES = {"Lightning": "pytorch-lightning"}
+
+
+def rows() -> list[list[str]]:
+    lines = (DOCS / "frameworks.md").read_text().splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith("|---")) + 1
+    table = [line for line in lines[begin:] if line.startswith("|")][:5]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+
+
+def test_a_row_for_every_example():
+    linked = {re.search(r"frameworks/(with_\w+\.py)", row[2])[1] for row in rows()}
+    examples = (DOCS.parent / "examples/frameworks").glob("with_*.py")
+    assert linked == {path.name for path in examples}
+
+
+def test_versions_are_those_of_the_tests():
+    for name, version, *_ in rows():
+        package = re.findall(r"\w+", name)[0]
+        installed = importlib.metadata.version(PACKAGES.get(package, package))
+        assert installed == version or installed.startswith(f"{version}."), name
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("frameworks/*.md")), ids=str)
+def test_what_pages_import_is_there(page):
+    text = page.read_text()
+    assert page.name in (DOCS / "frameworks.md").read_text()
+    imports = re.findall(r"^from (\S+) import (\w+)", text, re.MULTILINE)
+    assert any(module.startswith("lowtide.") for module, _ in imports)
+    for module, name in imports:
+        if module.startswith("torchtitan"):  # looks for an accelerator when imported
+            continue
+        if module.endswith(".lightning"):
+            import pytorch_lightning  # noqa: F401
+        assert hasattr(importlib.import_module(module), name)
