@@ -16,6 +16,7 @@
 
 #include "base/torch_version.h"
 #include "comm/call_observer.h"
+#include "comm/python_state.h"
 #include "comm/tensor_lists.h"
 #include "comm/wire.h"
 
@@ -126,6 +127,7 @@ class C10dCollectives::Work final : public Pending {
   template <typename Issue>
   void start(Issue&& issue) {
     const IssuedBy issuer(label_);
+    const WithoutPythonState state;
     try {
       if (!wire_) {
         parts_.push_back(issue(lists_.outs, lists_.ins));

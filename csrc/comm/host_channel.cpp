@@ -11,6 +11,7 @@
 
 #include "base/check.h"
 #include "base/exception_text.h"
+#include "comm/python_state.h"
 
 namespace lowtide::comm {
 namespace {
@@ -40,6 +41,7 @@ class BackendChannel final : public HostChannel {
     c10d::AllreduceOptions options;
     options.reduceOp = c10d::ReduceOp::MAX;
     std::vector<at::Tensor> tensors{tensor};
+    const WithoutPythonState state;
     try {
       auto work = backend_.allreduce(tensors, options);
       return std::make_unique<OnItsWay>(*this, std::move(tensor),
@@ -60,6 +62,7 @@ class BackendChannel final : public HostChannel {
       all[0].push_back(at::empty_like(padded));
     }
     std::vector<at::Tensor> in{padded};
+    const WithoutPythonState state;
     try {
       backend_.allgather(all, in)->wait();
     } catch (const std::exception& cause) {

@@ -115,7 +115,7 @@ def _host_group(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup | N
             f"the mesh, got {str(error).splitlines()[0]!r}. Set GLOO_SOCKET_IFNAME to "
             f"an interface that reaches all machines, or {_COMPARE_RANKS}=off."
         ) from error
-    assert group is not None
+    assert isinstance(group, dist.ProcessGroup)
     return group
 
 
@@ -131,7 +131,7 @@ def _second_group(shards: dist.ProcessGroup, device: torch.device) -> dist.Proce
             group_desc="lowtide_reduce",
             device_id=bound_device,
         )
-    assert made is not None
+    assert isinstance(made, dist.ProcessGroup)
     return made
 
 

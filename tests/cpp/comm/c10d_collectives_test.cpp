@@ -3,6 +3,8 @@
 #include "comm/c10d_collectives.h"
 
 #include <ATen/ATen.h>
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/ThreadLocalPythonObjects.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -75,6 +77,7 @@ class ScriptedBackend final : public c10d::Backend {
   std::vector<std::string> calls;
   c10::intrusive_ptr<ScriptedWork> work = c10::make_intrusive<ScriptedWork>();
   std::function<void(at::Tensor& full, at::Tensor& piece)> on_gather;
+  std::function<void()> on_call;
   bool fails_to_issue = false;
   std::size_t most_calls = 100;  // it fails to issue more
 
@@ -84,6 +87,7 @@ class ScriptedBackend final : public c10d::Backend {
     if (fails_to_issue || calls.size() >= most_calls)
       throw std::runtime_error("the store is gone");
     EXPECT_TRUE(async);
+    if (on_call) on_call();
     calls.push_back(base::concat(name, " ", length));
     return work;
   }
@@ -126,6 +130,26 @@ TEST_F(C10dCollectivesTest, AListIsOneCallAndIsCounted) {
   const Count& count = collectives_.counters()[0];
   EXPECT_EQ(count.calls, 1);
   EXPECT_EQ(count.wire_bytes, 15);
+}
+
+// See [Note: Python in a group's threads].
+TEST_F(C10dCollectivesTest, ACallHasNothingOfPythonsState) {
+  using Functions = at::impl::PythonTorchFunctionTLS;
+  using Objects = at::impl::ThreadLocalPythonObjects;
+  Functions::push_onto_stack(nullptr);
+  Objects::set("context", nullptr);
+  at::Tensor out = at::zeros({2});
+  at::Tensor in = at::zeros({8});
+  backend_->on_call = [] {
+    EXPECT_EQ(Functions::stack_len(), 0);
+    EXPECT_FALSE(Objects::contains("context"));
+  };
+  collectives_.reduce_scatter(out, in, Reduction::sum, "layers.0")->wait();
+  EXPECT_EQ(backend_->calls.size(), 1U);
+  EXPECT_EQ(Functions::stack_len(), 1);
+  EXPECT_TRUE(Objects::contains("context"));
+  Functions::pop_stack();
+  Objects::set_state({});
 }
 
 // See [Note: Lists on gloo].
