@@ -87,6 +87,10 @@ class FusedWeights:
         if self._unit is not None:
             self.use(self._unit)
 
+    def leave(self) -> None:
+        """Until the next :meth:`use`, which has to follow before a forward."""
+        self._unit = None
+
     def use(self, unit: _C.Unit) -> None:
         self._unit = unit
         if len(unit.fused_uses) not in (0, len(self._chosen)):

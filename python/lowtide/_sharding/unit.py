@@ -5,7 +5,7 @@ import itertools
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -185,7 +185,8 @@ class UnitState:
         """Takes over parameters that were replaced (``to_empty``, ``.to(dtype)``,
         ``load_state_dict(assign=True)``, ...): their values move into the unit's
         flat buffer, and what waits for a reduction of their gradients is dropped, as
-        `.grad` goes with a parameter. Does nothing while any is on the meta device."""
+        `.grad` goes with a parameter. Does nothing while any is on the meta device, and
+        keeps nothing on its own while any is on another (``model.to("cpu")``)."""
         moved = False
         for i, parameter in enumerate(self.parameters):
             registered = parameter.registered
@@ -202,6 +203,9 @@ class UnitState:
                 parameter.shard = registered
                 remember_shard(parameter)
         if any(local_of(p.shard).is_meta for p in self.parameters):
+            return
+        if self._is_away():
+            self._leave_device()
             return
         if self.unit is None or not self._layout_fits():
             self._make_unit()
@@ -220,6 +224,30 @@ class UnitState:
                     self.fused.made_full(parameter)
         if moved or not self.unit.attached:
             self.attach()
+
+    def _is_away(self) -> bool:
+        return any(self._is_elsewhere(p) for p in self.parameters)
+
+    def _is_elsewhere(self, parameter: UnitParameter) -> bool:
+        device = local_of(parameter.shard).device
+        return device.type != self.device.type or (
+            device.type != "cpu" and device != self.device
+        )
+
+    def _leave_device(self) -> None:
+        """The parameters wait elsewhere, with the values and the bytes they have there;
+        when they are back, `refresh` makes another unit."""
+        if self.unit is None:
+            return
+        self._leave_root()
+        self._forget_unit()
+        self.hooks.set_unit(None)
+        if self.fused is not None:
+            self.fused.leave()
+        self.settings.prefetch(forward=[], backward=[])
+        self.embedding_rows = self.extensions = None
+        for parameter in self.parameters:
+            parameter.full = None
 
     def _require_tied_in_time(
         self, parameter: UnitParameter, owner: UnitParameter
@@ -293,8 +321,8 @@ class UnitState:
         """Another unit takes this one's place: the next forward makes another root."""
         if self.unit is not None and self.unit.accumulating:
             raise RuntimeError(
-                f"lowtide: unit '{self.name}': expected parameters to keep their dtype "
-                "and class while gradients accumulate without sync, got others. "
+                f"lowtide: unit '{self.name}': expected parameters to keep dtype, "
+                "class and device while gradients accumulate without sync, got others. "
                 "Convert after a backward that reduces, or after zero_grad()."
             )
         for reference in self.tree:
@@ -419,17 +447,31 @@ class UnitState:
                 require_hooks(local_of(parameter.shard), parameter.name)
 
     def materialized(self) -> _C.Unit:
-        """The C++ unit; raises while a parameter is on the meta device."""
+        """The C++ unit; raises while a parameter is on the meta device, or another."""
         self.refresh()
         if self.unit is None:
-            names = [p.name for p in self.parameters if local_of(p.shard).is_meta]
+            meta = [p.name for p in self.parameters if local_of(p.shard).is_meta]
+            if not meta:
+                self._refuse_elsewhere()
             raise RuntimeError(
                 f"lowtide: unit '{self.name}': expected parameters with storage, got "
-                f"meta tensors: {', '.join(names)}. Call "
+                f"meta tensors: {', '.join(meta)}. Call "
                 f"model.to_empty(device='{self.device.type}') and initialise them, or "
                 "load a checkpoint with assign=True."
             )
         return self.unit
+
+    def _refuse_elsewhere(self) -> NoReturn:
+        away = {
+            p.name: local_of(p.shard).device
+            for p in self.parameters
+            if self._is_elsewhere(p)
+        }
+        raise RuntimeError(
+            f"lowtide: unit '{self.name}': expected parameters on {self.device}, got "
+            f"{', '.join(f'{name} on {where}' for name, where in away.items())}. Call "
+            f"model.to('{self.device.type}') before the forward."
+        )
 
     def to_be_gathered(self) -> _C.Unit:
         unit = self.materialized()

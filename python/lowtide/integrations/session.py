@@ -132,8 +132,8 @@ class Session:
         yield from held
         if not held:
             yield (
-                f"lowtide: run: {len(self._sharded)} units were sharded, and none of "
-                "their models ran a forward"
+                f"lowtide: run: {len(self._sharded)} units were sharded, and no model "
+                "of theirs is where it was sharded with a forward behind it"
             )
 
 

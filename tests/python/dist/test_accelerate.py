@@ -154,8 +154,10 @@ def use_without_plugin() -> None:
         accelerate_on_cpus.forget()
 
 
-def test_an_accelerator_without_fsdp2_is_refused(pool: RankPool) -> None:
-    for outcome in pool.outcomes(use_without_plugin, timeout=60):
+def test_an_accelerator_without_fsdp2_is_refused() -> None:
+    with RankPool(2) as ranks:  # where accelerate has noted no plugin
+        outcomes = ranks.outcomes(use_without_plugin, timeout=60)
+    for outcome in outcomes:
         assert outcome.error.startswith(
             "lowtide: integrations.accelerate: expected an accelerator with the FSDP "
             "plugin, version 2, got none (DistributedType.MULTI_CPU). Pass fsdp_plugin="

@@ -128,8 +128,8 @@ MISTAKES: dict[Callable[[Any], None], str] = {
     remove: in_its_place("0.0.bias", "none"),
     call_functionally: in_its_place("2.weight", "another Tensor of shape (8, 8)"),
     convert: (
-        "RuntimeError: lowtide: unit '0': expected parameters to keep their dtype "
-        "and class while gradients accumulate without sync, got others. Convert after "
+        "RuntimeError: lowtide: unit '0': expected parameters to keep dtype, class "
+        "and device while gradients accumulate without sync, got others. Convert after "
         "a backward that reduces, or after zero_grad()."
     ),
 }
