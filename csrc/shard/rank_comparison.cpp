@@ -6,7 +6,6 @@
 
 #include "base/check.h"
 #include "comm/host_channel.h"
-#include "shard/row_stream.h"
 #include "shard/unit.h"
 
 namespace lowtide::shard {
@@ -42,14 +41,14 @@ void RankComparison::note_settings() {
   if (!compares()) return;
   for (const auto* unit : units_) {
     if (unit == nullptr) continue;
-    const auto settings = mix(unit->settings().hash(), streams_rows(*unit));
+    const auto settings = mix(unit->settings().hash(), unit->rows().streams());
     auto& noted = settings_[static_cast<std::size_t>(unit->number())];
     if (std::exchange(noted, settings) != settings) {
-      log_.note(
-          {StepNote::What::settings, unit->number(),
-           static_cast<std::int64_t>(settings >> 1)},
-          base::concat(unit->settings().text(),
-                       streams_rows(*unit) ? ", rows that are streamed" : ""));
+      log_.note({StepNote::What::settings, unit->number(),
+                 static_cast<std::int64_t>(settings >> 1)},
+                base::concat(
+                    unit->settings().text(),
+                    unit->rows().streams() ? ", rows that are streamed" : ""));
     }
   }
 }
@@ -58,12 +57,12 @@ void RankComparison::note_frozen() {
   if (!compares()) return;
   for (const auto* unit : units_) {
     if (unit == nullptr) continue;
-    const auto frozen = unit->leaves().frozen_hash();
+    const auto frozen = unit->parameters().leaves().frozen_hash();
     auto& noted = frozen_[static_cast<std::size_t>(unit->number())];
     if (std::exchange(noted, frozen) != frozen) {
       log_.note({StepNote::What::trainable, unit->number(),
                  static_cast<std::int64_t>(frozen >> 1)},
-                unit->leaves().frozen_text());
+                unit->parameters().leaves().frozen_text());
     }
   }
 }

@@ -12,7 +12,6 @@
 #include "base/trace.h"
 #include "device/current_stream.h"
 #include "shard/graph/autograd_nodes.h"
-#include "shard/row_stream.h"
 #include "shard/unit.h"
 
 namespace lowtide::shard {
@@ -118,7 +117,7 @@ void Root::begin_forward(Unit& unit) {
   schedule_.begin_forward();
   if (recorded_) {
     for (auto* one : units_) {
-      if (one != nullptr) one->leaves().follow_current_stream();
+      if (one != nullptr) one->parameters().leaves().follow_current_stream();
     }
     ranks_.note_frozen();
     plan_gradients();
@@ -163,7 +162,7 @@ void Root::end_forward() {
   ranks_.ask();
   open_forwards_ += recorded_ ? 1 : 0;
   for (auto* unit : units_) {
-    if (unit != nullptr && unit->prefetched_in_vain()) {
+    if (unit != nullptr && unit->parameters().ahead()) {
       // Ranks that differ may lack this gather, which would wait for them.
       if (ranks_.compares()) require_agreement();
       unit->reshard();
@@ -178,14 +177,14 @@ namespace {
 // A frozen parameter may have any dtype; it may have been unfrozen since.
 void require_reducible(const Unit& unit, const std::vector<bool>& trainable) {
   for (std::size_t i = 0; i < trainable.size(); ++i) {
-    const auto dtype = unit.infos()[i].reduce_dtype;
+    const auto dtype = unit.parameters().infos()[i].reduce_dtype;
     const bool narrow = dtype != at::kBFloat16 && dtype != at::kHalf &&
                         at::isFloatingType(dtype) &&
                         c10::elementSize(dtype) < sizeof(float);
     if (trainable[i] && narrow) {
       throw InvalidArgument(base::error_text(
           base::concat("unit '", unit.name(), "'"),
-          base::concat(unit.infos()[i].name,
+          base::concat(unit.parameters().infos()[i].name,
                        ", which has begun to require grad, to be reduced in "
                        "torch.float32, torch.bfloat16, torch.float16 or "
                        "torch.float64"),
@@ -204,8 +203,9 @@ void Root::plan_gradients() {
   std::vector<std::vector<bool>> trainable;
   trainable.reserve(units_.size());
   for (auto* unit : units_) {
-    trainable.push_back(unit != nullptr ? unit->leaves().trainable()
-                                        : std::vector<bool>());
+    trainable.push_back(unit != nullptr
+                            ? unit->parameters().leaves().trainable()
+                            : std::vector<bool>());
   }
   if (planned_ && trainable == planned_trainable_) {
     return;
@@ -226,7 +226,7 @@ void Root::plan_gradients() {
     log().note({StepNote::What::trainable, unit->number(),
                 static_cast<std::int64_t>(
                     std::hash<std::vector<bool>>()(trainable[u]) >> 1)},
-               unit->leaves().frozen_text());
+               unit->parameters().leaves().frozen_text());
     if (unit->gradients().accumulating()) {
       unit->gradients().extend_plan(trainable[u], shared_ring_bytes());
       complete = false;  // anew after its slab has been reduced
@@ -244,8 +244,8 @@ std::vector<RingUnit> Root::ring_units() const {
   for (std::size_t u = 0; u < units_.size(); ++u) {
     if (const auto* unit = units_[u]) {
       seen[u] = {unit->groups().reduce->size(), unit->gradients().wire_bytes(),
-                 planned_gathered_bytes(*unit), unit->settings().encloses_units,
-                 streams_rows(*unit)};
+                 unit->rows().gathered_bytes(), unit->settings().encloses_units,
+                 unit->rows().streams()};
     }
   }
   return seen;
@@ -274,12 +274,13 @@ void Root::plan_gradients_of(Unit& unit) {
   const bool own = bytes > shared;
   unit.gradients().set_own_slots(own);
   constexpr auto kItemsize = static_cast<std::int64_t>(sizeof(float));
-  unit.gradients().plan(unit.leaves().trainable(),
-                        own ? ring_bytes_of_equal_chunks(
-                                  bytes, unit.gradients().wire_bytes(),
-                                  unit.groups().reduce->size(),
-                                  unit.buffers().slice(0).inner * kItemsize)
-                            : shared);
+  unit.gradients().plan(
+      unit.parameters().leaves().trainable(),
+      own ? ring_bytes_of_equal_chunks(
+                bytes, unit.gradients().wire_bytes(),
+                unit.groups().reduce->size(),
+                unit.parameters().buffers().slice(0).inner * kItemsize)
+          : shared);
 }
 
 // A parameter may have been frozen in the last forward, but not in the one
@@ -287,7 +288,7 @@ void Root::plan_gradients_of(Unit& unit) {
 void Root::extend_plans() {
   for (auto* unit : units_) {
     if (unit == nullptr) continue;
-    const auto trainable = unit->leaves().trainable();
+    const auto trainable = unit->parameters().leaves().trainable();
     if (!unit->gradients().plans_all(trainable)) {
       require_reducible(*unit, trainable);
       unit->gradients().extend_plan(trainable, shared_ring_bytes());
@@ -355,7 +356,7 @@ std::vector<Unit*> Root::participants() {
   for (auto* unit : units_) {
     if (unit != nullptr &&
         (unit->gradients().accumulating() ||
-         unit->state() == UnitState::unsharded) &&
+         unit->parameters().state() == UnitState::unsharded) &&
         std::find(units.begin(), units.end(), unit) == units.end()) {
       units.push_back(unit);
     }
