@@ -44,10 +44,10 @@ def pytest_shard(
     return Shard(name, minutes, command, takes_turns)
 
 
-def sanitized(name: str, minutes: float) -> Shard:
+def sanitized(name: str, minutes: float, *, takes_turns: bool = True) -> Shard:
     """The C++ tests in a build of their own."""
     command = ("make", "sanitize", f"SANITIZE={name}")
-    return Shard(name, minutes, command, takes_turns=False)
+    return Shard(name, minutes, command, takes_turns)
 
 
 SHARDS = (
@@ -57,8 +57,8 @@ SHARDS = (
     pytest_shard("install", 10, jobs=0),
     pytest_shard("unity", 10, jobs=0),
     pytest_shard("figures", 30, jobs=0, takes_turns=False),
-    sanitized("address", 30),
-    sanitized("thread", 30),
+    sanitized("address", 12),
+    sanitized("thread", 30, takes_turns=False),
 )
 
 

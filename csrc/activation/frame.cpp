@@ -122,8 +122,12 @@ void Frame::treat(HeldValue& held, const at::Tensor& tensor,
     return;
   }
   held.keep(tensor);
+  count_kept(tensor, name);
+}
+
+void Frame::count_kept(const at::Tensor& tensor, const std::string& name) {
   const auto bytes = static_cast<std::int64_t>(tensor.storage().nbytes());
-  figures.change(name, [&](NameFigures& f) {
+  region_->figures().change(name, [&](NameFigures& f) {
     ++f.kept;
     f.kept_bytes += bytes;
   });
@@ -267,11 +271,7 @@ void Frame::store_waiting() {
       if (offloads && !region_->obstacle(tensor, stored.name)) {
         move(held, tensor, stored.name, &stored.ready);
       } else {
-        const auto bytes = static_cast<std::int64_t>(tensor.storage().nbytes());
-        region_->figures().change(stored.name, [&](NameFigures& f) {
-          ++f.kept;
-          f.kept_bytes += bytes;
-        });
+        count_kept(tensor, stored.name);
       }
     }
   }
@@ -300,26 +300,19 @@ void Frame::check_unmodified() const {
   for (std::size_t i = 0; i < inputs_.size(); ++i) {
     const SeenVersion& version = inputs_[i].version();
     if (version.changed()) {
-      throw Error(base::error_text(
-          region_->who(),
-          base::concat("tensor argument ", i, " at version ", version.seen(),
-                       ", as the forward received it"),
-          base::concat("version ", version.now(),
-                       ": something wrote to it in place"),
+      version.throw_modified(
+          region_->who(), base::concat("tensor argument ", i),
+          ", as the forward received it",
           "Give the region a copy, or write out of place: it is computed again "
-          "from its arguments."));
+          "from its arguments.");
     }
   }
   for (const Stored& stored : stored_) {
     for (const SeenVersion& version : stored.versions) {
       if (version.changed()) {
-        throw Error(
-            base::error_text(region_->who(),
-                             base::concat("'", stored.name, "' at version ",
-                                          version.seen(), ", as it was named"),
-                             base::concat("version ", version.now(),
-                                          ": something wrote to it in place"),
-                             kNameLater));
+        version.throw_modified(region_->who(),
+                               base::concat("'", stored.name, "'"),
+                               ", as it was named", kNameLater);
       }
     }
   }

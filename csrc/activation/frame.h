@@ -172,6 +172,7 @@ class Frame : public std::enable_shared_from_this<Frame> {
              const device::Event* ready);
   void move(HeldValue& held, const at::Tensor& tensor, const std::string& name,
             const device::Event* ready);
+  void count_kept(const at::Tensor& tensor, const std::string& name);
   void require_same_treatment(const std::string& first,
                               const std::string& second) const;
   void store_waiting();

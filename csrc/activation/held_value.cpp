@@ -3,12 +3,14 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/tensor_over.h"
+
 namespace lowtide::activation {
 
 HeldValue::HeldValue(const at::Tensor& tensor)
     : version_(tensor),
       requires_grad_(tensor.requires_grad()),
-      options_(tensor.options()) {
+      dtype_(tensor.scalar_type()) {
   if (tensor.has_storage()) storage_ = tensor.storage().getWeakStorageImpl();
 }
 
@@ -49,16 +51,8 @@ void HeldValue::stash(std::shared_ptr<Stash> stash, const at::Tensor& tensor) {
 at::Tensor HeldValue::bare() const {
   if (kept_.defined()) return without_history(kept_);
   if (packed_) return without_history(packed_->unpack());
-  auto tensor = at::detail::make_tensor<c10::TensorImpl>(
-      stash_->on_device(),
-      c10::DispatchKeySet(
-          c10::computeDispatchKey(options_.dtype().toScalarType(),
-                                  options_.layout(), options_.device())),
-      options_.dtype());
-  auto* const impl = tensor.unsafeGetTensorImpl();
-  impl->set_sizes_and_strides(geometry_.sizes, geometry_.strides,
-                              geometry_.offset);
-  return tensor;
+  return base::tensor_over(stash_->on_device(), dtype_, geometry_.sizes,
+                           geometry_.strides, geometry_.offset);
 }
 
 at::Tensor HeldValue::get() const {

@@ -37,7 +37,6 @@ class HeldValue {
   const std::vector<std::string>& names() const { return names_; }
 
   const SeenVersion& version() const { return version_; }
-  const std::shared_ptr<Stash>& stashed() const { return stash_; }
   // Whether `tensor` shares the value's storage.
   bool shares_storage_with(const at::Tensor& tensor) const;
 
@@ -52,7 +51,7 @@ class HeldValue {
   SeenVersion version_;
   std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> storage_;
   bool requires_grad_;
-  at::TensorOptions options_;
+  at::ScalarType dtype_;
   at::Tensor kept_;
   std::optional<torch::autograd::SavedVariable> packed_;
   std::shared_ptr<Stash> stash_;

@@ -80,13 +80,9 @@ at::Tensor Frame::unpack(std::size_t place, bool creates_graph) {
     const std::lock_guard lock(mutex_);
     const SeenVersion& version = saved_[place].version;
     if (version.changed()) {
-      throw Error(
-          base::error_text(region_->who(),
-                           base::concat("the tensor saved as number ", place,
-                                        " at version ", version.seen()),
-                           base::concat("version ", version.now(),
-                                        ": something wrote to it in place"),
-                           "Write out of place: backward needs the value."));
+      version.throw_modified(
+          region_->who(), base::concat("the tensor saved as number ", place),
+          "", "Write out of place: backward needs the value.");
     }
     const auto found = recomputations_.find(graph_task);
     if (found != recomputations_.end() &&

@@ -7,26 +7,13 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/tensor_over.h"
 #include "device/current_stream.h"
 
 namespace lowtide::activation {
 
 using device::Access;
 using device::Stream;
-
-std::string_view place_name(Place place) {
-  switch (place) {
-    case Place::kept:
-      return "kept";
-    case Place::leaving:
-      return "leaving";
-    case Place::host:
-      return "host";
-    case Place::back:
-      return "back";
-  }
-  LOWTIDE_INVARIANT(false, "a place has a name");
-}
 
 Stash::Stash(Memories memories, std::string name, const at::Tensor& tensor)
     : memories_(std::move(memories)),
@@ -101,8 +88,7 @@ void Stash::fetch_locked() {
   copied_back_ = runtime().record(Stream::reload);
   slot_.set_last_use(copied_back_);
   awaited_ = false;
-  fetched_ = c10::Storage(c10::Storage::use_byte_size_t(), num_bytes_,
-                          std::move(data), nullptr, /*resizable=*/false);
+  fetched_ = base::owning_storage(std::move(data), num_bytes_);
 }
 
 c10::Storage Stash::on_device() {

@@ -31,7 +31,6 @@
 namespace lowtide::activation {
 
 enum class Place : std::uint8_t { kept, leaving, host, back };
-std::string_view place_name(Place place);  // "kept", ...
 
 // Where stashes get their bytes from.
 struct Memories {

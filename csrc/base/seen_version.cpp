@@ -5,6 +5,8 @@
 #include <optional>
 #include <utility>
 
+#include "base/check.h"
+
 namespace lowtide::base {
 
 namespace {
@@ -39,6 +41,16 @@ SeenVersion::SeenVersion(const at::Tensor& tensor)
       version_(counter_.enabled() ? counter_.current_version() : 0) {}
 
 bool SeenVersion::changed() const { return now() != version_; }
+
+void SeenVersion::throw_modified(const std::string& who,
+                                 const std::string& what,
+                                 const std::string& as_seen,
+                                 const std::string& next_step) const {
+  throw Error(
+      error_text(who, concat(what, " at version ", seen(), as_seen),
+                 concat("version ", now(), ": something wrote to it in place"),
+                 next_step));
+}
 
 std::uint32_t SeenVersion::now() const {
   return counter_.enabled() ? counter_.current_version() : 0;

@@ -6,6 +6,7 @@
 #include <c10/core/TensorImpl.h>
 
 #include <cstdint>
+#include <string>
 
 namespace lowtide::base {
 
@@ -28,6 +29,12 @@ class SeenVersion {
   std::uint32_t seen() const { return version_; }
   std::uint32_t now() const;
   void see_again() { version_ = now(); }
+  // Throws the lowtide::Error of `who`, who expected `what` at the version that
+  // was seen; `as_seen`: when that was.
+  [[noreturn]] void throw_modified(const std::string& who,
+                                   const std::string& what,
+                                   const std::string& as_seen,
+                                   const std::string& next_step) const;
 
  private:
   c10::VariableVersion counter_;

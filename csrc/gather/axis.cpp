@@ -4,15 +4,16 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Logging.h>
 #include <c10/util/accumulate.h>
+#include <c10/util/strides.h>
 
 #include <algorithm>
 #include <exception>
 #include <utility>
 
 #include "base/check.h"
+#include "base/tensor_over.h"
 #include "base/trace.h"
 #include "gather/site.h"
-#include "gather/tensor_over.h"
 
 namespace lowtide::gather {
 namespace {
@@ -23,15 +24,6 @@ std::vector<std::int64_t> scaled(const at::Tensor& tensor, std::int64_t rows) {
   auto sizes = tensor.sizes().vec();
   sizes.at(0) = rows;
   return sizes;
-}
-
-std::vector<std::int64_t> contiguous_strides(
-    const std::vector<std::int64_t>& sizes) {
-  std::vector<std::int64_t> strides(sizes.size(), 1);
-  for (std::size_t d = sizes.size(); d-- > 1;) {
-    strides[d - 1] = strides[d] * std::max<std::int64_t>(sizes[d], 1);
-  }
-  return strides;
 }
 
 }  // namespace
@@ -82,17 +74,15 @@ Arriving Axis::all_gather(const at::Tensor& shard, const std::string& name,
   if (ours) {
     const auto bytes =
         static_cast<std::int64_t>(in.nbytes()) * collectives_->size();
-    c10::Storage storage(
-        c10::Storage::use_byte_size_t(), bytes,
-        memory_->lease(memory::Category::activations, name, bytes), nullptr,
-        /*resizable=*/false);
-    out = tensor_over(std::move(storage), in.scalar_type(), sizes,
-                      contiguous_strides(sizes), 0);
+    out = base::tensor_over(
+        base::owning_storage(
+            memory_->lease(memory::Category::activations, name, bytes), bytes),
+        in.scalar_type(), sizes, c10::contiguous_strides(sizes), 0);
   } else {
     out = at::empty(sizes, in.options());
   }
-  std::vector<at::Tensor> outs{bytes_of(out)};
-  std::vector<at::Tensor> ins{bytes_of(in)};
+  std::vector<at::Tensor> outs{base::bytes_of(out)};
+  std::vector<at::Tensor> ins{base::bytes_of(in)};
   auto& runtime = memory_->runtime();
   runtime.wait(Stream::gather, runtime.record(Stream::compute));
   const device::StreamScope scope(runtime, Stream::gather);

@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "base/check.h"
-#include "gather/tensor_over.h"
+#include "base/tensor_over.h"
 
 namespace lowtide::gather {
 
@@ -28,16 +28,12 @@ SavedValue::~SavedValue() {
 at::Tensor SavedValue::unpack() const {
   if (site_) {
     const at::Tensor gathered = site_->take(consumer_);
-    return tensor_over(gathered.storage(), dtype_, sizes_, strides_, offset_);
+    return base::tensor_over(gathered.storage(), dtype_, sizes_, strides_,
+                             offset_);
   }
   if (version_.changed()) {
-    throw Error(base::error_text(
-        "gather_policy",
-        base::concat("a tensor that backward needs at version ",
-                     version_.seen(), ", as it was saved"),
-        base::concat("version ", version_.now(),
-                     ": something wrote to it in place"),
-        "Write out of place."));
+    version_.throw_modified("gather_policy", "a tensor that backward needs",
+                            ", as it was saved", "Write out of place.");
   }
   return kept_;
 }

@@ -20,7 +20,6 @@
 #include "shard/graph/linear_node.h"
 #include "shard/planned_step.h"
 #include "shard/root.h"
-#include "shard/row_stream.h"
 #include "shard/unit.h"
 
 namespace py = pybind11;
@@ -109,12 +108,13 @@ at::Tensor fused_linear(const std::shared_ptr<shard::Unit>& unit,
 }
 
 shard::UnitBytes bytes_of(shard::Unit& unit) {
+  const auto& buffers = unit.parameters().buffers();
   auto& gradients = unit.gradients();
   const auto& trainable = gradients.trainable();
   return {
-      .parameters = unit.buffers().shard_bytes(),
-      .gathered = planned_gathered_bytes(unit) + unit.buffers().passing_bytes(),
-      .gather_input = planned_input_bytes(unit),
+      .parameters = buffers.shard_bytes(),
+      .gathered = unit.rows().gathered_bytes() + buffers.passing_bytes(),
+      .gather_input = unit.rows().input_bytes(),
       .gradient_chunks = gradients.num_chunks(),
       .gradient_slot = gradients.slot_bytes(),
       .gradient_slots = gradients.num_slots(),
@@ -163,11 +163,6 @@ py::dict planned_peaks(const std::vector<std::shared_ptr<shard::Unit>>& units,
                   "gradient_stream"_a = peaks.gradient_stream,
                   "gradient_slab"_a = peaks.gradient_slab,
                   "sharded_gradients"_a = peaks.sharded_gradients);
-}
-
-std::vector<std::weak_ptr<shard::Unit>> weak_units(
-    const std::vector<std::shared_ptr<shard::Unit>>& units) {
-  return {units.begin(), units.end()};
 }
 
 void bind_device_memory(py::module_& module) {
@@ -229,8 +224,8 @@ void bind_shard(py::module_& module) {
           [](UnitSettings& settings,
              const std::vector<std::shared_ptr<shard::Unit>>& forward,
              const std::vector<std::shared_ptr<shard::Unit>>& backward) {
-            settings.forward_prefetch = weak_units(forward);
-            settings.backward_prefetch = weak_units(backward);
+            settings.forward_prefetch.assign(forward.begin(), forward.end());
+            settings.backward_prefetch.assign(backward.begin(), backward.end());
           },
           py::kw_only(), py::arg("forward"), py::arg("backward"))
       .def_property_readonly(
@@ -260,7 +255,7 @@ void bind_shard(py::module_& module) {
       .def_property_readonly(
           "state",
           [](const Unit& unit) {
-            return std::string(shard::state_name(unit.state()));
+            return std::string(shard::state_name(unit.parameters().state()));
           })
       .def_property_readonly("root", &Unit::root)
       .def("use_groups",
@@ -270,42 +265,45 @@ void bind_shard(py::module_& module) {
            })
       .def("local_shard",
            [](Unit& unit, std::size_t i) {
-             return unit.buffers().local_shard(i);
+             return unit.parameters().buffers().local_shard(i);
            })
       .def("full",
-           [](Unit& unit, std::size_t i) { return unit.buffers().full(i); })
+           [](Unit& unit, std::size_t i) {
+             return unit.parameters().buffers().full(i);
+           })
       .def("plan", &unit_plan,
            "bytes of each buffer of this unit when present, and its chunks")
       .def_property_readonly(
           "accumulating",
           [](const Unit& unit) { return unit.gradients().accumulating(); })
       .def("drop_waiting_gradient", &Unit::drop_waiting_gradient)
-      .def_property_readonly(
-          "attached", [](const Unit& unit) { return unit.leaves().attached(); })
+      .def_property_readonly("attached",
+                             [](const Unit& unit) {
+                               return unit.parameters().leaves().attached();
+                             })
       .def("attach", &attach, py::kw_only(), py::arg("slots"),
            py::arg("shards"), py::arg("full"), py::arg("wrap"),
            py::arg("unwrap"), py::arg("refuse"), py::arg("extension"))
       .def("detach", &Unit::detach)
       .def(
           "stream_rows",
-          [](Unit& unit) { return &unit.in_rows(shard::RowReads::blocks); },
+          [](Unit& unit) { return &unit.rows().read(shard::RowReads::blocks); },
           py::return_value_policy::reference_internal)
       .def(
           "gradient_rows",
-          [](Unit& unit) { return &unit.in_rows(shard::RowReads::gradient); },
+          [](Unit& unit) {
+            return &unit.rows().read(shard::RowReads::gradient);
+          },
           py::return_value_policy::reference_internal)
       .def(
           "look_up_rows",
           [](Unit& unit, std::int64_t rows_at_once) {
-            return &unit.in_rows(shard::RowReads::lookup, rows_at_once);
+            return &unit.rows().read(shard::RowReads::lookup, rows_at_once);
           },
           py::arg("rows_at_once"), py::return_value_policy::reference_internal)
-      .def_property_readonly("streams_rows", &shard::streams_rows)
-      .def_property_readonly("looks_up_rows",
-                             [](const Unit& unit) {
-                               return unit.rows() != nullptr &&
-                                      unit.rows()->looks_up();
-                             })
+      .def_property_readonly(
+          "looks_up_rows",
+          [](const Unit& unit) { return unit.rows().looks_up(); })
       .def("fuse_gradients", &Unit::fuse_gradients, py::arg("fused"))
       .def(
           "refuse_fused",
@@ -348,6 +346,7 @@ void bind_shard(py::module_& module) {
              py::arg("parameter"), py::arg("input"), py::arg("weight"),
              py::arg("bias"));
 
+  using shard::RowPass;
   using shard::RowStream;
   py::class_<RowStream>(module, "RowStream")
       .def_property_readonly("world_size", &RowStream::world_size)
@@ -356,11 +355,18 @@ void bind_shard(py::module_& module) {
       .def_property_readonly("sums_as_reduced", &RowStream::sums_as_reduced)
       .def_property_readonly("block_rows", &RowStream::block_rows)
       .def_property_readonly("num_blocks", &RowStream::num_blocks)
-      .def("rows_in", &RowStream::rows_in, py::arg("block"))
-      .def("begin_forward", &RowStream::begin_forward, NoGil(),
-           py::arg("recorded"))
-      .def("begin_backward", &RowStream::begin_backward, NoGil())
-      .def("begin_lookup", &RowStream::begin_lookup, NoGil())
+      .def(
+          "begin_forward",
+          [](RowStream& rows, bool recorded) {
+            rows.begin(recorded ? RowPass::recorded : RowPass::forward);
+          },
+          NoGil(), py::arg("recorded"))
+      .def(
+          "begin_backward",
+          [](RowStream& rows) { rows.begin(RowPass::backward); }, NoGil())
+      .def(
+          "begin_lookup", [](RowStream& rows) { rows.begin(RowPass::lookup); },
+          NoGil())
       .def_property_readonly("lookup_rows", &RowStream::lookup_rows)
       .def("fetch", &RowStream::fetch, NoGil(), py::arg("block"))
       .def("put", &RowStream::put, NoGil(), py::arg("block"),

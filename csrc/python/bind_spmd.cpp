@@ -114,7 +114,6 @@ void bind_rules(py::module_& module) {
       "find_rule",
       [](const std::string& op) { return spmd::rule_book().find(op); },
       py::arg("op"));
-  module.def("rule_names", [] { return spmd::rule_book().names(); });
   module.def("infer_type", &infer, py::arg("rule"), py::arg("operands"),
              py::arg("axis"));
 }

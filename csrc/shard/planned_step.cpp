@@ -11,14 +11,14 @@
 namespace lowtide::shard {
 namespace {
 
-using Units = c10::ArrayRef<PlannedUnit>;
+using PlannedUnits = c10::ArrayRef<PlannedUnit>;
 
 // Sums that are under way: one comes together, one waits for its place behind
 // the next unit's first chunk, one is with the replicas.
 constexpr std::size_t kSumsAtOnce = 3;
 
 // What `.grad` shows, and what is not summed over replicas yet.
-std::int64_t sharded_gradients_peak(Units units) {
+std::int64_t sharded_gradients_peak(PlannedUnits units) {
   std::int64_t bytes = 0;
   std::vector<std::int64_t> sums;
   for (const auto& unit : units) {
@@ -38,7 +38,7 @@ std::int64_t sharded_gradients_peak(Units units) {
 }
 
 // Slots that units share; a unit may replace them by its own, longer ones.
-std::int64_t ring_peak(Units units) {
+std::int64_t ring_peak(PlannedUnits units) {
   std::int64_t chunks = 0;
   std::int64_t shared_slot = 0;
   for (const auto& unit : units) {
@@ -63,7 +63,7 @@ std::int64_t ring_peak(Units units) {
 // A forward as the schedule has it: a unit is gathered while the one before it
 // runs, and freed after its own forward unless it stays for backward, which
 // walks the same pairs in reverse.
-void play_forward(Units units, PlannedPeaks& peaks) {
+void play_forward(PlannedUnits units, PlannedPeaks& peaks) {
   const auto num_units = static_cast<std::int32_t>(units.size());
   Schedule schedule(num_units);
   std::set<std::int32_t> gathered;
@@ -97,7 +97,7 @@ void play_forward(Units units, PlannedPeaks& peaks) {
 
 }  // namespace
 
-PlannedPeaks planned_peaks(Units units) {
+PlannedPeaks planned_peaks(PlannedUnits units) {
   PlannedPeaks peaks;
   std::int64_t in_place = 0;
   for (const auto& unit : units) {

@@ -6,13 +6,11 @@
 
 #include "base/check.h"
 #include "comm/host_channel.h"
-#include "shard/row_stream.h"
 #include "shard/unit.h"
 
 namespace lowtide::shard {
 
-RankComparison::RankComparison(std::string root,
-                               const std::vector<Unit*>& units)
+RankComparison::RankComparison(std::string root, const Units& units)
     : units_(units), log_(std::move(root), [this](std::int32_t number) {
         const auto* unit = units_[static_cast<std::size_t>(number)];
         return unit != nullptr ? unit->name() : std::string("deleted");
@@ -22,7 +20,7 @@ void RankComparison::begin() {
   settings_.assign(units_.size(), 0);
   frozen_.assign(units_.size(), 0);
   std::vector<std::shared_ptr<comm::HostChannel>> channels;
-  for (const auto* unit : units_) {
+  for (const auto* unit : living(units_)) {
     const auto& channel = unit->groups().host;
     if (channel && std::find(channels.begin(), channels.end(), channel) ==
                        channels.end()) {
@@ -31,7 +29,7 @@ void RankComparison::begin() {
   }
   for (auto& channel : channels) {
     std::vector<std::int32_t> numbers;
-    for (const auto* unit : units_) {
+    for (const auto* unit : living(units_)) {
       if (unit->groups().host == channel) numbers.push_back(unit->number());
     }
     log_.compare_over(std::move(channel), std::move(numbers));
@@ -40,30 +38,28 @@ void RankComparison::begin() {
 
 void RankComparison::note_settings() {
   if (!compares()) return;
-  for (const auto* unit : units_) {
-    if (unit == nullptr) continue;
-    const auto settings = mix(unit->settings().hash(), streams_rows(*unit));
+  for (const auto* unit : living(units_)) {
+    const auto settings = mix(unit->settings().hash(), unit->rows().streams());
     auto& noted = settings_[static_cast<std::size_t>(unit->number())];
     if (std::exchange(noted, settings) != settings) {
-      log_.note(
-          {StepNote::What::settings, unit->number(),
-           static_cast<std::int64_t>(settings >> 1)},
-          base::concat(unit->settings().text(),
-                       streams_rows(*unit) ? ", rows that are streamed" : ""));
+      log_.note({StepNote::What::settings, unit->number(),
+                 static_cast<std::int64_t>(settings >> 1)},
+                base::concat(
+                    unit->settings().text(),
+                    unit->rows().streams() ? ", rows that are streamed" : ""));
     }
   }
 }
 
 void RankComparison::note_frozen() {
   if (!compares()) return;
-  for (const auto* unit : units_) {
-    if (unit == nullptr) continue;
-    const auto frozen = unit->leaves().frozen_hash();
+  for (const auto* unit : living(units_)) {
+    const auto frozen = unit->parameters().leaves().frozen_hash();
     auto& noted = frozen_[static_cast<std::size_t>(unit->number())];
     if (std::exchange(noted, frozen) != frozen) {
       log_.note({StepNote::What::trainable, unit->number(),
                  static_cast<std::int64_t>(frozen >> 1)},
-                unit->leaves().frozen_text());
+                unit->parameters().leaves().frozen_text());
     }
   }
 }
@@ -97,8 +93,7 @@ void RankComparison::agree_without_comparison() {
   const auto several = [](const comm::Collectives& ranks) {
     return ranks.size() > 1 && ranks.backend() != "fake";
   };
-  for (auto* unit : units_) {
-    if (unit == nullptr) continue;
+  for (auto* unit : living(units_)) {
     auto& shards = *unit->groups().gather;
     const auto& replicas = unit->settings().reduction.replicas;
     const bool alone = !several(shards) && !(replicas && several(*replicas));

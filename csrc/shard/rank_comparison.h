@@ -12,15 +12,14 @@
 #include <vector>
 
 #include "shard/step_log.h"
+#include "shard/units.h"
 
 namespace lowtide::shard {
-
-class Unit;
 
 class RankComparison {
  public:
   // `units`: by number, null for those that died; outlives it.
-  RankComparison(std::string root, const std::vector<Unit*>& units);
+  RankComparison(std::string root, const Units& units);
 
   // The units are known: by the channels of their meshes.
   void begin();
@@ -41,7 +40,7 @@ class RankComparison {
  private:
   void agree_without_comparison();
 
-  const std::vector<Unit*>& units_;
+  const Units& units_;
   StepLog log_;
   // By unit, as noted last.
   std::vector<std::uint64_t> settings_;

@@ -3,8 +3,6 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
-#include <functional>
-#include <numeric>
 #include <utility>
 
 #include "base/check.h"
@@ -12,7 +10,6 @@
 #include "base/trace.h"
 #include "device/current_stream.h"
 #include "shard/graph/autograd_nodes.h"
-#include "shard/row_stream.h"
 #include "shard/unit.h"
 
 namespace lowtide::shard {
@@ -21,6 +18,7 @@ Root::Root(std::string name, std::shared_ptr<memory::DeviceMemory> memory)
     : name_(std::move(name)),
       memory_(std::move(memory)),
       ranks_(name_, units_),
+      plans_(name_, units_, ranks_.log()),
       stream_(name_, memory_, ranks_.log()) {}
 
 void Root::adopt(const std::vector<std::shared_ptr<Unit>>& units) {
@@ -30,8 +28,7 @@ void Root::adopt(const std::vector<std::shared_ptr<Unit>>& units) {
     units_.push_back(unit.get());
   }
   schedule_ = Schedule(static_cast<std::int32_t>(units_.size()));
-  last_order_.resize(units_.size());
-  std::iota(last_order_.rbegin(), last_order_.rend(), 0);
+  plans_.forget();
   ranks_.begin();
 }
 
@@ -42,17 +39,6 @@ void Root::forget(const Unit& unit) {
   if (failed_ || stream_.contains(unit.gradients())) {
     stream_.abandon();  // it works on bytes that go now
   }
-}
-
-void Root::set_gradient_budget(std::int64_t bytes) {
-  if (bytes <= 0) {
-    throw InvalidArgument(
-        base::error_text(base::concat("gradient budget of '", name_, "'"),
-                         "a positive number of bytes", base::concat(bytes),
-                         "The default is 64 MiB."));
-  }
-  gradient_budget_ = bytes;
-  planned_ = false;
 }
 
 // --- forward ----------------------------------------------------------------
@@ -117,19 +103,17 @@ void Root::begin_forward(Unit& unit) {
   }
   schedule_.begin_forward();
   if (recorded_) {
-    for (auto* one : units_) {
-      if (one != nullptr) one->leaves().follow_current_stream();
+    for (auto* one : living(units_)) {
+      one->parameters().leaves().follow_current_stream();
     }
     ranks_.note_frozen();
-    plan_gradients();
+    plans_.plan();
   }
 }
 
 void Root::leave_forward(Unit& unit) {
   if (forward_root_ == &unit) {
-    for (auto* one : units_) {
-      if (one != nullptr) one->end_group_forward();
-    }
+    for (auto* one : living(units_)) one->end_group_forward();
   }
   schedule_.leave_forward(unit.number(), at::GradMode::is_enabled(),
                           unit.forward_call_);
@@ -151,7 +135,7 @@ void Root::replan(Unit& unit) {
         "gradients of it that are not reduced yet",
         "Call lowtide.losses.stream_rows before the first backward."));
   }
-  plan_gradients_of(unit);
+  plans_.plan_of(unit);
 }
 
 void Root::end_forward() {
@@ -162,8 +146,9 @@ void Root::end_forward() {
   }
   ranks_.ask();
   open_forwards_ += recorded_ ? 1 : 0;
-  for (auto* unit : units_) {
-    if (unit != nullptr && unit->prefetched_in_vain()) {
+  for (auto* unit : living(units_)) {
+    // Gathered for a forward that did not come.
+    if (unit->parameters().ahead()) {
       // Ranks that differ may lack this gather, which would wait for them.
       if (ranks_.compares()) require_agreement();
       unit->reshard();
@@ -173,189 +158,19 @@ void Root::end_forward() {
 
 // --- gradients' way out -----------------------------------------------------
 
-namespace {
-
-// A frozen parameter may have any dtype; it may have been unfrozen since.
-void require_reducible(const Unit& unit, const std::vector<bool>& trainable) {
-  for (std::size_t i = 0; i < trainable.size(); ++i) {
-    const auto dtype = unit.infos()[i].reduce_dtype;
-    const bool narrow = dtype != at::kBFloat16 && dtype != at::kHalf &&
-                        at::isFloatingType(dtype) &&
-                        c10::elementSize(dtype) < sizeof(float);
-    if (trainable[i] && narrow) {
-      throw InvalidArgument(base::error_text(
-          base::concat("unit '", unit.name(), "'"),
-          base::concat(unit.infos()[i].name,
-                       ", which has begun to require grad, to be reduced in "
-                       "torch.float32, torch.bfloat16, torch.float16 or "
-                       "torch.float64"),
-          base::concat(dtype),
-          "Freeze it again, or pass MixedPrecisionPolicy(reduce_dtype="
-          "torch.float32) to fully_shard."));
-    }
-  }
-}
-
-}  // namespace
-
-// The plan depends on which parameters are trainable and on the budget: both
-// change only between forwards, on all ranks alike.
-void Root::plan_gradients() {
-  std::vector<std::vector<bool>> trainable;
-  trainable.reserve(units_.size());
-  for (auto* unit : units_) {
-    trainable.push_back(unit != nullptr ? unit->leaves().trainable()
-                                        : std::vector<bool>());
-  }
-  if (planned_ && trainable == planned_trainable_) {
-    return;
-  }
-  for (std::size_t u = 0; u < units_.size(); ++u) {
-    if (units_[u] != nullptr) require_reducible(*units_[u], trainable[u]);
-  }
-  bool complete = true;
-  log().note(
-      {StepNote::What::settings, -1, gradient_budget()},
-      base::concat("a gradient budget of ", gradient_budget(), " bytes"));
-  for (std::size_t u = 0; u < units_.size(); ++u) {
-    auto* unit = units_[u];
-    if (unit == nullptr ||
-        (planned_ && trainable[u] == planned_trainable_[u])) {
-      continue;
-    }
-    log().note({StepNote::What::trainable, unit->number(),
-                static_cast<std::int64_t>(
-                    std::hash<std::vector<bool>>()(trainable[u]) >> 1)},
-               unit->leaves().frozen_text());
-    if (unit->gradients().accumulating()) {
-      unit->gradients().extend_plan(trainable[u], shared_ring_bytes());
-      complete = false;  // anew after its slab has been reduced
-      continue;
-    }
-    plan_gradients_of(*unit);
-    complete = complete && unit->gradients().plans_only(trainable[u]);
-  }
-  planned_ = complete;
-  planned_trainable_ = std::move(trainable);
-}
-
-std::vector<RingUnit> Root::ring_units() const {
-  std::vector<RingUnit> seen(units_.size());
-  for (std::size_t u = 0; u < units_.size(); ++u) {
-    if (const auto* unit = units_[u]) {
-      seen[u] = {unit->groups().reduce->size(), unit->gradients().wire_bytes(),
-                 planned_gathered_bytes(*unit), unit->settings().encloses_units,
-                 streams_rows(*unit)};
-    }
-  }
-  return seen;
-}
-
-std::int64_t Root::gradient_budget() const {
-  std::int64_t ranks = 1;
-  for (const auto& unit : ring_units()) {
-    ranks = std::max(ranks, unit.ranks);
-  }
-  return gradient_budget_.value_or(default_ring_budget(ranks));
-}
-
-std::int64_t Root::shared_ring_bytes() const {
-  std::int64_t largest = 0;
-  for (const auto& unit : ring_units()) {
-    largest = std::max(largest, unit.wire_bytes);
-  }
-  return ring_bytes(gradient_budget(), largest);
-}
-
-void Root::plan_gradients_of(Unit& unit) {
-  const auto shared = shared_ring_bytes();
-  const auto bytes = ring_bytes_of(ring_units(), last_order_, unit.number(),
-                                   gradient_budget(), shared);
-  const bool own = bytes > shared;
-  unit.gradients().set_own_slots(own);
-  constexpr auto kItemsize = static_cast<std::int64_t>(sizeof(float));
-  unit.gradients().plan(unit.leaves().trainable(),
-                        own ? ring_bytes_of_equal_chunks(
-                                  bytes, unit.gradients().wire_bytes(),
-                                  unit.groups().reduce->size(),
-                                  unit.buffers().slice(0).inner * kItemsize)
-                            : shared);
-}
-
-// A parameter may have been frozen in the last forward, but not in the one
-// whose backward begins.
-void Root::extend_plans() {
-  for (auto* unit : units_) {
-    if (unit == nullptr) continue;
-    const auto trainable = unit->leaves().trainable();
-    if (!unit->gradients().plans_all(trainable)) {
-      require_reducible(*unit, trainable);
-      unit->gradients().extend_plan(trainable, shared_ring_bytes());
-      planned_ = false;
-    }
-  }
-}
-
-// [Note: Refining the order]
-// The first plan expects gradients in reverse registration order.  After the
-// first backward that reduces, every rank adopts the order in which rank 0's
-// gradients completed: one broadcast, once.  A wrong expectation costs memory
-// (a source waits for its turn), never correctness.
-void Root::agree_on_order() {
-  std::vector<UnitGradients*> remaining;
-  for (auto* unit : in_backward_) {
-    // The user's hook may reduce over ranks that are not known here.
-    if (!unit->gradients().reduction().hook) {
-      remaining.push_back(&unit->gradients());
-    }
-  }
-  while (!remaining.empty()) {
-    auto& shards = remaining.front()->group();
-    const auto& replicas = remaining.front()->reduction().replicas;
-    const auto others = std::stable_partition(
-        remaining.begin(), remaining.end(), [&](const auto* unit) {
-          return &unit->group() == &shards &&
-                 unit->reduction().replicas == replicas;
-        });
-    std::vector<std::int64_t> orders;
-    for (auto it = remaining.begin(); it != others; ++it) {
-      const auto order = (*it)->observed_order();
-      orders.insert(orders.end(), order.begin(), order.end());
-    }
-    auto agreed = shards.from_rank_zero(std::move(orders), name_);
-    if (replicas) {
-      agreed = replicas->from_rank_zero(std::move(agreed), name_);
-    }
-    auto next = agreed.begin();
-    for (auto it = remaining.begin(); it != others; ++it) {
-      const auto size = static_cast<std::ptrdiff_t>((*it)->size());
-      (*it)->expect({next, next + size});
-      next += size;
-    }
-    remaining.erase(remaining.begin(), others);
-  }
-  order_agreed_ = true;
-  planned_ = false;
-}
-
-std::vector<Unit*> Root::participants() {
-  auto order = schedule_.completion_order();
-  if (order.empty()) {
-    order = last_order_;
-  }
-  last_order_ = order;
-  std::vector<Unit*> units;
-  for (const auto number : order) {
+Units Root::participants() {
+  plans_.expect(schedule_.completion_order());
+  Units units;
+  for (const auto number : plans_.order()) {
     if (auto* unit = units_[static_cast<std::size_t>(number)]) {
       units.push_back(unit);
     }
   }
   // Those that only an earlier microbatch used reduce what it left, and
   // parameters that the user has gathered may be used without a forward.
-  for (auto* unit : units_) {
-    if (unit != nullptr &&
-        (unit->gradients().accumulating() ||
-         unit->state() == UnitState::unsharded) &&
+  for (auto* unit : living(units_)) {
+    if ((unit->gradients().accumulating() ||
+         unit->parameters().state() == UnitState::unsharded) &&
         std::find(units.begin(), units.end(), unit) == units.end()) {
       units.push_back(unit);
     }
@@ -377,7 +192,7 @@ void Root::open_backward() {
     return;
   }
   require_agreement();
-  extend_plans();
+  plans_.extend();
   ranks_.note_settings();
   ranks_.note_frozen();
   backward_ = base::current_graph_task();
@@ -411,8 +226,8 @@ void Root::open_backward() {
 // must not move its calls: there a later graph may not run together with one
 // that was kept, which raises where its gradients come late.
 bool Root::all_run_in_order() const {
-  return std::none_of(units_.begin(), units_.end(), [](const Unit* unit) {
-    return unit != nullptr && (unit->in_kept_graph() || !unit->runs_in_order());
+  return std::ranges::all_of(living(units_), [](const Unit* unit) {
+    return !unit->in_kept_graph() && unit->runs_in_order();
   });
 }
 
@@ -451,9 +266,7 @@ void Root::require_agreement() {
     failed_ = true;
     // Whatever was learned from steps in which ranks differed.
     schedule_ = Schedule(static_cast<std::int32_t>(units_.size()));
-    std::iota(last_order_.rbegin(), last_order_.rend(), 0);
-    planned_ = false;
-    planned_trainable_.clear();
+    plans_.forget();
     throw;
   }
 }
@@ -464,9 +277,7 @@ void Root::reduce_accumulated() {
   }
   LOWTIDE_INVARIANT(backward_ == -1 && base::current_graph_task() == -1,
                     "no backward is under way");
-  for (auto* unit : units_) {
-    if (unit != nullptr) unit->require_split_backward_complete();
-  }
+  for (auto* unit : living(units_)) unit->require_split_backward_complete();
   std::vector<UnitGradients*> streamed;
   for (auto* unit : participants()) {
     if (unit->gradients().accumulating()) {
@@ -486,9 +297,7 @@ void Root::reduce_accumulated() {
 
 void Root::close_backward() {
   const base::TraceRange trace("lowtide::end_of_backward", name_);
-  for (auto* unit : units_) {
-    if (unit != nullptr) unit->take_written_gradients();
-  }
+  for (auto* unit : living(units_)) unit->take_written_gradients();
   stream_.finish();
   // Behind what has left, which some ranks seal later than others.
   if (!posted_backward_) {
@@ -498,17 +307,11 @@ void Root::close_backward() {
   if (ranks_.compares()) {
     require_agreement();
   }
-  if (!order_agreed_ &&
-      std::any_of(in_backward_.begin(), in_backward_.end(),
-                  [](Unit* unit) { return unit->gradients().sync(); })) {
-    agree_on_order();
-  }
+  plans_.refine_order(in_backward_);
   open_forwards_ = std::max<std::int64_t>(0, open_forwards_ - 1);
   const bool more_backwards = open_forwards_ > 0;
-  for (auto* unit : units_) {
-    if (unit != nullptr) {
-      unit->end_backward(more_backwards, graph_kept_);
-    }
+  for (auto* unit : living(units_)) {
+    unit->end_backward(more_backwards, graph_kept_);
   }
   if (std::exchange(graph_kept_, false)) kept_at_step_ = optimizer_steps_;
   if (!more_backwards) {
@@ -522,11 +325,7 @@ void Root::close_backward() {
 
 void Root::abort(bool drop_gradients) {
   stream_.abort();
-  for (auto* unit : units_) {
-    if (unit != nullptr) {
-      unit->abort(drop_gradients);
-    }
-  }
+  for (auto* unit : living(units_)) unit->abort(drop_gradients);
   schedule_.abort();
   log().forget();
   posted_backward_ = false;

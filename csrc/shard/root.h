@@ -9,19 +9,17 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "memory/device_memory.h"
+#include "shard/gradient_plans.h"
 #include "shard/gradients/gradient_stream.h"
-#include "shard/policy.h"
 #include "shard/rank_comparison.h"
 #include "shard/schedule.h"
 #include "shard/step_log.h"
+#include "shard/units.h"
 
 namespace lowtide::shard {
-
-class Unit;
 
 class Root : public std::enable_shared_from_this<Root> {
  public:
@@ -32,11 +30,10 @@ class Root : public std::enable_shared_from_this<Root> {
   // Called by a unit that dies.
   void forget(const Unit& unit);
 
-  // Byte budget of the ring of gradient chunks; takes effect when the next
-  // forward begins.  The same on every rank.  If never set, it grows with the
-  // number of ranks, and the last unit to reduce has a longer ring of its own.
-  void set_gradient_budget(std::int64_t bytes);
-  std::int64_t gradient_budget() const;
+  // See GradientPlans; takes effect when the next forward begins.  The same on
+  // every rank.
+  void set_gradient_budget(std::int64_t bytes) { plans_.set_budget(bytes); }
+  std::int64_t gradient_budget() const { return plans_.budget(); }
 
   // --- called by units ------------------------------------------------------
   // Returns the unit to gather ahead, or null.
@@ -82,7 +79,7 @@ class Root : public std::enable_shared_from_this<Root> {
   void optimizer_stepped() { ++optimizer_steps_; }
   std::int64_t optimizer_steps() const { return optimizer_steps_; }
 
-  const std::vector<Unit*>& units() const { return units_; }
+  const Units& units() const { return units_; }
   // By number, those of the forward that runs or has run last.
   const std::vector<std::int32_t>& entered_units() const {
     return schedule_.entered();
@@ -92,27 +89,18 @@ class Root : public std::enable_shared_from_this<Root> {
   void begin_forward(Unit& unit);
   void end_forward();
   void close_backward();
-  void plan_gradients();
-  void extend_plans();
-  std::vector<RingUnit> ring_units() const;
-  std::int64_t shared_ring_bytes() const;
-  void plan_gradients_of(Unit& unit);
-  void agree_on_order();
   void require_agreement();
-  std::vector<Unit*> participants();
+  Units participants();
   bool all_run_in_order() const;
 
   std::string name_;
   std::shared_ptr<memory::DeviceMemory> memory_;
-  std::vector<Unit*> units_;
+  Units units_;
   Schedule schedule_{0};
   RankComparison ranks_;
+  GradientPlans plans_;
   GradientStream stream_;
-  std::optional<std::int64_t> gradient_budget_;  // as set
-  bool planned_ = false;
   bool posted_backward_ = false;
-  bool order_agreed_ = false;
-  std::vector<std::vector<bool>> planned_trainable_;
 
   Unit* forward_root_ = nullptr;  // entered first in the running forward
   // Current when the last forward began; none before the first.
@@ -120,14 +108,13 @@ class Root : public std::enable_shared_from_this<Root> {
   bool recorded_ = false;
   std::int64_t open_forwards_ = 0;  // recorded ones without a backward so far
   std::int64_t forward_at_step_ = 0;
-  std::vector<std::int32_t> last_order_;
   std::int64_t optimizer_steps_ = 0;
 
   std::int64_t backward_ = -1;  // the graph task that was opened
   bool graph_kept_ = false;     // by that task
   // When a backward last kept its graph, in optimizer steps.
   std::int64_t kept_at_step_ = -1;
-  std::vector<Unit*> in_backward_;
+  Units in_backward_;
   std::atomic<bool> failed_{false};
 };
 

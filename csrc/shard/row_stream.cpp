@@ -3,6 +3,7 @@
 #include <ATen/ceil_div.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/util/Logging.h>
+#include <c10/util/strides.h>
 
 #include <algorithm>
 #include <numeric>
@@ -11,20 +12,33 @@
 #include "base/trace.h"
 #include "ops/foreach.h"
 #include "shard/parameters/gathering.h"
-#include "shard/root.h"
 
 namespace lowtide::shard {
-namespace {
 
 using device::Access;
 using device::Stream;
 
-Unit& require_rows(Unit& unit) {
-  const auto& infos = unit.infos();
+RowStream::RowStream(UnitName unit, const UnitSettings& settings,
+                     const std::shared_ptr<comm::Collectives>& ranks,
+                     const UnitParameters& parameters, UnitGradients& gradients,
+                     std::shared_ptr<memory::DeviceMemory> memory,
+                     RowReceiver& receiver)
+    : unit_(std::move(unit)),
+      settings_(settings),
+      ranks_(ranks),
+      parameters_(parameters),
+      gradients_(gradients),
+      memory_(std::move(memory)),
+      receiver_(receiver),
+      blocks_{Block(memory_->runtime().device()),
+              Block(memory_->runtime().device())} {}
+
+void RowStream::require_rows() const {
+  const auto& infos = parameters_.infos();
   if (infos.size() != 1 || infos[0].sizes.size() < 2 ||
       infos[0].shard_dim != 0) {
     throw InvalidArgument(base::error_text(
-        base::concat("unit '", unit.name(), "'"),
+        base::concat("unit '", *unit_, "'"),
         "one parameter with rows, to stream them",
         infos.size() == 1 && infos[0].shard_dim != 0
             ? base::concat("one that is split along dimension ",
@@ -33,65 +47,46 @@ Unit& require_rows(Unit& unit) {
         "Make the weight a unit of its own, without bias, or "
         "gather it whole."));
   }
-  return unit;
 }
 
-}  // namespace
-
-RowStream::RowStream(Unit& unit)
-    : unit_(require_rows(unit)),
-      slice_(unit.buffers().slice(0)),
-      blocks_{Block(unit.memory()->runtime().device()),
-              Block(unit.memory()->runtime().device())} {
-  unit.gradients().stream_rows(0, slice_.inner);
-}
-
-void RowStream::read(RowReads reads, std::int64_t lookup_rows) {
+RowStream& RowStream::read(RowReads reads, std::int64_t lookup_rows) {
+  if (reads_ == RowReads::none) {
+    require_rows();
+    gradients_.stream_rows(0, slice().inner);
+    receiver_.on_rows_chosen();
+  }
   reads_ = std::max(reads_, reads);
   if (reads == RowReads::lookup) {
-    lookup_rows_ = std::min(lookup_rows, slice_.padded_rows);
+    lookup_rows_ = std::min(lookup_rows, slice().padded_rows);
   }
+  return *this;
 }
 
-bool RowStream::looks_up() const {
-  return reads_ == RowReads::lookup && unit_.settings().reshard_after_forward &&
-         (unit_.state() == UnitState::sharded ||
-          unit_.state() == UnitState::reducing);
+bool RowStream::is_table() const {
+  return reads_ == RowReads::lookup && settings_.reshard_after_forward;
 }
+
+bool RowStream::looks_up() const { return is_table() && !parameters_.here(); }
 
 std::int64_t RowStream::gathered_bytes() const {
-  const bool looks_up =
-      reads_ == RowReads::lookup && unit_.settings().reshard_after_forward;
-  if (!streams() || (reads_ == RowReads::lookup && !looks_up)) {
-    return unit_.buffers().gathered_bytes();
-  }
   std::int64_t numel = 0;
-  if (looks_up) {
-    numel = world_size() * slice_.inner *
-            std::min(2 * lookup_rows_, slice_.padded_rows);
-  } else {
-    const auto blocks = unit_.gradients().num_blocks(0);
+  if (is_table()) {
+    numel = world_size() * slice().inner *
+            std::min(2 * lookup_rows_, slice().padded_rows);
+  } else if (reads_ == RowReads::blocks) {
+    const auto blocks = gradients_.num_blocks(0);
     for (std::int64_t k = 0; k < std::min<std::int64_t>(2, blocks); ++k) {
-      numel += unit_.gradients().block_columns(0, k).numel;
+      numel += gradients_.block_columns(0, k).numel;
     }
+  } else {
+    return buffers().gathered_bytes();
   }
   return numel * itemsize(info().compute_dtype);
 }
 
-bool streams_rows(const Unit& unit) {
-  return unit.rows() != nullptr && unit.rows()->streams();
-}
-
-std::int64_t planned_gathered_bytes(const Unit& unit) {
-  return unit.rows() != nullptr ? unit.rows()->gathered_bytes()
-                                : unit.buffers().gathered_bytes();
-}
-
-std::int64_t planned_input_bytes(const Unit& unit) {
-  const auto whole = unit.buffers().input_bytes();
-  return whole > 0 && streams_rows(unit)
-             ? unit.rows()->gathered_bytes() / unit.rows()->world_size()
-             : whole;
+std::int64_t RowStream::input_bytes() const {
+  const auto whole = buffers().input_bytes();
+  return whole > 0 && streams() ? gathered_bytes() / world_size() : whole;
 }
 
 RowStream::~RowStream() { abort(); }
@@ -107,56 +102,28 @@ void RowStream::abort() {
   }
 }
 
-void RowStream::require_root() const {
-  if (!unit_.root()) {
-    throw Error(base::error_text(
-        base::concat("unit '", unit_.name(), "'"),
-        "a forward of the root module before its rows are read", "none yet",
-        "Call the loss inside the root's forward, or after it."));
-  }
-}
-
-std::int64_t RowStream::world_size() const {
-  return unit_.groups().gather->size();
-}
-
 std::int64_t RowStream::num_blocks() const {
-  return at::ceil_div(slice_.padded_rows, block_rows());
+  return at::ceil_div(padded_rows(), block_rows());
 }
 
 std::int64_t RowStream::rows_in(std::int64_t k) const {
-  return std::min(block_rows(), slice_.padded_rows - k * block_rows());
+  return std::min(block_rows(), padded_rows() - k * block_rows());
 }
 
-void RowStream::begin_forward(bool recorded) {
-  require_root();
+void RowStream::begin(RowPass pass) {
   end();
-  backward_ = false;
-  rows_at_once_ = block_rows();
-  unit_.root()->enter_rows(unit_, recorded);
-}
-
-void RowStream::begin_backward() {
-  end();
-  backward_ = true;
-  rows_at_once_ = block_rows();
-  unit_.begin_rows_backward();
-}
-
-void RowStream::begin_lookup() {
-  require_root();
-  end();
-  backward_ = false;
-  rows_at_once_ = lookup_rows_;
+  pass_ = pass;
+  rows_at_once_ = pass == RowPass::lookup ? lookup_rows_ : block_rows();
+  receiver_.on_rows_begin(pass);
 }
 
 std::int64_t RowStream::fetched_rows(std::int64_t k) const {
-  return std::min(rows_at_once_, slice_.padded_rows - k * rows_at_once_);
+  return std::min(rows_at_once_, padded_rows() - k * rows_at_once_);
 }
 
 at::Tensor RowStream::fetch(std::int64_t k) {
   LOWTIDE_INVARIANT(k >= 0 && fetched_rows(k) > 0, "the block exists");
-  const base::TraceRange trace("lowtide::fetch_rows", unit_.name());
+  const base::TraceRange trace("lowtide::fetch_rows", *unit_);
   if (slot(k).number != k) {
     end();
     issue(k);
@@ -166,25 +133,20 @@ at::Tensor RowStream::fetch(std::int64_t k) {
   release(slot(k + 1));
   if (fetched_rows(k + 1) > 0) {
     issue(k + 1);
-  } else if (backward_) {
-    unit_.prefetch_for_backward();
   } else {
-    unit_.prefetch_for_forward();
+    receiver_.on_last_rows(pass_);
   }
   auto& block = slot(k);
   arrive(block);
   auto sizes = info().sizes;
   sizes[0] = world_size() * fetched_rows(k);
-  std::vector<std::int64_t> strides(sizes.size(), 1);
-  for (std::size_t d = sizes.size(); d-- > 1;) {
-    strides[d - 1] = strides[d] * sizes[d];
-  }
-  return block.gathered.view(info().compute_dtype, sizes, strides);
+  return block.gathered.view(info().compute_dtype, sizes,
+                             c10::contiguous_strides(sizes));
 }
 
 void RowStream::put(std::int64_t k, at::Tensor gradient) {
-  const base::TraceRange trace("lowtide::put_rows", unit_.name());
-  unit_.on_row_gradient(k, std::move(gradient));
+  const base::TraceRange trace("lowtide::put_rows", *unit_);
+  receiver_.on_row_gradient(k, std::move(gradient));
 }
 
 void RowStream::end() {
@@ -196,19 +158,16 @@ void RowStream::end() {
 
 void RowStream::issue(std::int64_t k) {
   auto& block = slot(k);
-  auto& memory = *unit_.memory();
-  if (unit_.root()) {
-    unit_.root()->log().note({StepNote::What::rows, unit_.number(), k});
-  }
-  const auto row_bytes = slice_.inner * itemsize(info().compute_dtype);
+  auto& memory = *memory_;
+  receiver_.on_rows_gather(k);
+  const auto row_bytes = slice().inner * itemsize(info().compute_dtype);
   const auto bytes = fetched_rows(k) * row_bytes;
-  block.gathered.own(memory.lease(memory::Category::gathered, unit_.name(),
-                                  world_size() * bytes),
-                     world_size() * bytes);
+  block.gathered.own(
+      memory.lease(memory::Category::gathered, *unit_, world_size() * bytes),
+      world_size() * bytes);
   if (info().storage_dtype != info().compute_dtype) {
-    block.input.own(
-        memory.lease(memory::Category::gather_input, unit_.name(), bytes),
-        bytes);
+    block.input.own(memory.lease(memory::Category::gather_input, *unit_, bytes),
+                    bytes);
   }
   block.pending = issue_gather(
       memory.runtime(),
@@ -216,7 +175,7 @@ void RowStream::issue(std::int64_t k) {
         std::vector<at::Tensor> ins{cast_rows(block, k)};
         std::vector<at::Tensor> outs{
             block.gathered.view(at::kByte, {world_size() * bytes}, {1})};
-        return unit_.groups().gather->all_gather(outs, ins, unit_.name());
+        return ranks_->all_gather(outs, ins, *unit_);
       },
       [&] { release(block); });
   block.number = k;
@@ -224,15 +183,11 @@ void RowStream::issue(std::int64_t k) {
 
 // This rank's rows of block k in the compute dtype, as bytes.
 at::Tensor RowStream::cast_rows(Block& block, std::int64_t k) {
-  auto& runtime = unit_.memory()->runtime();
+  auto& runtime = memory_->runtime();
   const auto begin = k * rows_at_once_;
-  const auto rows =
-      unit_.buffers().padded_rows(0, begin, begin + fetched_rows(k));
+  const auto rows = buffers().padded_rows(0, begin, begin + fetched_rows(k));
   if (info().storage_dtype == info().compute_dtype) {
-    const auto bytes = static_cast<std::int64_t>(rows.nbytes());
-    return flat_view(rows.storage(), at::kByte,
-                     rows.storage_offset() * itemsize(info().storage_dtype),
-                     bytes);
+    return base::bytes_of(rows);
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   auto cast = block.input.view(info().compute_dtype, {rows.numel()}, {1});

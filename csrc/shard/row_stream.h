@@ -24,14 +24,18 @@
 #include <memory>
 
 #include "comm/collectives.h"
+#include "memory/device_memory.h"
+#include "shard/gradients/unit_gradients.h"
+#include "shard/parameters/unit_parameters.h"
 #include "shard/storage.h"
-#include "shard/unit.h"
+#include "shard/unit_settings.h"
 
 namespace lowtide::shard {
 
 // What of a parameter comes in blocks of rows; each is more than the one
 // before.
 enum class RowReads : std::uint8_t {
+  none,
   // Only its gradient: the parameter is gathered as ever.
   gradient,
   // The parameter as well, and nobody gathers it ahead as a whole.
@@ -42,30 +46,50 @@ enum class RowReads : std::uint8_t {
   lookup,
 };
 
+// What a pass over the rows is for: a lookup, a forward that autograd records
+// or not, the backward that delivers gradients.
+enum class RowPass : std::uint8_t { lookup, forward, recorded, backward };
+
+// What a unit learns from its rows.
+class RowReceiver {
+ public:
+  virtual ~RowReceiver() = default;
+  // The gradient comes in blocks from the next plan on, which is due now.
+  virtual void on_rows_chosen() = 0;
+  virtual void on_rows_begin(RowPass pass) = 0;
+  // The gather of block k is issued now; that of the pass's last block was.
+  virtual void on_rows_gather(std::int64_t k) = 0;
+  virtual void on_last_rows(RowPass pass) = 0;
+  virtual void on_row_gradient(std::int64_t k, at::Tensor gradient) = 0;
+};
+
 class RowStream {
  public:
-  // The unit owns it (Unit::in_rows).
-  explicit RowStream(Unit& unit);
+  // `ranks`: who has the shards; all of it outlives the stream.
+  RowStream(UnitName unit, const UnitSettings& settings,
+            const std::shared_ptr<comm::Collectives>& ranks,
+            const UnitParameters& parameters, UnitGradients& gradients,
+            std::shared_ptr<memory::DeviceMemory> memory,
+            RowReceiver& receiver);
   // Waits for a gather that is under way.
   ~RowStream();
   RowStream(const RowStream&) = delete;
   RowStream& operator=(const RowStream&) = delete;
 
-  std::int64_t world_size() const;
-  std::int64_t num_rows() const { return slice_.rows; }
+  std::int64_t world_size() const { return buffers().layout().world_size(); }
+  std::int64_t num_rows() const { return slice().rows; }
   // Of a rank's shard, padded: rank r's row j is row r * padded_rows + j of the
   // parameter, and padding from num_rows on.
-  std::int64_t padded_rows() const { return slice_.padded_rows; }
+  std::int64_t padded_rows() const { return slice().padded_rows; }
   // What several uses give in this backward is summed in the reduce dtype, as
   // [Note: The dtype of a gradient] has it; before its first block.
   bool sums_as_reduced() const {
-    const auto& gradients = unit_.gradients();
-    return info().gradient_as_computed && !gradients.sync() &&
-           !gradients.touched(0);
+    return info().gradient_as_computed && !gradients_.sync() &&
+           !gradients_.touched(0);
   }
   // As planned; changes between steps only, with the gradient budget.
   std::int64_t block_rows() const {
-    return unit_.gradients().parameter(0).rows.at_once;
+    return gradients_.parameter(0).rows.at_once;
   }
   std::int64_t num_blocks() const;
   // How many rows of every rank block k has.
@@ -75,23 +99,24 @@ class RowStream {
   std::int64_t lookup_rows() const { return lookup_rows_; }
 
   // Before a forward; the same on every rank.  What was asked for before stays.
-  void read(RowReads reads, std::int64_t lookup_rows);
-  // Nobody gathers the parameter ahead as a whole.
-  bool streams() const { return reads_ != RowReads::gradient; }
+  // Throws lowtide::InvalidArgument unless the unit has one parameter, which is
+  // split along its rows.
+  RowStream& read(RowReads reads, std::int64_t lookup_rows = 0);
+  // Nobody gathers the unit's parameters ahead as a whole.
+  bool streams() const { return reads_ > RowReads::gradient; }
+  bool delivers_gradients() const { return reads_ != RowReads::none; }
   // Whether the forward that is running, or would run now, looks rows up.
   bool looks_up() const;
-  // Of the blocks that live at once.
+  // Bytes of the two buffers that the unit's gathers need at once: of all
+  // parameters, or of the blocks that live together.
   std::int64_t gathered_bytes() const;
+  std::int64_t input_bytes() const;
 
-  // A pass over all blocks begins: of a forward, which autograd records or not,
-  // or of the backward that delivers gradients.  Throws lowtide::Error before
-  // the root module's first forward; a forward's also on another stream than
-  // the root module's last forward began on.
-  void begin_forward(bool recorded);
-  void begin_backward();
-  // A pass over all rows in blocks of `lookup_rows`, inside the forward of the
-  // unit's module, which is what autograd records.
-  void begin_lookup();
+  // A pass over all blocks begins.  Throws lowtide::Error before the root
+  // module's first forward; a forward's also on another stream than the root
+  // module's last forward began on.  A lookup has blocks of `lookup_rows` and
+  // is inside the forward of the unit's module, which is what autograd records.
+  void begin(RowPass pass);
 
   // Block k of the pass in the compute dtype, [N * rows_in(k), ...]; valid, and
   // its bytes there, until the next fetch or `end`.  Blocks are fetched in
@@ -116,27 +141,29 @@ class RowStream {
   Block& slot(std::int64_t k) {
     return blocks_[static_cast<std::size_t>(k % 2)];
   }
-  const ParameterInfo& info() const { return unit_.infos()[0]; }
-  void require_root() const;
+  const ParameterBuffers& buffers() const { return parameters_.buffers(); }
+  const ParameterInfo& info() const { return parameters_.infos()[0]; }
+  const memory::ParameterSlice& slice() const { return buffers().slice(0); }
+  bool is_table() const;
+  void require_rows() const;
   std::int64_t fetched_rows(std::int64_t k) const;
   void issue(std::int64_t k);
   at::Tensor cast_rows(Block& block, std::int64_t k);
   static void arrive(Block& block);
   static void release(Block& block);
 
-  Unit& unit_;
-  memory::ParameterSlice slice_;
-  RowReads reads_ = RowReads::gradient;
+  UnitName unit_;
+  const UnitSettings& settings_;
+  const std::shared_ptr<comm::Collectives>& ranks_;
+  const UnitParameters& parameters_;
+  UnitGradients& gradients_;
+  std::shared_ptr<memory::DeviceMemory> memory_;
+  RowReceiver& receiver_;
+  RowReads reads_ = RowReads::none;
   std::int64_t lookup_rows_ = 0;
   std::int64_t rows_at_once_ = 0;  // of this pass
-  bool backward_ = false;
+  RowPass pass_ = RowPass::forward;
   std::array<Block, 2> blocks_;
 };
-
-// Nobody gathers the unit's parameters ahead as a whole.
-bool streams_rows(const Unit& unit);
-// Bytes of the two buffers that the unit's gathers need at once.
-std::int64_t planned_gathered_bytes(const Unit& unit);
-std::int64_t planned_input_bytes(const Unit& unit);
 
 }  // namespace lowtide::shard

@@ -1,8 +1,5 @@
 #include "shard/storage.h"
 
-#include <ATen/core/TensorBase.h>
-#include <c10/core/DispatchKeySet.h>
-#include <c10/core/InferenceMode.h>
 #include <c10/core/StorageImpl.h>
 
 #include <memory>
@@ -12,18 +9,6 @@
 
 namespace lowtide::shard {
 namespace {
-
-at::Tensor tensor_on(const c10::Storage& storage, c10::Device device,
-                     at::ScalarType dtype, at::IntArrayRef sizes,
-                     at::IntArrayRef strides, std::int64_t offset) {
-  const c10::InferenceMode normal(false);
-  const auto key = c10::computeDispatchKey(dtype, c10::Layout::Strided, device);
-  auto tensor = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(storage), c10::DispatchKeySet(key),
-      c10::scalarTypeToTypeMeta(dtype));
-  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides, offset);
-  return tensor;
-}
 
 // torch has a way to make a storage raise and none to make it stop, as a gather
 // needs.  An explicit instantiation may name a private member.
@@ -95,15 +80,14 @@ RepointedStorage::RepointedStorage(c10::Device device, std::int64_t bytes)
     : storage_(c10::make_intrusive<c10::StorageImpl>(
           c10::StorageImpl::use_byte_size_t(), c10::SymInt(bytes),
           c10::DataPtr(nullptr, device), fixed_size(),
-          /*resizable=*/device.is_cpu())),
-      device_(device) {}
+          /*resizable=*/device.is_cpu())) {}
 
 bool RepointedStorage::has_array() const {
-  return device_.is_cpu() && !storage_.resizable();
+  return storage_.device().is_cpu() && !storage_.resizable();
 }
 
 void RepointedStorage::bind(void* data, std::int64_t bytes) {
-  show_bytes(storage_, c10::DataPtr(data, device_), bytes);
+  show_bytes(storage_, c10::DataPtr(data, storage_.device()), bytes);
 }
 
 void RepointedStorage::own(c10::DataPtr lease, std::int64_t bytes) {
@@ -115,17 +99,11 @@ void RepointedStorage::unbind() { hide_bytes(storage_); }
 at::Tensor RepointedStorage::view(at::ScalarType dtype, at::IntArrayRef sizes,
                                   at::IntArrayRef strides,
                                   std::int64_t offset) const {
-  return tensor_on(storage_, device_, dtype, sizes, strides, offset);
+  return tensor_over(storage_, dtype, sizes, strides, offset);
 }
 
 std::int64_t RepointedStorage::use_count() const {
   return static_cast<std::int64_t>(storage_.use_count());
-}
-
-c10::Storage owning_storage(c10::DataPtr lease, std::int64_t bytes) {
-  return c10::Storage(c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(), c10::SymInt(bytes), std::move(lease),
-      nullptr, /*resizable=*/false));
 }
 
 c10::Storage sub_storage(const c10::Storage& owner, std::int64_t offset,
@@ -141,8 +119,8 @@ c10::Storage sub_storage(const c10::Storage& owner, std::int64_t offset,
 
 at::Tensor strided_view(const at::Tensor& base, at::IntArrayRef sizes,
                         at::IntArrayRef strides, std::int64_t offset) {
-  return tensor_on(base.storage(), base.device(), base.scalar_type(), sizes,
-                   strides, offset);
+  return tensor_over(base.storage(), base.scalar_type(), sizes, strides,
+                     offset);
 }
 
 at::Tensor flat_view(const c10::Storage& storage, at::ScalarType dtype,
@@ -150,8 +128,7 @@ at::Tensor flat_view(const c10::Storage& storage, at::ScalarType dtype,
   const auto itemsize = static_cast<std::int64_t>(c10::elementSize(dtype));
   LOWTIDE_INVARIANT(byte_offset % itemsize == 0,
                     "a slice starts at a whole element");
-  return tensor_on(storage, storage.device(), dtype, {numel}, {1},
-                   byte_offset / itemsize);
+  return tensor_over(storage, dtype, {numel}, {1}, byte_offset / itemsize);
 }
 
 }  // namespace lowtide::shard

@@ -13,7 +13,12 @@
 #include <string>
 #include <utility>
 
+#include "base/tensor_over.h"
+
 namespace lowtide::shard {
+
+using base::owning_storage;
+using base::tensor_over;
 
 // Bytes of an element.
 inline std::int64_t itemsize(at::ScalarType dtype) {
@@ -69,11 +74,7 @@ class RepointedStorage {
 
  private:
   c10::Storage storage_;
-  c10::Device device_;
 };
-
-// A fixed-size storage that owns leased bytes.
-c10::Storage owning_storage(c10::DataPtr lease, std::int64_t bytes);
 
 // A storage of its own over [offset, offset + bytes) of `owner`, which it keeps
 // alive.

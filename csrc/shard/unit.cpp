@@ -1,11 +1,7 @@
 #include "shard/unit.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/add.h>
 #include <c10/util/Logging.h>
-#include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <numeric>
@@ -16,7 +12,6 @@
 #include "base/trace.h"
 #include "shard/policy.h"
 #include "shard/root.h"
-#include "shard/row_stream.h"
 
 namespace lowtide::shard {
 namespace {
@@ -49,6 +44,8 @@ Unit::Unit(std::string name, std::vector<ParameterInfo> infos,
       group_(modules),
       gradients_(name_, infos_, buffers().layout(), groups_.reduce,
                  settings_->reduction, memory_),
+      rows_(name_, *settings_, groups_.gather, parameters_, gradients_, memory_,
+            *this),
       arriving_(infos_, leaves(), gradients_),
       fused_(name_, infos_, buffers().layout(), gradients_, memory_) {}
 
@@ -133,16 +130,6 @@ void Unit::fuse_gradients(const std::vector<bool>& fused) {
   }
 }
 
-RowStream& Unit::in_rows(RowReads reads, std::int64_t lookup_rows) {
-  if (!rows_) {
-    auto rows = std::make_unique<RowStream>(*this);
-    replan();
-    rows_ = std::move(rows);
-  }
-  rows_->read(reads, lookup_rows);
-  return *rows_;
-}
-
 void Unit::replan() {
   if (root_) {
     root_->replan(*this);
@@ -151,8 +138,6 @@ void Unit::replan() {
                     ring_bytes(kDefaultRingBudget, gradients_.wire_bytes()));
   }
 }
-
-bool Unit::looks_up_rows() const { return rows_ && rows_->looks_up(); }
 
 // --- parameters -------------------------------------------------------------
 
@@ -189,28 +174,14 @@ void Unit::unshard() {
 void Unit::reshard() {
   wait_for_gather();
   parameters_.reshard();
-  prefetched_ = false;
 }
 
-void Unit::reshard_after_forward() {
-  const auto& group = settings_->post_forward_group;
-  if (!group || state() != UnitState::unsharded) {
-    reshard();
+void Unit::gather_ahead() {
+  if (rows_.streams() || parameters_.here()) {
     return;
   }
-  parameters_.reshard_but_part(*group);
-  prefetched_ = false;
-}
-
-void Unit::prefetch(Unit& other) {
-  if (streams_rows(other)) {
-    return;
-  }
-  if (other.state() == UnitState::sharded ||
-      other.state() == UnitState::reducing) {
-    other.gather();
-    other.prefetched_ = true;
-  }
+  gather();
+  parameters_.set_ahead(true);
 }
 
 // --- forward ----------------------------------------------------------------
@@ -223,7 +194,7 @@ void Unit::prefetch(Unit& other) {
 // Outputs are watched of every module, for some may not run.
 Unit::ForwardCall Unit::pre_forward(std::size_t module) {
   const base::TraceRange trace("lowtide::pre_forward", *name_);
-  const bool rows = looks_up_rows();
+  const bool rows = rows_.looks_up();
   if (base::in_backward()) {
     // A recomputation; its backward follows.
     if (!rows) unshard();
@@ -246,7 +217,7 @@ Unit::ForwardCall Unit::pre_forward(std::size_t module) {
   const ForwardCall call{begins, watch};
   if (rows) {
     leaves().follow_shards();
-    next_in_forward_ = next;
+    prefetch_.put_off(next);
     return call;
   }
   if (!begins) {
@@ -254,36 +225,16 @@ Unit::ForwardCall Unit::pre_forward(std::size_t module) {
     return call;
   }
   gather();
-  prefetched_ = false;
+  parameters_.set_ahead(false);
   // Issued before this unit's own kernels: the next gather then waits for
   // nothing but the unit before this one.
-  prefetch_after(next);
+  Prefetch::gather(settings_->forward_prefetch, next);
   wait_for_gather();
   leaves().show_full();
   if (settings_->leaf_module) {
     leaves().count_references(buffers());
   }
   return call;
-}
-
-void Unit::prefetch_listed(const std::vector<std::weak_ptr<Unit>>& others) {
-  for (const auto& other : others) {
-    if (const auto unit = other.lock()) prefetch(*unit);
-  }
-}
-
-void Unit::prefetch_after(Unit* next) {
-  if (!settings_->forward_prefetch.empty()) {
-    prefetch_listed(settings_->forward_prefetch);
-  } else if (next != nullptr) {
-    prefetch(*next);
-  }
-}
-
-void Unit::prefetch_for_forward() {
-  if (next_in_forward_ != nullptr) {
-    prefetch_after(next_in_forward_);
-  }
 }
 
 std::vector<at::Tensor> Unit::watch_forward_inputs(
@@ -326,13 +277,18 @@ void Unit::end_forward() {
   input_bytes_ = 0;
   if (!settings_->leaf_module) {
     leaves().assume_saved();
-  } else if (!looks_up_rows()) {
+  } else if (!rows_.looks_up()) {
     leaves().look_for_saved(buffers());
   }
   if (settings_->reshard_after_forward) {
-    reshard_after_forward();
+    const auto& part_of = settings_->post_forward_group;
+    if (part_of && parameters_.state() == UnitState::unsharded) {
+      parameters_.reshard_but_part(*part_of);
+    } else {
+      reshard();
+    }
   }
-  next_in_forward_ = nullptr;
+  prefetch_.forget_forward();
   root_->leave_forward(*this);
 }
 
@@ -344,7 +300,7 @@ StepLog::Numbers Unit::numbers_to_compare() {
   return OwnNumbers{.output_rows = output_rows_,
                     .saved = leaves().ever_saved(),
                     .graphs = graphs,
-                    .listened = has_gradient_hooks(),
+                    .listened = leaves().have_gradient_hooks(),
                     .used_hash = leaves().used_hash(),
                     .calls_without_inputs = calls_.has_calls_without_inputs(
                         root_->optimizer_steps())}
@@ -361,95 +317,59 @@ void Unit::agree_on(const StepLog::Numbers& greatest) {
 // or later than in the first forward, have autograd save the parameters.
 void Unit::agree_alone() {
   compared_ = false;
-  common_.saved_by_any = !looks_up_rows();
+  common_.saved_by_any = !rows_.looks_up();
 }
 
 // --- backward ---------------------------------------------------------------
 
-bool Unit::needs_gather_in_backward() const {
+bool Unit::is_gathered_in_backward() const {
   return settings_->unshard_in_backward &&
          (common_.saved_by_any || !settings_->leaf_module);
 }
 
-// Whether a call is entered must not depend on the nodes on its inputs, which
-// ranks differ in.
-bool Unit::enters_backward(std::int64_t call) {
-  const bool already =
-      call == kRecorded
-          ? output_gradient_
-          : std::find(entered_.begin(), entered_.end(), call) != entered_.end();
-  if (!already && call != kRecorded) entered_.push_back(call);
-  output_gradient_ = true;
-  return !already;
+std::int64_t Unit::elements_to_cover(std::int64_t tokens) const {
+  return elements_that_cover(buffers().gathered_bytes(), groups_.gather->size(),
+                             tokens);
 }
 
 void Unit::on_output_gradient(std::int64_t call) {
   const base::TraceRange trace("lowtide::pre_backward", *name_);
   root_->open_backward();
   begin_backward();
-  const bool entered = enters_backward(call);
+  const bool entered = calls_.enter_backward(call);
   if (entered) {
-    next_in_backward_ = root_->enter_backward(*this, call);
+    prefetch_.expect(root_->enter_backward(*this, call));
   }
-  if (needs_gather_in_backward()) {
+  if (is_gathered_in_backward()) {
     gather();
   }
-  prefetched_ = false;
+  parameters_.set_ahead(false);
   if (entered) {
-    prefetch_for_backward();
+    prefetch_in_backward();
     // After the gather, which must not wait for other units' gradients.
     root_->stream().expects(gradients_);
     if (fused_.has_main_gradients()) {
       fused_.open_main_gradients(stream());
     }
   }
-  if (needs_gather_in_backward()) {
+  if (is_gathered_in_backward()) {
     wait_for_gather();
     leaves().show_full();
   }
   arriving_.expect_as_computed();
 }
 
-void Unit::prefetch_for_backward() {
-  if (!settings_->backward_prefetch.empty()) {
-    next_in_backward_ = nullptr;
-    prefetch_listed(settings_->backward_prefetch);
-    return;
-  }
-  if (next_in_backward_ == nullptr ||
-      !next_in_backward_->needs_gather_in_backward()) {
-    next_in_backward_ = nullptr;
-    return;
-  }
-  gradients_come_ = 0;
-  gradients_before_next_ = gradients_before(*next_in_backward_);
-  if (gradients_before_next_ == 0) {
-    gather_next();
-  } else if (root_->stream().contains(gradients_)) {
-    root_->stream().precede(gradients_, gradients_before_next_,
-                            [this] { gather_next(); });
-  }
-}
-
-void Unit::gather_next() {
-  if (auto* next = std::exchange(next_in_backward_, nullptr)) {
-    prefetch(*next);
-  }
-}
-
 // Other calls of the module or the units inside it take their own time before
 // its gradients come.
-std::size_t Unit::gradients_before(const Unit& next) const {
-  const bool gradients_come_now = gradients_.leaves_early() && !rows_;
-  std::vector<std::int64_t> elements;
-  for (const auto i : gradients_.trainable()) {
-    elements.push_back(gradients_.parameter(i).numel);
+void Unit::prefetch_in_backward() {
+  const bool gradients_come_now =
+      gradients_.leaves_early() && !rows_.delivers_gradients();
+  if (prefetch_.waits(settings_->backward_prefetch, gradients_.elements(),
+                      gradients_come_now ? common_.fewest_rows : 0) &&
+      root_->stream().contains(gradients_)) {
+    root_->stream().precede(gradients_, prefetch_.gradients_before(),
+                            [this] { prefetch_.gather_expected(); });
   }
-  return gradients_before_gather(
-      elements,
-      elements_that_cover(next.buffers().gathered_bytes(),
-                          next.groups_.gather->size(),
-                          gradients_come_now ? common_.fewest_rows : 0));
 }
 
 void Unit::begin_backward() {
@@ -458,8 +378,6 @@ void Unit::begin_backward() {
   }
   arriving_.drop_cleared();
   in_backward_ = scheduled_ = true;
-  output_gradient_ = false;
-  entered_.clear();
   calls_.begin_backward();
   fused_.begin_backward();
   gradients_.begin(settings_->gradient_sync);
@@ -518,14 +436,13 @@ void Unit::on_parameter_gradient(std::int32_t i, at::Tensor gradient) {
       stream(), i,
       fused_.what_is_missing(i, std::move(gradient), leaves().view()),
       root_->nested_backward());
-  ++gradients_come_;
-  if (next_in_backward_ != nullptr &&
-      gradients_come_ >= gradients_before_next_) {
-    if (root_->stream().contains(gradients_)) {
-      root_->stream().gather_if_next(gradients_);
-    } else {
-      gather_next();
-    }
+  if (!prefetch_.on_gradient()) {
+    return;
+  }
+  if (root_->stream().contains(gradients_)) {
+    root_->stream().gather_if_next(gradients_);
+  } else {
+    prefetch_.gather_expected();
   }
 }
 
@@ -551,19 +468,42 @@ void Unit::on_inputs_done(const torch::autograd::Node* node) {
     arriving_.on_inputs_done();
   }
   arriving_.expect_as_reduced();
-  output_gradient_ = false;
   if (calls_.complete(node, root_->nested_backward(), base::in_graph_task) &&
       (compared_ || scheduled_)) {
     finish_backward();
   }
-  gather_next();  // chunks of other units are ahead of this one's
+  prefetch_.gather_expected();  // chunks of other units are ahead of this one's
 }
 
-void Unit::begin_rows_backward() {
-  root_->open_backward();
-  begin_backward();
-  if (!output_gradient_) {  // not called as a module
-    next_in_backward_ = root_->enter_backward(*this, Schedule::kNoCall);
+// --- rows -------------------------------------------------------------------
+
+void Unit::on_rows_begin(RowPass pass) {
+  if (!root_) {
+    throw Error(base::error_text(
+        base::concat("unit '", *name_, "'"),
+        "a forward of the root module before its rows are read", "none yet",
+        "Call the loss inside the root's forward, or after it."));
+  }
+  if (pass == RowPass::backward) {
+    root_->open_backward();
+    begin_backward();
+    if (!calls_.inside_backward()) {  // not called as a module
+      prefetch_.expect(root_->enter_backward(*this, Schedule::kNoCall));
+    }
+  } else if (pass != RowPass::lookup) {
+    root_->enter_rows(*this, pass == RowPass::recorded);
+  }
+}
+
+void Unit::on_rows_gather(std::int64_t k) {
+  root_->log().note({StepNote::What::rows, number_, k});
+}
+
+void Unit::on_last_rows(RowPass pass) {
+  if (pass == RowPass::backward) {
+    prefetch_in_backward();
+  } else {
+    prefetch_.gather_put_off(settings_->forward_prefetch);
   }
 }
 
@@ -596,34 +536,16 @@ void Unit::finish_backward() {
   }
 }
 
-void Unit::publish_gradients() {
-  if (!gradients_.sharded().prepared()) {
-    return;
-  }
-  std::vector<std::int32_t> used;
-  for (const auto i : gradients_.trainable()) {
-    if (gradients_.used_by_any_rank(i)) {
-      used.push_back(i);
-    }
-  }
-  std::sort(used.begin(), used.end());
-  gradients_.sharded().publish(
-      used, [view = leaves().view()](const auto& which, const auto& locals) {
-        return view != nullptr ? view->wrap_gradients(which, locals) : locals;
-      });
-}
-
 // [Note: Hooks on gradients]
 // A post-accumulate hook, an optimizer in backward, wants its gradient as soon
 // as it is there: such a unit lands when its last chunk has left, also on ranks
 // that have no hook, because sums over replicas then leave as well.  All others
 // land when their slots are needed and become `.grad` at the end.
-bool Unit::has_gradient_hooks() const {
-  const auto& shards = leaves().shards();
-  return std::any_of(shards.begin(), shards.end(), [](const auto& shard) {
-    return shard.requires_grad() &&
-           torch::autograd::impl::post_acc_grad_hooks(shard) != nullptr;
-  });
+void Unit::publish_gradients() {
+  gradients_.publish(
+      [view = leaves().view()](const auto& which, const auto& locals) {
+        return view != nullptr ? view->wrap_gradients(which, locals) : locals;
+      });
 }
 
 void Unit::end_backward(bool more_backwards, bool graph_kept) {
@@ -636,8 +558,8 @@ void Unit::end_backward(bool more_backwards, bool graph_kept) {
     arriving_.observe();
     arriving_.expect_as_reduced();
   }
-  in_backward_ = output_gradient_ = false;
-  next_in_backward_ = nullptr;
+  in_backward_ = false;
+  prefetch_.forget_backward();
   calls_.end_backward(more_backwards, graph_kept, root_->optimizer_steps());
   parameters_.drain();
   if (settings_->reshard_after_backward) {
@@ -649,12 +571,9 @@ void Unit::end_backward(bool more_backwards, bool graph_kept) {
 
 void Unit::abort(bool drop_gradients) {
   parameters_.abort();
-  if (rows_) {
-    rows_->abort();
-  }
-  prefetched_ = false;
-  next_in_forward_ = next_in_backward_ = nullptr;
-  in_backward_ = output_gradient_ = false;
+  rows_.abort();
+  prefetch_ = {};
+  in_backward_ = false;
   group_.end();
   input_bytes_ = 0;
   calls_.clear();

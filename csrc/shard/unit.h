@@ -3,11 +3,13 @@
 //
 // The unit ties its parts together and reacts to what happens around it: its
 // modules' forward (called from the bindings), the autograd graph (through
-// BackwardReceiver) and its root, which knows what units share.  The parts:
+// BackwardReceiver), its rows (RowReceiver), a unit that gathers it ahead
+// (UnitAhead) and its root, which knows what units share.  The parts:
 //
 //   UnitSettings      what the user chose
 //   UnitParameters    what comes: shards, gathered bytes, and what modules show
 //   RowStream         a large parameter, or its gradient, in blocks of rows
+//   Prefetch          which units are gathered ahead, and when
 //   ForwardCalls      which calls still wait for their backward
 //   ArrivingGradients, FusedGradients
 //                     where gradients come from: autograd, products of layers
@@ -36,15 +38,14 @@
 #include "shard/group_forward.h"
 #include "shard/parameters/module_view.h"
 #include "shard/parameters/unit_parameters.h"
+#include "shard/prefetch.h"
+#include "shard/row_stream.h"
 #include "shard/step_log.h"
 #include "shard/unit_settings.h"
-#include "shard/unit_state.h"
 
 namespace lowtide::shard {
 
 class Root;
-class RowStream;
-enum class RowReads : std::uint8_t;
 
 struct UnitGroups {
   std::shared_ptr<comm::Collectives> gather;
@@ -54,6 +55,8 @@ struct UnitGroups {
 };
 
 class Unit final : public BackwardReceiver,
+                   public RowReceiver,
+                   public UnitAhead,
                    public std::enable_shared_from_this<Unit> {
  public:
   // `settings`: shared with whoever changes them, between steps; `modules`: how
@@ -76,9 +79,8 @@ class Unit final : public BackwardReceiver,
   // Drops every reference to them, until attach is called again; the unit must
   // be sharded.
   void detach();
-  // Both known only when the root is.
+  // Known only when the root is.
   void rename(std::string name, const std::vector<std::string>& parameters);
-  void join(std::shared_ptr<Root> root, std::int32_t number);
   // What waits for a reduction of a parameter is dropped: another took its
   // place.
   void drop_waiting_gradient(std::int32_t i) { arriving_.drop(i); }
@@ -87,30 +89,21 @@ class Unit final : public BackwardReceiver,
   // Which parameters' gradients are summed where they are sent from.  Between
   // steps, with no gradients accumulated; the same on every rank.
   void fuse_gradients(const std::vector<bool>& fused);
-  // The unit's only parameter, or its gradient, comes in blocks of rows.
-  // Between steps; the same on every rank.
-  RowStream& in_rows(RowReads reads, std::int64_t lookup_rows = 0);
 
   // --- what it is made of ---------------------------------------------------
   const std::string& name() const { return *name_; }
-  std::int32_t number() const { return number_; }
-  const std::shared_ptr<Root>& root() const { return root_; }
-  UnitState state() const { return parameters_.state(); }
+  std::int32_t number() const override { return number_; }
+  const std::shared_ptr<Root>& root() const { return root_; }  // null before
   const UnitGroups& groups() const { return groups_; }
-  const ParameterInfos& infos() const { return infos_; }
-  const std::shared_ptr<memory::DeviceMemory>& memory() const {
-    return memory_;
-  }
   UnitSettings& settings() { return *settings_; }
   const UnitSettings& settings() const { return *settings_; }
-  ParameterBuffers& buffers() { return parameters_.buffers(); }
-  const ParameterBuffers& buffers() const { return parameters_.buffers(); }
-  ParameterLeaves& leaves() { return parameters_.leaves(); }
-  const ParameterLeaves& leaves() const { return parameters_.leaves(); }
+  UnitParameters& parameters() { return parameters_; }
+  const UnitParameters& parameters() const { return parameters_; }
   UnitGradients& gradients() { return gradients_; }
   const UnitGradients& gradients() const { return gradients_; }
   FusedGradients& fused() { return fused_; }
-  const RowStream* rows() const { return rows_.get(); }  // null without
+  RowStream& rows() { return rows_; }
+  const RowStream& rows() const { return rows_; }
 
   // --- parameters -----------------------------------------------------------
   // Issues the all-gather unless one is under way or the parameters are there.
@@ -135,7 +128,6 @@ class Unit final : public BackwardReceiver,
  private:
   friend class RankComparison;
   friend class Root;
-  friend class RowStream;
 
   // --- BackwardReceiver, called by the graph --------------------------------
   void on_output_gradient(std::int64_t call) override;
@@ -148,9 +140,20 @@ class Unit final : public BackwardReceiver,
   void on_only_product(std::int32_t i, const at::Tensor& grad_output,
                        const at::Tensor& input) override;
 
+  // --- RowReceiver ----------------------------------------------------------
+  void on_rows_chosen() override { replan(); }
+  void on_rows_begin(RowPass pass) override;
+  void on_rows_gather(std::int64_t k) override;
+  void on_last_rows(RowPass pass) override;
+  void on_row_gradient(std::int64_t k, at::Tensor gradient) override;
+
+  // --- UnitAhead ------------------------------------------------------------
+  void gather_ahead() override;
+  bool is_gathered_in_backward() const override;
+  std::int64_t elements_to_cover(std::int64_t tokens) const override;
+
   // --- called by Root -------------------------------------------------------
-  // It was gathered ahead of a forward that did not come.
-  bool prefetched_in_vain() const { return prefetched_; }
+  void join(std::shared_ptr<Root> root, std::int32_t number);
   // Modules of the group that did not run will not: the root's forward returns.
   void end_group_forward();
   void begin_backward();  // for every unit that takes part
@@ -180,35 +183,20 @@ class Unit final : public BackwardReceiver,
   bool in_kept_graph() const { return calls_.graphs().kept(); }
   bool used_alike() const { return common_.used_alike; }
 
-  // --- called by RowStream --------------------------------------------------
-  void begin_rows_backward();
-  void on_row_gradient(std::int64_t block, at::Tensor rows);
-  // What runs before this unit in forward is gathered for its backward, now or
-  // when the point has come (policy.h).
-  void prefetch_for_backward();
-  // What runs after it is gathered, if that has been put off until now.
-  void prefetch_for_forward();
-
   // --- parameters -----------------------------------------------------------
+  ParameterBuffers& buffers() { return parameters_.buffers(); }
+  const ParameterBuffers& buffers() const { return parameters_.buffers(); }
+  ParameterLeaves& leaves() { return parameters_.leaves(); }
   void wait_for_gather();  // compute may read the parameters afterwards
-  void reshard_after_forward();
-  void prefetch(Unit& other);
-  void prefetch_listed(const std::vector<std::weak_ptr<Unit>>& others);
-  void prefetch_after(Unit* next);
-  bool looks_up_rows() const;
   void end_forward();
 
   // --- gradients ------------------------------------------------------------
-  bool enters_backward(std::int64_t call);
-  bool needs_gather_in_backward() const;
-  std::size_t gradients_before(const Unit& next) const;
-  void gather_next();
+  void prefetch_in_backward();
   void replan();
   // Of this backward, which the unit takes part in; null: without sync.
   GradientStream* stream();
   void finish_backward();
   void publish_gradients();
-  bool has_gradient_hooks() const;
 
   std::shared_ptr<std::string> name_;
   ParameterInfos infos_;
@@ -219,27 +207,19 @@ class Unit final : public BackwardReceiver,
   std::int32_t number_ = -1;
 
   UnitParameters parameters_;
-  std::unique_ptr<RowStream> rows_;
-  bool prefetched_ = false;
+  Prefetch prefetch_;
 
   GroupForward group_;
   ForwardCalls calls_;
-  std::int64_t forward_call_ = 0;    // number of the last one
-  std::int64_t input_bytes_ = 0;     // of the forward that runs
-  std::int64_t output_rows_ = 0;     // of the last forward
-  Unit* next_in_forward_ = nullptr;  // to be gathered behind the last rows
+  std::int64_t forward_call_ = 0;  // number of the last one
+  std::int64_t input_bytes_ = 0;   // of the forward that runs
+  std::int64_t output_rows_ = 0;   // of the last forward
 
   UnitGradients gradients_;
+  RowStream rows_;
   ArrivingGradients arriving_;
   FusedGradients fused_;
-  bool in_backward_ = false;      // takes part in the current backward
-  bool output_gradient_ = false;  // between output gradient and inputs done
-  std::vector<std::int64_t> entered_;  // calls whose backward has begun
-  // To be gathered in this unit's backward, ahead of what waits for more than
-  // so many of its gradients; how many have come.
-  Unit* next_in_backward_ = nullptr;
-  std::size_t gradients_before_next_ = 0;
-  std::size_t gradients_come_ = 0;
+  bool in_backward_ = false;  // takes part in the current backward
 
   CommonNumbers common_;
   bool compared_ = true;

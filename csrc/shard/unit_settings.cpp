@@ -4,7 +4,6 @@
 
 #include "base/check.h"
 #include "shard/step_log.h"
-#include "shard/unit.h"
 
 namespace lowtide::shard {
 

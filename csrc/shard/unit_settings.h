@@ -5,14 +5,12 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "comm/collectives.h"
 #include "shard/gradients/gradient_reduction.h"
+#include "shard/prefetch.h"
 
 namespace lowtide::shard {
-
-class Unit;
 
 struct UnitSettings {
   bool reshard_after_forward = true;
@@ -27,8 +25,8 @@ struct UnitSettings {
   bool unshard_in_backward = true;
   // Units that are gathered ahead instead of the next in the recorded order,
   // where not empty.
-  std::vector<std::weak_ptr<Unit>> forward_prefetch;
-  std::vector<std::weak_ptr<Unit>> backward_prefetch;
+  Prefetch::Listed forward_prefetch;
+  Prefetch::Listed backward_prefetch;
   GradientReduction reduction;
 
   // Other units run inside this one's forward: its gradients leave last.

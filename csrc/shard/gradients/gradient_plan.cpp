@@ -71,14 +71,6 @@ class Cutter {
 
 }  // namespace
 
-std::int64_t UnitPlan::total_columns() const {
-  std::int64_t total = 0;
-  for (const auto& chunk : chunks) {
-    total += chunk.columns;
-  }
-  return total;
-}
-
 std::int64_t UnitPlan::max_columns() const {
   std::int64_t most = 0;
   for (const auto& chunk : chunks) {

@@ -45,7 +45,6 @@ struct UnitPlan {
   std::vector<Chunk> chunks;        // in the order they leave
   std::int64_t num_parameters = 0;  // flag columns: one per parameter id
 
-  std::int64_t total_columns() const;
   std::int64_t max_columns() const;
 };
 

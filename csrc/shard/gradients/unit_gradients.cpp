@@ -173,6 +173,14 @@ GradientColumns UnitGradients::columns(std::int32_t i, std::int64_t begin,
   return {group_->size(), parameter.shard_numel, parameter.numel, begin, end};
 }
 
+std::vector<std::int64_t> UnitGradients::elements() const {
+  std::vector<std::int64_t> elements;
+  for (const auto i : trainable_) {
+    elements.push_back(parameter(i).numel);
+  }
+  return elements;
+}
+
 std::vector<std::int32_t> UnitGradients::observed_order() const {
   auto order = completed_;
   std::vector<bool> listed(parameters_.size(), false);
@@ -424,8 +432,16 @@ bool UnitGradients::used_all(const Lane& lane) const {
                      [&](auto i) { return used_here(i); });
 }
 
-bool UnitGradients::used_by_any_rank(std::int32_t i) const {
-  return used_here(i) || parameter(i).used_elsewhere;
+void UnitGradients::publish(const ShardedGradients::Wrap& wrap) {
+  if (!sharded_.prepared()) {
+    return;
+  }
+  std::vector<std::int32_t> used;
+  for (const auto i : trainable_) {
+    if (used_here(i) || parameter(i).used_elsewhere) used.push_back(i);
+  }
+  std::sort(used.begin(), used.end());
+  sharded_.publish(used, wrap);
 }
 
 void UnitGradients::abort() {

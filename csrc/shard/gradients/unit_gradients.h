@@ -151,6 +151,8 @@ class UnitGradients {
   std::size_t size() const { return parameters_.size(); }
   // In the order of the plan.
   const std::vector<std::int32_t>& trainable() const { return trainable_; }
+  // The sizes of their gradients.
+  std::vector<std::int64_t> elements() const;
   // All parameters, those first whose gradients came first in the backward that
   // has just ended; the others as planned.
   std::vector<std::int32_t> observed_order() const;
@@ -236,8 +238,9 @@ class UnitGradients {
   void drop(std::int32_t i);
   // The backward is over: without sync the slabs stay, with sync they go.
   void end();
-  // Whether any rank produced a gradient for i since the last reduction.
-  bool used_by_any_rank(std::int32_t i) const;
+  // Those that any rank produced since the last reduction become `.grad`, once
+  // they have landed.
+  void publish(const ShardedGradients::Wrap& wrap);
   // Whether this rank did for all members of the lane.
   bool used_all(const Lane& lane) const;
   bool used_here(std::int32_t i) const;

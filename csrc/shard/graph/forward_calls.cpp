@@ -1,5 +1,6 @@
 #include "shard/graph/forward_calls.h"
 
+#include <algorithm>
 #include <iterator>
 #include <utility>
 
@@ -29,8 +30,25 @@ void ForwardCalls::watch(WeakNodePtr node) {
   open_.push_back(std::move(node));
 }
 
+void ForwardCalls::begin_backward() {
+  nested_calls_done_ = 0;
+  inside_backward_ = false;
+  entered_.clear();
+}
+
+bool ForwardCalls::enter_backward(std::int64_t call) {
+  const bool recorded = call == BackwardReceiver::kRecorded;
+  const bool already = recorded ? inside_backward_
+                                : std::find(entered_.begin(), entered_.end(),
+                                            call) != entered_.end();
+  if (!already && !recorded) entered_.push_back(call);
+  inside_backward_ = true;
+  return !already;
+}
+
 bool ForwardCalls::complete(const torch::autograd::Node* node, bool nested,
                             const Reaches& reaches) {
+  inside_backward_ = false;
   if (nested) {
     ++nested_calls_done_;
   }
@@ -55,6 +73,7 @@ bool ForwardCalls::complete(const torch::autograd::Node* node, bool nested,
 
 void ForwardCalls::end_backward(bool more_backwards, bool graph_kept,
                                 std::int64_t optimizer_steps) {
+  inside_backward_ = false;
   without_grad_ = nested_calls_done_ = 0;
   if (graph_kept && without_inputs_ > 0) {
     kept_without_inputs_ = optimizer_steps;

@@ -32,7 +32,13 @@ class ForwardCalls {
   void watch(WeakNodePtr node);
 
   // --- backward -------------------------------------------------------------
-  void begin_backward() { nested_calls_done_ = 0; }
+  void begin_backward();
+  // A gradient reached an output of that call of the unit; returns whether the
+  // call's backward begins with it, which must not depend on the nodes on its
+  // inputs: ranks differ in them.
+  bool enter_backward(std::int64_t call);
+  // Between a call's output gradient and its inputs'.
+  bool inside_backward() const { return inside_backward_; }
   // The gradients of the inputs of `node`'s call are complete, in a backward
   // inside another one if `nested`.  Whether the unit's backward is over;
   // `reaches`: the backward on this thread runs that node.
@@ -68,6 +74,8 @@ class ForwardCalls {
   // a graph that is retained come again.
   std::vector<WeakNodePtr> done_now_;
   std::vector<WeakNodePtr> done_before_;
+  std::vector<std::int64_t> entered_;  // whose backward has begun
+  bool inside_backward_ = false;
   // Calls that ran without grad inside a recorded forward, and nested backwards
   // of such.
   std::int64_t without_grad_ = 0;

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Logging.h>
 #include <c10/util/accumulate.h>
+#include <c10/util/strides.h>
 
 #include <algorithm>
 #include <optional>
@@ -72,15 +73,6 @@ memory::FlatLayout lay_out(const ParameterInfos& infos,
   return {world_size, shapes};
 }
 
-std::vector<std::int64_t> contiguous_strides(
-    const std::vector<std::int64_t>& sizes) {
-  std::vector<std::int64_t> strides(sizes.size(), 1);
-  for (std::size_t d = sizes.size(); d-- > 1;) {
-    strides[d - 1] = strides[d] * std::max<std::int64_t>(sizes[d], 1);
-  }
-  return strides;
-}
-
 // lowtide's own copies are invisible to autograd and to version counters.
 using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
 
@@ -119,7 +111,7 @@ void ParameterBuffers::build_parameters() {
     RepointedStorage storage(memory_->runtime().device(),
                              layout_[i].gathered_bytes);
     auto full = storage.view(info.compute_dtype, info.sizes,
-                             contiguous_strides(info.sizes));
+                             c10::contiguous_strides(info.sizes));
     parameters_.push_back({std::move(storage), std::move(full)});
   }
   set_read_errors();

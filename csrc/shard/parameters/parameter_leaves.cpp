@@ -100,6 +100,13 @@ std::vector<bool> ParameterLeaves::trainable() const {
   return trainable;
 }
 
+bool ParameterLeaves::have_gradient_hooks() const {
+  return std::any_of(shards_.begin(), shards_.end(), [](const auto& shard) {
+    return shard.requires_grad() &&
+           torch::autograd::impl::post_acc_grad_hooks(shard) != nullptr;
+  });
+}
+
 std::uint64_t ParameterLeaves::frozen_hash() const {
   std::uint64_t hash = 0;
   for (std::size_t i = 0; i < shards_.size(); ++i) {

@@ -61,6 +61,8 @@ class ParameterLeaves {
   bool is_frozen(std::size_t i) const;
   // Parameters whose gradient may come, as `requires_grad` says now.
   std::vector<bool> trainable() const;
+  // A shard has a post-accumulate hook.
+  bool have_gradient_hooks() const;
   // A number of which are frozen, to be compared over ranks, and their names.
   std::uint64_t frozen_hash() const;
   std::string frozen_text() const;

@@ -78,12 +78,14 @@ void UnitParameters::reshard() {
     state_.on(UnitEvent::reshard);
   }
   leaves_.show_shards();
+  ahead_ = false;
 }
 
 void UnitParameters::reshard_but_part(const comm::Collectives& group) {
   buffers_.keep_part(group.rank(), group.size());
   state_.on(UnitEvent::reshard);
   leaves_.show_shards();
+  ahead_ = false;
 }
 
 void UnitParameters::seal() {
@@ -109,7 +111,7 @@ void UnitParameters::abort() {
     }
     pending_.reset();
   }
-  from_parts_ = false;
+  from_parts_ = ahead_ = false;
   buffers_.drop_part();
   buffers_.arrived();
   leaves_.show_shards();

@@ -28,6 +28,7 @@ class UnitParameters {
   UnitParameters(const UnitParameters&) = delete;
   UnitParameters& operator=(const UnitParameters&) = delete;
 
+  const ParameterInfos& infos() const { return infos_; }
   UnitState state() const { return state_.state(); }
   ParameterBuffers& buffers() { return buffers_; }
   const ParameterBuffers& buffers() const { return buffers_; }
@@ -46,6 +47,10 @@ class UnitParameters {
   bool stale(std::int64_t optimizer_steps) const {
     return seen_shards_.changed(optimizer_steps);
   }
+
+  // They are gathered, or about to be, for a forward that has not come yet.
+  bool ahead() const { return ahead_; }
+  void set_ahead(bool ahead) { ahead_ = ahead; }
 
   // Issues the all-gather over `shards`, or, if `from_kept` and a part was
   // kept, over that group.  They must not be here.
@@ -75,6 +80,7 @@ class UnitParameters {
   SeenShards seen_shards_;
   std::unique_ptr<comm::Pending> pending_;
   bool from_parts_ = false;
+  bool ahead_ = false;
 };
 
 }  // namespace lowtide::shard

@@ -18,24 +18,24 @@ TEST(StashTest, GoesThroughItsPlaces) {
   Stash stash(device.memories, "residual", value);
   const device::Event ready = device.now();
   value.reset();
-  EXPECT_EQ(place_name(stash.place()), "kept");
+  EXPECT_EQ(stash.place(), Place::kept);
   EXPECT_EQ(device.device_bytes(), kBytes);
 
   stash.copy_out(ready);
-  EXPECT_EQ(place_name(stash.place()), "leaving");
+  EXPECT_EQ(stash.place(), Place::leaving);
   EXPECT_EQ(device.host_bytes(), kBytes);
 
   stash.let_go();
-  EXPECT_EQ(place_name(stash.place()), "host");
+  EXPECT_EQ(stash.place(), Place::host);
   EXPECT_EQ(device.device_bytes(), 0);
 
   stash.fetch();
-  EXPECT_EQ(place_name(stash.place()), "back");
+  EXPECT_EQ(stash.place(), Place::back);
   EXPECT_EQ(device.device_bytes(), kBytes);
   EXPECT_EQ(device.consume(stash.on_device()), 3);
 
   stash.drop_fetched();
-  EXPECT_EQ(place_name(stash.place()), "host");
+  EXPECT_EQ(stash.place(), Place::host);
   EXPECT_EQ(device.device_bytes(), 0);
   EXPECT_EQ(device.consume(stash.on_device()), 3);  // again, without prefetch
   EXPECT_THAT(device.scripted->violations(), IsEmpty());
@@ -56,7 +56,7 @@ TEST(StashTest, LettingGoWithoutACopyKeepsTheBytes) {
   const at::Tensor value = device.produce(3);
   Stash stash(device.memories, "residual", value);
   stash.let_go();
-  EXPECT_EQ(place_name(stash.place()), "kept");
+  EXPECT_EQ(stash.place(), Place::kept);
 }
 
 TEST(StashTest, HoldersKeepWhatWasCopiedBack) {
@@ -116,7 +116,7 @@ TEST(StashTest, AFailedAllocationLeavesTheBytesOnTheHost) {
   device.memories.device->fail_next_lease(memory::Category::activations,
                                           "residual");
   EXPECT_THROW(stash.fetch(), c10::OutOfMemoryError);
-  EXPECT_EQ(place_name(stash.place()), "host");
+  EXPECT_EQ(stash.place(), Place::host);
   EXPECT_EQ(device.consume(stash.on_device()), 3);
 }
 

@@ -90,7 +90,9 @@ TEST_F(AllocationTimelineTest, FindsOutWhenAnUnseenReleaseLeftAnAddressFree) {
     }
     std::thread([&] { tensor.reset(); }).join();
   }
+#ifndef __SANITIZE_ADDRESS__  // it keeps what is freed from being handed out
   ASSERT_LT(distinct, 100);
+#endif
   EXPECT_EQ(timeline_.samples().back().total, 64 * distinct);
 }
 

@@ -64,6 +64,35 @@ TEST_F(ForwardCallsTest, IgnoresCallsOfAnotherBackwardAndOfDeadGraphs) {
   EXPECT_TRUE(complete(node, {node}));
 }
 
+// An output's gradient comes once for every output of a call.
+TEST_F(ForwardCallsTest, ACallsBackwardBeginsOnce) {
+  const auto node = call();
+  calls_.begin_backward();
+  EXPECT_FALSE(calls_.inside_backward());
+  EXPECT_TRUE(calls_.enter_backward(1));
+  EXPECT_FALSE(calls_.enter_backward(1));
+  EXPECT_TRUE(calls_.enter_backward(2));
+  EXPECT_TRUE(calls_.inside_backward());
+  EXPECT_TRUE(complete(node));
+  EXPECT_FALSE(calls_.inside_backward());
+  EXPECT_FALSE(calls_.enter_backward(2));
+  calls_.begin_backward();
+  EXPECT_TRUE(calls_.enter_backward(2));
+}
+
+// What a recorded backward gave has no number: it begins where nothing has.
+TEST_F(ForwardCallsTest, ARecordedCallBeginsWhereNoneIsUnderWay) {
+  constexpr auto kRecorded = BackwardReceiver::kRecorded;
+  const auto node = call();
+  calls_.begin_backward();
+  EXPECT_TRUE(calls_.enter_backward(kRecorded));
+  EXPECT_FALSE(calls_.enter_backward(kRecorded));
+  complete(node);
+  EXPECT_TRUE(calls_.enter_backward(kRecorded));
+  calls_.end_backward(/*more_backwards=*/false, /*graph_kept=*/false, kSteps);
+  EXPECT_FALSE(calls_.inside_backward());
+}
+
 TEST_F(ForwardCallsTest, OnlyTheFirstModuleOfAForwardIsWatched) {
   calls_.begin_forward();
   EXPECT_TRUE(calls_.enter(true, true));

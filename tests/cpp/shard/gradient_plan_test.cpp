@@ -147,7 +147,6 @@ TEST(GradientPlanTest, ChunksAreFilledBeforeTheNextOpens) {
   ASSERT_EQ(plan.chunks[1].pieces.size(), 1u);
   EXPECT_EQ(plan.chunks[1].flags_column, 128);
   EXPECT_EQ(plan.chunks[1].columns, 256);
-  EXPECT_EQ(plan.total_columns(), 512);
   EXPECT_EQ(plan.max_columns(), 256);
 }
 
@@ -195,7 +194,6 @@ TEST(GradientPlanTest, NothingTrainableNeedsNoChunk) {
   const UnitPlan plan = plan_unit({10, 20}, {}, 256);
   EXPECT_THAT(plan.chunks, IsEmpty());
   EXPECT_EQ(plan.max_columns(), 0);
-  EXPECT_EQ(plan.total_columns(), 0);
 }
 
 TEST(GradientPlanTest, AnOrderNamesParametersOfTheUnit) {

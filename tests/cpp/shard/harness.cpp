@@ -65,11 +65,13 @@ Rank::Rank(Exchange& exchange, std::int64_t rank,
     std::vector<at::Tensor> leaves;
     for (std::size_t p = 0; p < units[u].parameters.size(); ++p) {
       const bool trainable = units[u].parameters[p].trainable;
-      unit->buffers().load_full(p, initial[u][p]);
+      unit->parameters().buffers().load_full(p, initial[u][p]);
       shards.push_back(
-          unit->buffers().local_shard(p).set_requires_grad(trainable));
+          unit->parameters().buffers().local_shard(p).set_requires_grad(
+              trainable));
       leaves.push_back(
-          unit->buffers().full(p).detach().set_requires_grad(trainable));
+          unit->parameters().buffers().full(p).detach().set_requires_grad(
+              trainable));
       if (!trainable) continue;
       leaves.back().register_hook([this](const at::Tensor& gradient) {
         if (gradient.defined() && gradient.is_contiguous()) {
@@ -98,7 +100,7 @@ void Rank::kernel(const std::string& what, std::size_t u) {
   runtime->mark(Stream::compute, name);
   const device::ScriptedRuntime::Label label(name);
   for (std::size_t p = 0; p < leaves_[u].size(); ++p) {
-    const at::Tensor& full = units_[u]->buffers().full(p);
+    const at::Tensor& full = units_[u]->parameters().buffers().full(p);
     // Of a leaf module backward may need nothing.
     if (specs_[u].leaf_module && data_or_null(full.storage()) == nullptr)
       continue;
@@ -135,7 +137,7 @@ at::Tensor Rank::call(std::size_t u, const at::Tensor& x, const Body& body) {
 void Rank::load(const Parameters& parameters) {
   for (std::size_t u = 0; u < units_.size(); ++u) {
     for (std::size_t p = 0; p < shards_[u].size(); ++p) {
-      units_[u]->buffers().load_full(p, parameters[u][p]);
+      units_[u]->parameters().buffers().load_full(p, parameters[u][p]);
     }
   }
 }
@@ -175,7 +177,7 @@ void Rank::drop(std::size_t u) {
 
 at::Tensor Rank::rows_of(std::size_t u, std::size_t p,
                          const at::Tensor& full) const {
-  const auto& slice = units_[u]->buffers().slice(p);
+  const auto& slice = units_[u]->parameters().buffers().slice(p);
   const std::int64_t first = std::min(rank() * slice.padded_rows, slice.rows);
   return full.narrow(0, first, slice.local_rows(rank()));
 }
@@ -218,9 +220,9 @@ std::string Rank::parameter_difference(const Parameters& full) const {
 
 std::string Rank::unrest() const {
   for (std::size_t u = 0; u < units_.size(); ++u) {
-    if (units_[u]->state() != UnitState::sharded) {
+    if (units_[u]->parameters().state() != UnitState::sharded) {
       return base::concat(specs_[u].name, " is ",
-                          state_name(units_[u]->state()));
+                          state_name(units_[u]->parameters().state()));
     }
     if (views_[u]->shown) return specs_[u].name + " shows full parameters";
   }

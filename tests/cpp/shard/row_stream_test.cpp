@@ -56,8 +56,8 @@ struct SquaredLogits : torch::autograd::Function<SquaredLogits> {
     context->save_for_backward({h});
     context->saved_data["rank"] = reinterpret_cast<std::int64_t>(rank);
     at::Tensor sum = at::zeros({h.size(0)}, at::kFloat);
-    RowStream& stream = rank->unit(kHead).in_rows(RowReads::blocks);
-    stream.begin_forward(/*recorded=*/true);
+    RowStream& stream = rank->unit(kHead).rows().read(RowReads::blocks);
+    stream.begin(RowPass::recorded);
     for (std::int64_t k = 0; k < stream.num_blocks(); ++k) {
       const auto rows = read(*rank, stream, k, "forward");
       sum += h.mm(rows.t()).to(at::kFloat).square().sum(1) / 2;
@@ -70,10 +70,10 @@ struct SquaredLogits : torch::autograd::Function<SquaredLogits> {
       torch::autograd::AutogradContext* context,
       torch::autograd::variable_list gradients) {
     auto& rank = *reinterpret_cast<Rank*>(context->saved_data["rank"].toInt());
-    RowStream& stream = rank.unit(kHead).in_rows(RowReads::blocks);
+    RowStream& stream = rank.unit(kHead).rows().read(RowReads::blocks);
     const auto h = context->get_saved_variables()[0];
     auto dh = at::zeros_like(h);
-    stream.begin_backward();
+    stream.begin(RowPass::backward);
     for (std::int64_t k = 0; k < stream.num_blocks(); ++k) {
       const auto rows = read(rank, stream, k, "backward");
       const auto logits =
@@ -137,12 +137,12 @@ TEST(RowStreamTest, FetchesEveryRowOnceInBlocksOfAllShards) {
       const auto full = small_integers(units);
       rank.load(full);
       rank.root->set_gradient_budget(1);  // the smallest chunks: 128 columns
-      RowStream& stream = rank.unit(kHead).in_rows(RowReads::blocks);
+      RowStream& stream = rank.unit(kHead).rows().read(RowReads::blocks);
       EXPECT_EQ(stream.block_rows(), 128 / kWidth);
       EXPECT_EQ(stream.padded_rows(),
                 (kVocabulary + world_size - 1) / world_size);
       std::vector<std::int64_t> seen(kVocabulary, 0);
-      stream.begin_forward(/*recorded=*/false);
+      stream.begin(RowPass::forward);
       for (std::int64_t k = 0; k < stream.num_blocks(); ++k) {
         const auto rows = stream.fetch(k);
         ASSERT_EQ(rows.size(0), world_size * stream.rows_in(k));
@@ -172,7 +172,7 @@ TEST(RowStreamTest, GradientsEqualTheDenseOnes) {
           const auto full = small_integers(units);
           rank.load(full);
           rank.root->set_gradient_budget(1);
-          rank.unit(kHead).in_rows(RowReads::blocks);
+          rank.unit(kHead).rows().read(RowReads::blocks);
           for (int step = 0; step < 2; ++step) {
             SCOPED_TRACE(base::concat("rank ", r, " of ", world_size, ", step ",
                                       step, ", sync each ", sync_each));
@@ -204,13 +204,13 @@ TEST(RowStreamTest, HoldsTwoBlocksAndTheRing) {
     const auto units = model_with_head(at::kBFloat16);
     Rank rank(exchange, r, units);
     rank.root->set_gradient_budget(1);
-    const RowStream& stream = rank.unit(kHead).in_rows(RowReads::blocks);
+    const RowStream& stream = rank.unit(kHead).rows().read(RowReads::blocks);
     run_microbatch(rank, at::kBFloat16);
     const auto block = 2 * stream.block_rows() * kWidth * 2;  // N rows bf16
     EXPECT_GT(stream.num_blocks(), 3);
-    EXPECT_EQ(planned_gathered_bytes(rank.unit(kHead)), 2 * block);
-    EXPECT_EQ(planned_input_bytes(rank.unit(kHead)), block);
-    const auto scale = planned_gathered_bytes(rank.unit(kModel));
+    EXPECT_EQ(rank.unit(kHead).rows().gathered_bytes(), 2 * block);
+    EXPECT_EQ(rank.unit(kHead).rows().input_bytes(), block);
+    const auto scale = rank.unit(kModel).rows().gathered_bytes();
     EXPECT_EQ(rank.peak(memory::Category::gathered), 2 * block + scale);
     EXPECT_EQ(rank.peak(memory::Category::gradient_stream),
               4 * rank.unit(kHead).gradients().slot_bytes());
@@ -228,12 +228,12 @@ TEST(RowStreamTest, ALookupReadsEveryRowOnceInItsOwnBlocks) {
       rank.load(full);
       rank.root->set_gradient_budget(1);
       auto& unit = rank.unit(kHead);
-      RowStream& stream = unit.in_rows(RowReads::lookup, kRows);
-      EXPECT_TRUE(unit.rows()->looks_up());
+      RowStream& stream = unit.rows().read(RowReads::lookup, kRows);
+      EXPECT_TRUE(unit.rows().looks_up());
       EXPECT_EQ(stream.lookup_rows(), kRows);
       EXPECT_LT(stream.block_rows(), kRows);
       std::vector<std::int64_t> seen(kVocabulary, 0);
-      stream.begin_lookup();
+      stream.begin(RowPass::lookup);
       for (std::int64_t begin = 0; begin < stream.padded_rows();
            begin += kRows) {
         const auto count = std::min(kRows, stream.padded_rows() - begin);
@@ -251,9 +251,9 @@ TEST(RowStreamTest, ALookupReadsEveryRowOnceInItsOwnBlocks) {
       EXPECT_EQ(seen, std::vector<std::int64_t>(kVocabulary, 1));
       EXPECT_EQ(rank.live(memory::Category::gathered), 0);
       EXPECT_EQ(rank.peak(memory::Category::gathered),
-                planned_gathered_bytes(unit));
+                unit.rows().gathered_bytes());
       EXPECT_EQ(
-          planned_gathered_bytes(unit),
+          unit.rows().gathered_bytes(),
           world_size * std::min(2 * kRows, stream.padded_rows()) * kWidth * 2);
       EXPECT_THAT(rank.runtime->violations(), IsEmpty());
     });
@@ -265,15 +265,16 @@ TEST(RowStreamTest, ATableThatStaysGatheredIsNotLookedUp) {
   run_ranks(2, [&](Exchange& exchange, std::int64_t r) {
     Rank rank(exchange, r, model_with_head());
     auto& unit = rank.unit(kHead);
-    unit.in_rows(RowReads::lookup, 40);
+    unit.rows().read(RowReads::lookup, 40);
     unit.settings().reshard_after_forward = false;
-    EXPECT_FALSE(unit.rows()->looks_up());
-    EXPECT_EQ(planned_gathered_bytes(unit), unit.buffers().gathered_bytes());
+    EXPECT_FALSE(unit.rows().looks_up());
+    EXPECT_EQ(unit.rows().gathered_bytes(),
+              unit.parameters().buffers().gathered_bytes());
     unit.settings().reshard_after_forward = true;
     unit.unshard();
-    EXPECT_FALSE(unit.rows()->looks_up());
+    EXPECT_FALSE(unit.rows().looks_up());
     unit.reshard();
-    EXPECT_TRUE(unit.rows()->looks_up());
+    EXPECT_TRUE(unit.rows().looks_up());
   });
 }
 
@@ -282,7 +283,7 @@ TEST(RowStreamTest, TheNextGatherDoesNotWaitForTheKernelsOfABlock) {
     const auto units = model_with_head();
     Rank rank(exchange, r, units);
     rank.root->set_gradient_budget(1);
-    const RowStream& stream = rank.unit(kHead).in_rows(RowReads::blocks);
+    const RowStream& stream = rank.unit(kHead).rows().read(RowReads::blocks);
     run_microbatch(rank, at::kFloat);
     const auto log = rank.runtime->log();
     std::vector<EntryId> gathers;
@@ -308,7 +309,7 @@ TEST(RowStreamTest, AFrozenHeadGetsNoGradient) {
   run_ranks(2, [&](Exchange& exchange, std::int64_t r) {
     const auto units = model_with_head(at::kFloat, /*trainable=*/false);
     Rank rank(exchange, r, units);
-    rank.unit(kHead).in_rows(RowReads::blocks);
+    rank.unit(kHead).rows().read(RowReads::blocks);
     run_microbatch(rank, at::kFloat);
     EXPECT_FALSE(rank.shard(kHead, 0).grad().defined());
     EXPECT_EQ(rank.unrest(), "");
@@ -337,10 +338,66 @@ TEST(RowStreamTest, ASecondLossInOneBackwardIsRefused) {
 TEST(RowStreamTest, AUnitOfSeveralParametersIsRefused) {
   run_ranks(1, [&](Exchange& exchange, std::int64_t r) {
     Rank rank(exchange, r, model_of(1, dense()));
-    EXPECT_THAT([&] { rank.unit(1).in_rows(RowReads::blocks); },
+    EXPECT_THAT([&] { rank.unit(1).rows().read(RowReads::blocks); },
                 ThrowsMessage<InvalidArgument>(HasSubstr(
                     "expected one parameter with rows, to stream them, got 2 "
                     "parameters")));
+  });
+}
+
+class Heard final : public RowReceiver {
+ public:
+  explicit Heard(UnitGradients& gradients) : gradients_(gradients) {}
+  void on_rows_chosen() override {
+    events.emplace_back("chosen");
+    gradients_.plan({true}, /*budget_bytes=*/1);
+  }
+  void on_rows_begin(RowPass pass) override {
+    events.emplace_back(pass == RowPass::lookup ? "lookup" : "other pass");
+  }
+  void on_rows_gather(std::int64_t k) override {
+    events.push_back(base::concat("gather ", k));
+  }
+  void on_last_rows(RowPass /*pass*/) override { events.emplace_back("last"); }
+  void on_row_gradient(std::int64_t k, at::Tensor /*gradient*/) override {
+    events.push_back(base::concat("gradient ", k));
+  }
+
+  std::vector<std::string> events;
+
+ private:
+  UnitGradients& gradients_;
+};
+
+// What is gathered ahead of what the unit gathers next.
+TEST(RowStreamTest, TellsItsUnitOfEveryGatherAndOfTheLast) {
+  auto runtime = std::make_shared<device::ScriptedRuntime>();
+  run_ranks(1, [&](Exchange& exchange, std::int64_t r) {
+    const std::shared_ptr<comm::Collectives> group =
+        std::make_shared<RankCollectives>(exchange, r, runtime);
+    auto memory = std::make_shared<memory::DeviceMemory>(
+        runtime, std::make_shared<memory::Ledger>());
+    const auto name = std::make_shared<const std::string>("head");
+    const ParameterInfos infos(std::vector<ParameterInfo>{
+        {"head.weight", {8, 2}, at::kFloat, at::kFloat, at::kFloat}});
+    const UnitSettings settings;
+    UnitParameters parameters(name, infos, *group, memory);
+    UnitGradients gradients(name, infos, parameters.buffers().layout(), group,
+                            settings.reduction, memory);
+    Heard heard(gradients);
+    RowStream rows(name, settings, group, parameters, gradients, memory, heard);
+    EXPECT_FALSE(rows.delivers_gradients());
+    rows.read(RowReads::gradient);
+    EXPECT_FALSE(rows.streams());
+    rows.read(RowReads::lookup, /*lookup_rows=*/3).read(RowReads::blocks);
+    EXPECT_TRUE(rows.looks_up());  // what was asked for stays
+    rows.begin(RowPass::lookup);
+    for (const std::int64_t k : {0, 1, 2}) rows.fetch(k);
+    rows.end();
+    rows.put(0, at::ones({3, 2}));
+    EXPECT_THAT(heard.events,
+                testing::ElementsAre("chosen", "lookup", "gather 0", "gather 1",
+                                     "gather 2", "last", "gradient 0"));
   });
 }
 
@@ -355,10 +412,11 @@ TEST(RowStreamTest, RowsNeedARoot) {
         std::vector<ParameterInfo>{
             {"head.weight", {8, 2}, at::kFloat, at::kFloat, at::kFloat}},
         UnitGroups{group, group}, memory);
-    EXPECT_THAT([&] { unit->in_rows(RowReads::blocks).begin_forward(false); },
-                ThrowsMessage<Error>(HasSubstr(
-                    "expected a forward of the root module before its rows are "
-                    "read")));
+    EXPECT_THAT(
+        [&] { unit->rows().read(RowReads::blocks).begin(RowPass::forward); },
+        ThrowsMessage<Error>(HasSubstr(
+            "expected a forward of the root module before its rows are "
+            "read")));
   });
 }
 

@@ -140,7 +140,7 @@ TEST_F(UnitTest, AGraphThatDiesInsideALeafsForwardHidesNothing) {
 TEST_F(UnitTest, WhatTheUserUnshardedIsNotGatheredAgain) {
   on_two_ranks(chain_, [&](Rank& rank) {
     rank.unit(1).unshard();
-    EXPECT_EQ(rank.unit(1).state(), UnitState::unsharded);
+    EXPECT_EQ(rank.unit(1).parameters().state(), UnitState::unsharded);
     EXPECT_TRUE(rank.shown(1));
     run_step(rank, chain_, 0);
     EXPECT_EQ(num_calls(rank, comm::Kind::all_gather, "layers.0"), 2);
@@ -153,7 +153,7 @@ TEST_F(UnitTest, WhatTheUserUnshardedIsNotGatheredAgain) {
 TEST_F(UnitTest, AGatherTheUserIssuedIsWaitedForByForward) {
   on_two_ranks(chain_, [&](Rank& rank) {
     rank.unit(3).gather();
-    EXPECT_EQ(rank.unit(3).state(), UnitState::gathering);
+    EXPECT_EQ(rank.unit(3).parameters().state(), UnitState::gathering);
     EXPECT_FALSE(rank.shown(3));
     run_step(rank, chain_, 0);
     EXPECT_EQ(num_calls(rank, comm::Kind::all_gather, "layers.2"), 2);
@@ -169,7 +169,7 @@ TEST_F(UnitTest, ParametersKeptAfterBackwardAreReshardedByTheUser) {
     }
     run_step(rank, chain_, 0);
     for (std::size_t u = 0; u < rank.size(); ++u) {
-      EXPECT_EQ(rank.unit(u).state(), UnitState::unsharded);
+      EXPECT_EQ(rank.unit(u).parameters().state(), UnitState::unsharded);
       rank.unit(u).reshard();
     }
     EXPECT_EQ(rank.unrest(), "");
@@ -356,7 +356,7 @@ TEST_F(UnitTest, AUnitOfARootMayDie) {
 TEST_F(UnitTest, ANewNameIsInErrorsAndLabels) {
   on_two_ranks(chain_, [&](Rank& rank) {
     rank.unit(1).rename("blocks.0", std::vector<std::string>(7, "w"));
-    EXPECT_EQ(rank.unit(1).infos()[0].name, "w");
+    EXPECT_EQ(rank.unit(1).parameters().infos()[0].name, "w");
     run_step(rank, chain_, 0);
     EXPECT_EQ(num_calls(rank, comm::Kind::all_gather, "blocks.0"), 2);
     EXPECT_EQ(num_calls(rank, comm::Kind::reduce_scatter, "blocks.0"), 1);

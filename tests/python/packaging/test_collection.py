@@ -89,7 +89,7 @@ def test_shards_take_turns() -> None:
     assert {shard.name for shard, *_ in turns} == all_of_them
     assert all({shard.name for shard in turn} == all_of_them for turn in turns)
     alone = {shard.name for shard in shards.SHARDS} - all_of_them
-    assert alone == {"figures", "address", "thread"}
+    assert alone == {"figures", "thread"}
 
 
 def test_a_shard_starts_only_if_it_fits() -> None:
