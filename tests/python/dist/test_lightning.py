@@ -153,6 +153,8 @@ def test_either_package_of_lightnings(monkeypatch):
     class Theirs:
         pass
 
+    # What another test may have asked for is kept.
+    monkeypatch.delitem(vars(lightning), "LowtideStrategy", raising=False)
     for name in lightning._PACKAGES:
         monkeypatch.delitem(sys.modules, name, raising=False)
     package = ModuleType("lightning.pytorch")
