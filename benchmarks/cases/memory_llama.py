@@ -144,7 +144,7 @@ LEVERS = {
         ("token-chunked loss without a graph", *TOKENS),
         ("loss over rows of the head", "--loss", "vocabulary"),
         (
-            "the same, ring of 1 GiB instead of 64 MiB",
+            "the same, ring of 1 GiB instead of 192 MiB",
             *("--loss", "vocabulary", "--gradient-budget", str(GIB)),
         ),
     ),

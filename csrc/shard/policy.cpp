@@ -51,18 +51,18 @@ Ends ends_of(c10::ArrayRef<RingUnit> units, c10::ArrayRef<std::int32_t> order) {
 
 }  // namespace
 
-std::int64_t ring_slots(std::int64_t ranks) {
-  return ranks < kManyRanks ? kMostRingSlots : 2;
+std::int64_t ring_slots(std::int64_t ranks, bool own) {
+  return own && ranks < kManyRanks ? kMostRingSlots : kRingSlots;
 }
 
 std::int64_t default_ring_budget(std::int64_t ranks) {
-  return std::max(kDefaultRingBudget, ranks * kMiB);
+  return std::max(kDefaultRingBudget, ranks * kRingBudgetPerRank);
 }
 
 std::int64_t ring_bytes(std::int64_t budget_bytes,
                         std::int64_t largest_unit_bytes) {
   if (largest_unit_bytes <= kMiB) {
-    return std::min(budget_bytes, kMostRingSlots * 2 * kMiB);
+    return std::min(budget_bytes, kRingSlots * 2 * kMiB);
   }
   return std::min(budget_bytes, std::max(2 * kMiB, largest_unit_bytes / 4));
 }
@@ -98,7 +98,7 @@ std::int64_t ring_bytes_of_equal_chunks(std::int64_t ring_bytes,
                                         std::int64_t wire_bytes,
                                         std::int64_t ranks,
                                         std::int64_t row_bytes) {
-  const auto slots = ring_slots(ranks);
+  const auto slots = ring_slots(ranks, /*own=*/true);
   const auto of_a_rank = wire_bytes / ranks;
   const auto in_slot =
       std::max<std::int64_t>(1, ring_bytes / (slots * (ranks + 1)));

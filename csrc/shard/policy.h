@@ -24,16 +24,22 @@ inline constexpr std::size_t kSmallGradientBytes = std::size_t{64} << 10;
 // --- the rings of gradient chunks -------------------------------------------
 
 // [Note: Latency of a ring]
-// A reduce-scatter of N ranks takes about 2 us for each of them before its
-// bytes count; in that time NVLink moves 0.7 MB.  Chunks of a quarter MiB for
-// each rank keep the wire ahead of a block's backward (docs/time.md).  Among
-// many ranks the last gradients' way out, which nothing hides, is mostly
-// latency: two chunks of twice the size then, one written as one leaves.
-inline constexpr std::int64_t kDefaultRingBudget = std::int64_t{64} << 20;
-inline constexpr std::int64_t kMostRingSlots = 4;
+// A reduce-scatter pays its group's latency beside its bytes: on the phantom's
+// clock, which has NCCL's tuning model, 0.025 ms of 8 H100s and about 0.2 ms of
+// 64.  So gradients leave in few chunks: two slots, one written as one leaves,
+// of 96 MiB each, longer ones among very many ranks.  For a Llama 8B that is
+// the longest ring that leaves what is reserved within 1.2 % of a ring of 64
+// MiB at 8, 64 and 256 ranks; docs/design/gradients.md has the table.
+inline constexpr std::int64_t kDefaultRingBudget = std::int64_t{192} << 20;
+inline constexpr std::int64_t kRingBudgetPerRank = std::int64_t{3} << 19;
 inline constexpr std::int64_t kManyRanks = 32;
+// A ring of a unit of its own is so long that few ranks fit it into more holes
+// of the allocator with four shorter slots.
+inline constexpr std::int64_t kRingSlots = 2;
+inline constexpr std::int64_t kMostRingSlots = 4;
 
-std::int64_t ring_slots(std::int64_t ranks);
+// `own`: a ring that one unit has for itself.
+std::int64_t ring_slots(std::int64_t ranks, bool own);
 std::int64_t default_ring_budget(std::int64_t ranks);
 
 // The ring that units share: the budget, but no more than a quarter of the

@@ -150,7 +150,7 @@ void UnitGradients::add_lanes(const std::vector<bool>& takes_part,
 }
 
 std::int64_t UnitGradients::num_slots() const {
-  return ring_slots(group_->size());
+  return ring_slots(group_->size(), own_slots_);
 }
 
 std::int64_t UnitGradients::num_blocks(std::int32_t i) const {

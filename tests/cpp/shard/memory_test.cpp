@@ -114,7 +114,7 @@ TEST_P(NumLayersTest, TransientBytesAreTwoLayersAndTheRing) {
                 gathered_bytes(model) + 2 * gathered_bytes(layer));
       EXPECT_EQ(rank.peak(Category::gather_input), 2 * input_bytes(layer));
       EXPECT_EQ(rank.peak(Category::gradient_stream),
-                kMostRingSlots * slot_bytes(layer));
+                kRingSlots * slot_bytes(layer));
       EXPECT_EQ(rank.peak(Category::gradient_slab), 0);
       rank.optimize();
       rank.zero_grad();
@@ -180,7 +180,7 @@ TEST(MemoryTest, ASmallBudgetBoundsTheRing) {
   const Scenario scenario = layers(3);
   on_two_ranks(scenario, [&](Rank& rank) {
     const std::int64_t column_bytes =
-        kMostRingSlots * (kWorldSize + 1) * itemsize(at::kFloat);
+        kRingSlots * (kWorldSize + 1) * itemsize(at::kFloat);
     for (const std::int64_t columns : {256, 128}) {
       rank.root->set_gradient_budget(column_bytes * (columns + 100));
       rank.ledger->reset_peaks();

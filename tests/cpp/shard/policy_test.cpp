@@ -14,22 +14,23 @@ namespace LOWTIDE_FILE {
 constexpr std::int64_t kMiB = std::int64_t{1} << 20;
 
 TEST(RingBytesTest, TheBudgetGrowsWithTheRanks) {
-  EXPECT_EQ(default_ring_budget(8), 64 * kMiB);
-  EXPECT_EQ(default_ring_budget(64), 64 * kMiB);
-  EXPECT_EQ(default_ring_budget(256), 256 * kMiB);
+  EXPECT_EQ(default_ring_budget(8), 192 * kMiB);
+  EXPECT_EQ(default_ring_budget(128), 192 * kMiB);
+  EXPECT_EQ(default_ring_budget(256), 384 * kMiB);
 }
 
-TEST(RingBytesTest, ManyRanksHaveTwoSlots) {
-  EXPECT_EQ(ring_slots(8), 4);
-  EXPECT_EQ(ring_slots(31), 4);
-  EXPECT_EQ(ring_slots(32), 2);
+TEST(RingBytesTest, AmongFewRanksARingOfAUnitsOwnHasMoreSlots) {
+  EXPECT_EQ(ring_slots(8, /*own=*/false), 2);
+  EXPECT_EQ(ring_slots(64, /*own=*/false), 2);
+  EXPECT_EQ(ring_slots(31, /*own=*/true), 4);
+  EXPECT_EQ(ring_slots(32, /*own=*/true), 2);
 }
 
 TEST(RingBytesTest, ARingIsAQuarterOfTheLargestUnitAtMost) {
   EXPECT_EQ(ring_bytes(64 * kMiB, 40 * kMiB), 10 * kMiB);
   EXPECT_EQ(ring_bytes(64 * kMiB, 400 * kMiB), 64 * kMiB);
   EXPECT_EQ(ring_bytes(64 * kMiB, 4 * kMiB), 2 * kMiB);
-  EXPECT_EQ(ring_bytes(64 * kMiB, kMiB), 8 * kMiB);
+  EXPECT_EQ(ring_bytes(64 * kMiB, kMiB), 4 * kMiB);
 }
 
 // Llama 8B's embedding: 128256 rows of 4096 in fp32, 2004 MiB.
@@ -152,7 +153,7 @@ TEST(RingBytesTest, HoldsForRandomUnits) {
         4 * (1 + static_cast<std::int64_t>(random() % 9000));
     const auto wire =
         ranks * row * (1 + static_cast<std::int64_t>(random() % 999));
-    const auto slots = ring_slots(ranks);
+    const auto slots = ring_slots(ranks, /*own=*/true);
     const auto equal = ring_bytes_of_equal_chunks(shared, wire, ranks, row);
     ASSERT_EQ(equal % (slots * (ranks + 1)), 0) << "seed " << seed;
     // A chunk a slot each, with a row to spare.

@@ -8,6 +8,7 @@
 
 #include "base/check.h"
 #include "harness.h"
+#include "shard/policy.h"
 
 namespace lowtide::shard {
 namespace LOWTIDE_FILE {
@@ -213,7 +214,7 @@ TEST(RowStreamTest, HoldsTwoBlocksAndTheRing) {
     const auto scale = rank.unit(kModel).rows().gathered_bytes();
     EXPECT_EQ(rank.peak(memory::Category::gathered), 2 * block + scale);
     EXPECT_EQ(rank.peak(memory::Category::gradient_stream),
-              4 * rank.unit(kHead).gradients().slot_bytes());
+              kRingSlots * rank.unit(kHead).gradients().slot_bytes());
   });
 }
 
