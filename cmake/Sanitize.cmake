@@ -22,12 +22,12 @@ add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${sanitizers}>
 add_link_options($<$<LINK_LANGUAGE:CXX>:-fsanitize=${sanitizers}>)
 # That torch locks a mutex of its own is left out, that it unlocks it looks like our
 # call where it is the last thing that a function of torch does: no reports of mutexes.
-# An allocation that is too large fails, as it does without a sanitizer.
 string(JOIN ":" thread_options
   suppressions=${PROJECT_SOURCE_DIR}/cmake/thread_sanitizer.txt
   report_mutex_bugs=0 allocator_may_return_null=1)
-# torch keeps what it allocates once until the process ends.
+# torch keeps what it allocates once until the process ends.  An allocation that is too
+# large fails under either, as it does without a sanitizer.
 set(LOWTIDE_SANITIZE_ENVIRONMENT
-  "ASAN_OPTIONS=detect_leaks=0"
+  "ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1"
   "UBSAN_OPTIONS=print_stacktrace=1"
   "TSAN_OPTIONS=${thread_options}")

@@ -100,6 +100,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["spawn", "fork"])
 def test_processes_that_the_program_starts_are_bound_too(tmp_path, how):
     (tmp_path / "train.py").write_text(CHILDREN)

@@ -111,7 +111,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("bf16, loaded on rank 0", marks=pytest.mark.slow),
+        "fp32, checkpointed blocks",
+    ],
+)
 def test_trains_saves_and_resumes_bit_equal_to_fsdp2(pool, tmp_path, case):
     theirs = pool.run(train, "fsdp2", tmp_path / "fsdp2", CASES[case])
     ours = pool.run(train, "lowtide", tmp_path / "lowtide", CASES[case])

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 
 # What pybind11 does to every class, and to those that only C++ makes.
@@ -28,6 +30,7 @@ def disagreements(module: str) -> list[str]:
     return [line for line in lines if not PYBIND11.search(line)]
 
 
+@pytest.mark.slow
 def test_stub_matches_the_extension():
     found = disagreements("lowtide._C")
     assert found == [], (

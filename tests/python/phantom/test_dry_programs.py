@@ -60,6 +60,7 @@ def of_eight() -> dict[str, dict[str, Any]]:
     return programs(OF_EIGHT, world=8)
 
 
+@pytest.mark.slow
 def test_resnet50_with_amp_and_channels_last(alone):
     found = alone["resnet50"]
     assert found["state"] == pytest.approx(2 * 25_557_032 * 4, rel=1e-3)

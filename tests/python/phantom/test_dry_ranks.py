@@ -98,6 +98,7 @@ def test_units_of_fsdp2_in_another_order():
     ]
 
 
+@pytest.mark.slow
 def test_units_of_lowtide_in_another_order():
     """In its first forward lowtide gathers in the order of the modules."""
     found = compared(4, "0,1", TRAIN, "lowtide", "order", status=1)
@@ -134,6 +135,7 @@ def test_the_stages_of_a_pipeline_agree():
     assert kinds.count("recv") > 8
 
 
+@pytest.mark.slow
 def test_all_ranks_have_each_others_objects():
     program = str(SCRIPTS / "exchange_objects.py")
     printed, said = lowtide("phantom", "--world", 2, "--ranks", "all", "--", program)
@@ -149,6 +151,7 @@ def test_all_ranks_have_each_others_objects():
     assert f"calls agree ({5 + made} calls, {1 + made} communicators)\n" in said
 
 
+@pytest.mark.slow
 def test_a_rank_among_some_has_its_own_objects():
     program = str(SCRIPTS / "exchange_objects.py")
     printed, _ = lowtide("phantom", "--world", 3, "--ranks", "0,1", "--", program)
@@ -157,6 +160,7 @@ def test_a_rank_among_some_has_its_own_objects():
     assert found["broadcast"] == [None]
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_before_an_exchange():
     program = (str(SCRIPTS / "exchange_objects.py"), "early")
     words = ("--world", 2, "--ranks", "all", "--", *program)

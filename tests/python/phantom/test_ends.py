@@ -62,6 +62,7 @@ def is_released(lock: Path) -> bool:
     return done.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_program_that_hangs_is_ended_at_its_limit(tmp_path):
     done = phantom(tmp_path, HANGS, "--limit", LIMIT)
     wanted = AT_LIMIT.format("train.py", LIMIT, "train.py")
@@ -70,6 +71,7 @@ def test_a_program_that_hangs_is_ended_at_its_limit(tmp_path):
     assert is_released(tmp_path / "lock")
 
 
+@pytest.mark.slow
 def test_each_rank_has_the_limit(tmp_path):
     done = phantom(tmp_path, HANGS, "--limit", LIMIT, "--world", "4", "--ranks", "3")
     wanted = AT_LIMIT.format("train.py", LIMIT, "train.py")
@@ -77,6 +79,7 @@ def test_each_rank_has_the_limit(tmp_path):
     assert done.returncode == 1
 
 
+@pytest.mark.slow
 def test_a_plan_that_hangs_is_ended_at_its_limit(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(PlanError) as raised:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import bits
+import pytest
 import torch
 
 from support.gpu_check import check_dry
@@ -50,6 +51,7 @@ def test_differences_are_counted() -> None:
     assert found == {"losses": 1, "parameters": 2}
 
 
+@pytest.mark.slow
 def test_it_runs_on_cuda(tmp_path: Path) -> None:
     figures, rows = check_dry(tmp_path, "bits", "graphs")
     captured = {"lowtide, captured", "lowtide, offloaded and captured"}

@@ -9,6 +9,8 @@ import pytest
 from support import workspaces
 from support.gpu_check import check_dry
 
+pytestmark = pytest.mark.slow
+
 FLAT_SYSTEMS = ("per_parameter", "cat", "flat", "lowtide", "fused")
 LAYERS, RESIDUAL = 4, 256 * 128 * 4  # bytes
 

@@ -13,6 +13,8 @@ from llama_memory import NUM_STEPS
 from lowtide.phantom.dry import launch
 from support.dry_process import run_dry
 
+pytestmark = pytest.mark.slow
+
 BLOCKS, WORLD = 2, 8
 SHAPE = ("--num-layers", str(BLOCKS), "--vocab-size", "4096", "--sequence", "1024")
 

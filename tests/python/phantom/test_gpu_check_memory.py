@@ -9,6 +9,8 @@ import pytest
 
 from support.gpu_check import check_dry
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from scale import TINY
 
 from support.gpu_check import check_dry
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:

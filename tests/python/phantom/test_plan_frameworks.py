@@ -3,6 +3,8 @@ torchvision's reference, graphed callables. Figures are the models' own arithmet
 
 from __future__ import annotations
 
+import pytest
+
 from support import planned, workspaces
 
 WIDTH = 256
@@ -40,6 +42,7 @@ def test_lightnings_fsdp():
     assert plan.peak_allocated > 2 * 4 * 64 * 8192 * 4
 
 
+@pytest.mark.slow
 def test_a_vision_transformer_with_a_scaler_and_ddp():
     plan = planned.plan_script("train_vision.py", "vit_b_16", world=8)
     weights = 86_567_656 * 4
@@ -49,6 +52,7 @@ def test_a_vision_transformer_with_a_scaler_and_ddp():
     assert plan.pinned > 16 * 3 * 224 * 224 * 4  # a batch of images
 
 
+@pytest.mark.slow
 def test_graphed_callables():
     """A branch that nobody takes has graphs, too. What a backward leaves is freed by
     autograd's own thread while the program goes on: which segments a capture then
@@ -62,6 +66,7 @@ def test_graphed_callables():
     assert abs(plan.peak_reserved - alone["reserved"]) <= 2 * SEGMENT
 
 
+@pytest.mark.slow
 def test_reduce_overhead_and_a_compiled_optimizer():
     plan = planned.plan_script("train_graphed.py", "compiled")
     # The peak may be the first step's: inductor tries kernels where its cache has none.

@@ -3,6 +3,8 @@ one changes no byte: peaks are those of `lowtide phantom`."""
 
 from __future__ import annotations
 
+import pytest
+
 from lowtide.planning import Plan, plan_request
 from lowtide.planning.request import Request, Script
 from support import dry_programs, planned
@@ -16,6 +18,7 @@ def require_peaks_of_an_unrecorded_run(plan: Plan, *program: str, **machine) -> 
     assert plan.by_category.get("other", 0) < 0.01 * plan.peak_allocated
 
 
+@pytest.mark.slow
 def test_ddp():
     settings = {"world": 8, "rank": 3}
     plan = planned.plan_script("train_ddp.py", **settings)
@@ -57,6 +60,7 @@ def test_every_mechanism_of_lowtide():
     require_peaks_of_an_unrecorded_run(plan, script, "exact", world=8)
 
 
+@pytest.mark.slow
 def test_one_gpu_with_compiler_autocast_and_scaler():
     arguments = ("--dim", "128", "--layers", "1", "--epochs", "1")
     plan = planned.plan_script("train_single_gpu.py", *arguments)
@@ -72,6 +76,7 @@ def test_one_gpu_with_compiler_autocast_and_scaler():
     assert "train_single_gpu.py:" in line and line.endswith(" GPT.forward")
 
 
+@pytest.mark.slow
 def test_torchvision():
     plan, *program = planned_of_others("resnet50")
     # Weights and momenta; no block is more than 1 MiB larger than its tensor.
@@ -80,6 +85,7 @@ def test_torchvision():
     require_peaks_of_an_unrecorded_run(plan, *program)
 
 
+@pytest.mark.slow
 def test_transformers():
     plan, *program = planned_of_others("hf_trainer")
     blocks = 4 * (2 * 512 * 512 + 2 * 512 * 256 + 3 * 512 * 1408 + 2 * 512)
@@ -89,11 +95,13 @@ def test_transformers():
     require_peaks_of_an_unrecorded_run(plan, *program)
 
 
+@pytest.mark.slow
 def test_top_k_experts():
     plan, *program = planned_of_others("top_k_experts")
     require_peaks_of_an_unrecorded_run(plan, *program)
 
 
+@pytest.mark.slow
 def test_a_whole_step_in_a_cuda_graph():
     """After three of warm-up on a stream of their own, none of which ends the plan."""
     plan, *program = planned_of_others("cuda_graph")

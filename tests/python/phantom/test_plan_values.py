@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from support.planned import plan_text
 
 BUILD = """
@@ -123,6 +125,7 @@ def test_steps_without_gradients_are_said(tmp_path):
     assert "train.py:11: they read as False" in decided
 
 
+@pytest.mark.slow
 def test_sizes_that_depend_on_data_are_a_share(tmp_path):
     decide = """best = model(batch).topk(256).values
     kept = best[best > 0]

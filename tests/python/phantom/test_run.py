@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLE = Path(__file__).parents[3] / "examples/frameworks/with_accelerate.py"
 
 
@@ -32,6 +34,7 @@ def test_a_framework_runs_dry(tmp_path):
     assert done.stderr.count("lowtide memory on cuda:0 (this rank)") == 2
 
 
+@pytest.mark.slow
 def test_a_framework_is_planned(tmp_path):
     done = execute(tmp_path, "plan")
     assert "lowtide's ledger" in done.stdout

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parent / "scripts/sleep_and_wake.py"
 
 
@@ -26,6 +28,7 @@ def figures(done: subprocess.CompletedProcess[str]) -> list[tuple[str, int]]:
     return [(what, int(n)) for what, n in map(str.split, done.stdout.splitlines())]
 
 
+@pytest.mark.slow
 def test_it_holds_what_fsdp2_holds_asleep():
     theirs = figures(execute(str(SCRIPT)))
     ours = figures(execute("-m", "lowtide", "run", str(SCRIPT)))

@@ -11,7 +11,10 @@ from lowtide.phantom.dry.timekeeper import Span
 from lowtide.phantom.machines import H100
 from support.dry_process import call_dry
 
-pytestmark = pytest.mark.skipif(not torch.version.cuda, reason="a CPU build of torch")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.version.cuda, reason="a CPU build of torch"),
+]
 
 NUM_ELEMENTS = 1 << 26
 
