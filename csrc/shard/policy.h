@@ -27,9 +27,9 @@ inline constexpr std::size_t kSmallGradientBytes = std::size_t{64} << 10;
 // A reduce-scatter pays its group's latency beside its bytes: on the phantom's
 // clock, which has NCCL's tuning model, 0.025 ms of 8 H100s and about 0.2 ms of
 // 64.  So gradients leave in few chunks: two slots, one written as one leaves,
-// of 96 MiB each, longer ones among very many ranks.  For a Llama 8B that is
-// the longest ring that leaves what is reserved within 1.2 % of a ring of 64
-// MiB at 8, 64 and 256 ranks; docs/design/gradients.md has the table.
+// of 96 MiB each, longer ones among very many ranks.  For a Llama 8B that
+// leaves what is reserved within 3 % of a ring of 64 MiB at 8, 64 and 256
+// ranks; docs/design/gradients.md has the table.
 inline constexpr std::int64_t kDefaultRingBudget = std::int64_t{192} << 20;
 inline constexpr std::int64_t kRingBudgetPerRank = std::int64_t{3} << 19;
 inline constexpr std::int64_t kManyRanks = 32;
