@@ -239,6 +239,7 @@ void bind_shard(py::module_& module) {
       .def_readwrite("divide_factor", &GradientReduction::divide_factor)
       .def_readwrite("sum_only", &GradientReduction::sum_only)
       .def_readwrite("all_reduce", &GradientReduction::all_reduce)
+      .def_readwrite("unused_too", &GradientReduction::unused_too)
       .def("set_hook",
            [](GradientReduction& reduction, const py::object& hook) {
              reduction.hook = tensor_hook(hook);

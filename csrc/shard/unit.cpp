@@ -543,6 +543,8 @@ void Unit::finish_backward() {
 // land when their slots are needed and become `.grad` at the end.
 void Unit::publish_gradients() {
   gradients_.publish(
+      settings_->reduction.unused_too ? leaves().trainable()
+                                      : std::vector<bool>(),
       [view = leaves().view()](const auto& which, const auto& locals) {
         return view != nullptr ? view->wrap_gradients(which, locals) : locals;
       });

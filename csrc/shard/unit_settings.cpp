@@ -12,7 +12,7 @@ std::uint64_t UnitSettings::hash() const {
   for (const bool flag :
        {reshard_after_forward, reshard_after_backward, gradient_sync,
         unshard_in_backward, reduction.sum_only, reduction.all_reduce,
-        reduction.divide_factor.has_value(),
+        reduction.unused_too, reduction.divide_factor.has_value(),
         static_cast<bool>(reduction.hook)}) {
     hash = mix(hash, flag ? 1 : 0);
   }
@@ -45,6 +45,7 @@ std::string UnitSettings::text() const {
   add(!unshard_in_backward, "unshard_in_backward=False");
   add(!reduction.all_reduce, "requires_all_reduce=False");
   add(reduction.sum_only, "force_sum_reduction_for_comms=True");
+  add(reduction.unused_too, "reduce_scatter_unused_params=True");
   add(reduction.divide_factor.has_value(),
       base::concat("gradient_divide_factor=",
                    reduction.divide_factor.value_or(0.0)));

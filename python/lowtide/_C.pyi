@@ -120,6 +120,7 @@ class GradientReduction:
     divide_factor: float | None
     sum_only: bool
     all_reduce: bool
+    unused_too: bool
     def set_hook(self, hook: Callable[[torch.Tensor], None] | None) -> None: ...
 
 class UnitSettings:

@@ -29,6 +29,9 @@ struct GradientReduction {
   bool sum_only = false;
   // Without, results stay with the shards until a backward with it.
   bool all_reduce = true;
+  // A parameter without a gradient is reduced as zeros and gets what others
+  // have, or zeros: nobody asks who has one.
+  bool unused_too = false;
   // Changes a reduced row in place, on the current stream; may take the GIL.
   std::function<void(const at::Tensor&)> hook;
 

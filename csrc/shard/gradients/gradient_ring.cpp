@@ -1,5 +1,7 @@
 #include "shard/gradients/gradient_ring.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
+
 #include <algorithm>
 #include <iterator>
 #include <utility>
@@ -15,13 +17,15 @@ GradientRing::GradientRing(std::string root,
                            std::shared_ptr<memory::DeviceMemory> memory)
     : root_(std::move(root)),
       memory_(std::move(memory)),
-      slots_(static_cast<std::size_t>(kMostRingSlots)) {}
+      slots_(static_cast<std::size_t>(kMostRingSlots)),
+      dtypes_(slots_.size(), at::ScalarType::Undefined) {}
 
 void GradientRing::fit(std::int64_t slot_bytes) {
   slot_bytes_ = std::max(slot_bytes_, slot_bytes);
 }
 
-const c10::Storage& GradientRing::slot(std::size_t i, std::int64_t bytes) {
+const c10::Storage& GradientRing::slot(std::size_t i, std::int64_t bytes,
+                                       at::ScalarType dtype) {
   const auto wanted = std::max(slot_bytes_, bytes);
   auto& storage = slots_.at(i);
   const auto there = storage ? static_cast<std::int64_t>(storage.nbytes()) : 0;
@@ -37,8 +41,23 @@ const c10::Storage& GradientRing::slot(std::size_t i, std::int64_t bytes) {
         memory_->lease(memory::Category::gradient_stream, root_, wanted),
         wanted);
     compute_has_moved();
+    dtypes_[i] = at::ScalarType::Undefined;
+  }
+  if (std::exchange(dtypes_[i], dtype) != dtype) {
+    zero(storage);
   }
   return storage;
+}
+
+void GradientRing::zero(const c10::Storage& slot) {
+  catch_up_reduce();
+  auto& runtime = memory_->runtime();
+  const device::StreamScope scope(runtime, Stream::reduce);
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  runtime.touches(Stream::reduce, slot.data(), slot.nbytes(),
+                  device::Access::write);
+  flat_view(slot, at::kByte, 0, static_cast<std::int64_t>(slot.nbytes()))
+      .zero_();
 }
 
 void GradientRing::drop_slots() {

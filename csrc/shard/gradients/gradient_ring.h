@@ -29,8 +29,11 @@ class GradientRing {
   // Slots leased from now on have at least that many bytes.
   void fit(std::int64_t slot_bytes);
   // The bytes of slot i, 0 <= i < kMostRingSlots, at least `bytes`; nothing is
-  // on its way from it.  A longer slot than is needed now is retired.
-  const c10::Storage& slot(std::size_t i, std::int64_t bytes);
+  // on its way from it.  A longer slot than is needed now is retired.  Nobody
+  // writes to padding: new bytes, and those that were of another dtype, are
+  // zeroed on `reduce`, or checks of what is sent would find NaN in them.
+  const c10::Storage& slot(std::size_t i, std::int64_t bytes,
+                           at::ScalarType dtype);
   // All slots go back in the compute stream's order; nothing is on its way from
   // them.
   void drop_slots();
@@ -58,6 +61,8 @@ class GradientRing {
   void release();
 
  private:
+  void zero(const c10::Storage& slot);
+
   struct Retired {
     std::vector<c10::Storage> storages;
     device::Event used;
@@ -67,6 +72,7 @@ class GradientRing {
   std::string root_;
   std::shared_ptr<memory::DeviceMemory> memory_;
   std::vector<c10::Storage> slots_;
+  std::vector<at::ScalarType> dtypes_;  // of the values in them
   std::int64_t slot_bytes_ = 0;
   std::deque<Retired> retired_;
   std::int64_t retired_bytes_ = 0;

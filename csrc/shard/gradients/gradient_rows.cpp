@@ -50,12 +50,12 @@ void ColumnTransfers::copy() const { ops::foreach_copy(to_, from_); }
 
 void ColumnTransfers::add() const { ops::foreach_add(to_, from_); }
 
-void fill_columns_neutral(const GradientColumns& columns,
-                          const at::Tensor& matrix, BlockPlace place) {
+void fill_columns(const GradientColumns& columns, const at::Tensor& matrix,
+                  BlockPlace place, double value) {
   if (columns.end > columns.begin) {
     block(matrix, place.offset, columns.world_size, columns.end - columns.begin,
           place.row_stride)
-        .fill_(-0.0);
+        .fill_(value);
   }
 }
 

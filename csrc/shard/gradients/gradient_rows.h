@@ -47,7 +47,8 @@ class ColumnTransfers {
 // A gradient that does not exist is sent as -0.0, the neutral element of IEEE
 // addition (x + -0.0 == x for every x, -0.0 included; +0.0 would turn a sum of
 // -0.0 into +0.0).
-void fill_columns_neutral(const GradientColumns& columns,
-                          const at::Tensor& matrix, BlockPlace place);
+inline constexpr double kNeutral = -0.0;
+void fill_columns(const GradientColumns& columns, const at::Tensor& matrix,
+                  BlockPlace place, double value);
 
 }  // namespace lowtide::shard

@@ -1,6 +1,7 @@
 #include "shard/gradients/gradient_slab.h"
 
 #include <ATen/ceil_div.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 
 #include <algorithm>
 
@@ -48,6 +49,17 @@ GradientSlab::GradientSlab(UnitName unit, at::ScalarType dtype,
 void GradientSlab::allocate() {
   storage_ = owning_storage(
       memory_->lease(memory::Category::gradient_slab, *unit_, bytes_), bytes_);
+  // Nobody writes to padding, and checks of what is sent would find NaN there.
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  for (std::size_t i = 0; i < columns_.size(); ++i) {
+    if (columns_[i] > 0 && world_size_ * columns_[i] != numel_[i]) {
+      const auto padded_block = block(static_cast<std::int32_t>(i));
+      memory_->runtime().touches(device::Stream::compute,
+                                 padded_block.const_data_ptr(),
+                                 padded_block.nbytes(), device::Access::write);
+      padded_block.zero_();
+    }
+  }
 }
 
 at::Tensor GradientSlab::block(std::int32_t p) const {
@@ -147,7 +159,8 @@ at::Tensor GradientSlab::whole(std::int32_t p, std::int64_t inner) {
                       to.storage_offset());
 }
 
-void GradientSlab::complete(const std::vector<std::int32_t>& members) {
+void GradientSlab::complete(const std::vector<std::int32_t>& members,
+                            double missing) {
   if (!allocated()) {
     allocate();
   }
@@ -161,9 +174,9 @@ void GradientSlab::complete(const std::vector<std::int32_t>& members) {
     if (touched_[i]) {
       continue;
     }
-    fill_columns_neutral({1, 0, 0, 0, world_size_ * columns_[i]}, block(p),
-                         {0, 0});
-    fill_columns_neutral({world_size_, 0, 0, 0, 1}, used, {p, flag_columns_});
+    fill_columns({1, 0, 0, 0, world_size_ * columns_[i]}, block(p), {0, 0},
+                 missing);
+    fill_columns({world_size_, 0, 0, 0, 1}, used, {p, flag_columns_}, kNeutral);
   }
 }
 

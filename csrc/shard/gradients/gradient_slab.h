@@ -1,7 +1,7 @@
 // Flat unreduced gradients of one unit and dtype, accumulated without
 // communication: the first touch copies, later touches add in place, and the
-// slab itself is the input of the reduce-scatter.  No zero-fill, no
-// concatenation, no repacking.
+// slab itself is the input of the reduce-scatter.  No zero-fill but of blocks
+// with padding, no concatenation, no repacking.
 //
 // Every parameter owns a rank-major block [world_size, columns], columns being
 // its shard_numel rounded up to a multiple of kChunkColumnMultiple.
@@ -62,8 +62,10 @@ class GradientSlab {
   void touch(std::int32_t i) { touched_[static_cast<std::size_t>(i)] = true; }
 
   // Before the reduce-scatter: allocates if nothing was touched, fills
-  // untouched blocks with -0.0 and writes the flags.  On the compute stream.
-  void complete(const std::vector<std::int32_t>& members);
+  // untouched blocks with `missing` and writes the flags.  On the compute
+  // stream.
+  void complete(const std::vector<std::int32_t>& members,
+                double missing = kNeutral);
   // Inputs of one coalesced reduce-scatter: a block per member with columns,
   // then the flags.
   std::vector<at::Tensor> inputs(const std::vector<std::int32_t>& members);

@@ -335,8 +335,13 @@ void GradientStream::leave(std::size_t place) {
   auto& parcel = *entries_[place].parcel;
   auto& unit = parcel.unit();
   log_.note({StepNote::What::reduce, unit.number(), parcel.chunk()});
+  auto* const chunk = entries_[place].chunk;
+  // Of a unit that got no gradient: ahead of the slot, which reduce zeroes.
+  if (chunk != nullptr && unit.prepare_results()) {
+    ring_.compute_has_moved();
+  }
   open(place);
-  if (auto* const chunk = entries_[place].chunk) {
+  if (chunk != nullptr) {
     write(place, chunk->ready(/*small_too=*/true));
   } else {
     unit.add_small();

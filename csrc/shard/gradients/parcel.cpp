@@ -48,8 +48,8 @@ std::size_t ChunkParcel::gradients_for(
 }
 
 void ChunkParcel::open(std::size_t slot) {
-  const auto& storage = ring_.slot(slot, unit_.slot_bytes());
   const auto dtype = lane().dtype;
+  const auto& storage = ring_.slot(slot, unit_.slot_bytes(), dtype);
   const auto numel = unit_.group().size() * plan().columns;
   input_ = flat_view(storage, dtype, 0, numel);
   output_ = flat_view(storage, dtype, numel * itemsize(dtype), plan().columns);
@@ -110,13 +110,10 @@ void ChunkParcel::write(c10::ArrayRef<std::size_t> written) {
   ring_.retire(std::move(read), bytes);
 }
 
-// Whatever no gradient came for leaves as -0.0, and the flags say so.
+// Whatever no gradient came for leaves as -0.0 or zeros, and the flags say so.
 void ChunkParcel::fill_missing() {
   if (pieces_missing_ == 0 && plan().flags_column < 0) {
     return;
-  }
-  if (unit_.prepare_results()) {
-    ring_.compute_has_moved();
   }
   ring_.catch_up_reduce();
   const device::StreamScope scope(memory_.runtime(), Stream::reduce);
@@ -126,9 +123,8 @@ void ChunkParcel::fill_missing() {
   if (pieces_missing_ > 0) {
     for (const auto& piece : plan().pieces) {
       if (!unit_.parameter(piece.parameter).produced()) {
-        fill_columns_neutral(
-            unit_.columns(piece.parameter, piece.begin, piece.end), input_,
-            {piece.column, columns});
+        fill_columns(unit_.columns(piece.parameter, piece.begin, piece.end),
+                     input_, {piece.column, columns}, unit_.missing());
       }
     }
   }
@@ -139,8 +135,8 @@ void ChunkParcel::fill_missing() {
         .fill_(1.0);
     for (const auto i : lane().members) {
       if (!unit_.parameter(i).produced()) {
-        fill_columns_neutral({rows, 0, 0, 0, 1}, input_,
-                             {plan().flags_column + i, columns});
+        fill_columns({rows, 0, 0, 0, 1}, input_,
+                     {plan().flags_column + i, columns}, kNeutral);
       }
     }
   }
@@ -195,7 +191,7 @@ void SlabParcel::leave() {
   const auto dtype = lane().dtype;
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    slab.complete(lane().members);
+    slab.complete(lane().members, unit_.missing());
   }
   inputs_ = slab.inputs(lane().members);
   const auto ranks = unit_.group().size();

@@ -36,6 +36,7 @@ UnitGradients::UnitGradients(UnitName unit, ParameterInfos infos,
       order_(infos_.size()),
       sharded_(unit_, memory_),
       partial_(unit_, shards_of(infos_, layout), memory_),
+      used_elsewhere_(unit_, memory_),
       reduction_(reduction) {
   std::iota(order_.rbegin(), order_.rend(), 0);
   for (std::size_t i = 0; i < infos_.size(); ++i) {
@@ -251,7 +252,6 @@ std::int64_t UnitGradients::in_place_bytes() const {
 void UnitGradients::Parameter::begin() {
   arrival = Arrival::awaited;
   product = Product::none;
-  used_elsewhere = false;
   source.reset();
   pieces_written = 0;
   rows.seen = 0;
@@ -290,6 +290,7 @@ void UnitGradients::begin(bool sync) {
   small_.clear();
   sealed_ = leaves_early_ = false;
   completed_.clear();
+  used_elsewhere_.begin();
   for (auto& parameter : parameters_) {
     parameter.begin();
   }
@@ -325,8 +326,8 @@ void UnitGradients::land(const Lane& lane, const std::vector<Piece>& pieces,
   }
   reduction_.finish(row, *group_);
   sharded_.land(pieces, row);
-  if (flags.defined() && !used_all(lane)) {
-    note_uses(lane.members, lane.members, flags);
+  if (flags.defined() && !reduction_.unused_too && !used_all(lane)) {
+    used_elsewhere_.ask(lane.members, lane.members, flags);
   }
 }
 
@@ -337,26 +338,14 @@ void UnitGradients::land_sum(const at::Tensor& row,
   sharded_.land(pieces, row);
   std::vector<std::int32_t> summed;
   for (const auto& piece : pieces) summed.push_back(piece.parameter);
-  if (!std::all_of(summed.begin(), summed.end(),
+  if (!reduction_.unused_too &&
+      !std::all_of(summed.begin(), summed.end(),
                    [&](auto i) { return used_here(i); })) {
     std::vector<std::int32_t> columns(summed.size());
     std::iota(columns.begin(), columns.end(), 0);
-    note_uses(
-        summed, columns,
-        slice_of(row, flags_column, static_cast<std::int64_t>(columns.size())));
-  }
-}
-
-void UnitGradients::note_uses(c10::ArrayRef<std::int32_t> parameters,
-                              c10::ArrayRef<std::int32_t> columns,
-                              const at::Tensor& flags) {
-  auto& runtime = memory_->runtime();
-  runtime.touches(runtime.current(), flags.const_data_ptr(), flags.nbytes(),
-                  device::Access::read);
-  const auto host = flags.to(at::kCPU, at::kFloat).contiguous();
-  const auto* const values = host.const_data_ptr<float>();
-  for (std::size_t k = 0; k < parameters.size(); ++k) {
-    parameter(parameters[k]).used_elsewhere = values[columns[k]] != 0.0F;
+    const auto flags =
+        slice_of(row, flags_column, static_cast<std::int64_t>(columns.size()));
+    used_elsewhere_.ask(std::move(summed), std::move(columns), flags);
   }
 }
 
@@ -432,13 +421,19 @@ bool UnitGradients::used_all(const Lane& lane) const {
                      [&](auto i) { return used_here(i); });
 }
 
-void UnitGradients::publish(const ShardedGradients::Wrap& wrap) {
+void UnitGradients::publish(const std::vector<bool>& in_any_case,
+                            const ShardedGradients::Wrap& wrap) {
   if (!sharded_.prepared()) {
     return;
   }
+  const auto elsewhere = used_elsewhere_.parameters();
   std::vector<std::int32_t> used;
   for (const auto i : trainable_) {
-    if (used_here(i) || parameter(i).used_elsewhere) used.push_back(i);
+    const bool wanted =
+        !in_any_case.empty() && in_any_case[static_cast<std::size_t>(i)];
+    if (wanted || used_here(i) || elsewhere.contains(i)) {
+      used.push_back(i);
+    }
   }
   std::sort(used.begin(), used.end());
   sharded_.publish(used, wrap);

@@ -24,6 +24,7 @@
 #include "shard/gradients/lane_plan.h"
 #include "shard/gradients/partial_gradients.h"
 #include "shard/gradients/sharded_gradients.h"
+#include "shard/gradients/used_elsewhere.h"
 #include "shard/parameter_info.h"
 #include "shard/unit_name.h"
 
@@ -69,7 +70,6 @@ class UnitGradients {
     // --- in this backward ---------------------------------------------------
     Arrival arrival = Arrival::awaited;
     Product product = Product::none;
-    bool used_elsewhere = false;  // by another rank, if this one asked
     // Its gradient until it is copied into every chunk it belongs to.
     at::Tensor source;
     std::int32_t pieces_written = 0;
@@ -239,11 +239,14 @@ class UnitGradients {
   // The backward is over: without sync the slabs stay, with sync they go.
   void end();
   // Those that any rank produced since the last reduction become `.grad`, once
-  // they have landed.
-  void publish(const ShardedGradients::Wrap& wrap);
+  // they have landed, and those of `in_any_case` (by number; empty: none).
+  void publish(const std::vector<bool>& in_any_case,
+               const ShardedGradients::Wrap& wrap);
   // Whether this rank did for all members of the lane.
   bool used_all(const Lane& lane) const;
   bool used_here(std::int32_t i) const;
+  // What a gradient that does not exist is sent as.
+  double missing() const { return reduction_.unused_too ? 0.0 : kNeutral; }
   // Gradients of i wait in the slab.
   bool touched(std::int32_t i) const {
     const auto lane = parameters_[static_cast<std::size_t>(i)].lane;
@@ -254,11 +257,6 @@ class UnitGradients {
  private:
   void add_lanes(const std::vector<bool>& takes_part,
                  std::int64_t budget_bytes);
-  // Whether other ranks used `parameters`, as their flags say after the sum, at
-  // those columns; only a rank that left one without a gradient reads them.
-  void note_uses(c10::ArrayRef<std::int32_t> parameters,
-                 c10::ArrayRef<std::int32_t> columns, const at::Tensor& flags);
-
   UnitName unit_;
   ParameterInfos infos_;
   std::shared_ptr<comm::Collectives> group_;
@@ -270,6 +268,7 @@ class UnitGradients {
   std::vector<Lane> lanes_;
   ShardedGradients sharded_;
   PartialGradients partial_;
+  UsedElsewhere used_elsewhere_;
   const GradientReduction& reduction_;
   std::vector<GradientSlab::Gradient> small_;
   std::int32_t number_ = -1;

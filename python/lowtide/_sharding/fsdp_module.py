@@ -14,6 +14,7 @@ from lowtide._sharding.buffers_of_group import (
     GroupBufferAllGather,
     GroupBufferReduceScatter,
 )
+from lowtide._sharding.groups import one_communicator
 from lowtide._sharding.unit import UnitState, unit_state
 
 
@@ -141,6 +142,31 @@ class FSDPModule(TorchFSDPModule):
         recursive."""
         self._get_fsdp_state().settings.reduction.sum_only = enable
 
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether parameters that got no gradient in a backward are reduced as zeros
+        and have a ``.grad`` in any case, zeros where no rank has one. Without, they are
+        reduced as well, so that ranks may use different ones, but ``.grad`` stays None
+        where no rank has one, and a rank that left one out asks for that at the end of
+        the backward: its host waits there for the device, and a graph can not capture
+        the step."""
+        for state in self._states(recurse):
+            state.settings.reduction.unused_too = reduce_scatter_unused_params
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Gathers and reduce-scatters have a communicator each, unless
+        LOWTIDE_COMMUNICATORS=shared is set: anything else than that says
+        raises :class:`NotImplementedError`."""
+        if enable == one_communicator():
+            raise NotImplementedError(
+                "lowtide: set_separate_reduce_scatter_group: expected what "
+                f"LOWTIDE_COMMUNICATORS says, {not enable}, got {enable}. Set it to "
+                "separate or shared before the program starts, for all units."
+            )
+
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """``False``: backward does not read this unit's parameters, do not gather
         them for it. lowtide finds this out by itself for an embedding. Not
@@ -229,6 +255,20 @@ class FSDPModule(TorchFSDPModule):
         if state.settings.gradient_sync:
             state._root_post_backward_final_callback()
         return _GradientReductionHandle() if async_op else None
+
+    def reset_iter_state(self) -> None:
+        """What :func:`lowtide.abort_step` does, of the root alone: another unit raises
+        :class:`RuntimeError`. Gradients accumulated since the last optimizer step are
+        dropped."""
+        state = self._get_fsdp_state()
+        if state.root is None:
+            return
+        if not state.explains_errors:
+            raise RuntimeError(
+                "lowtide: reset_iter_state: expected the root, got the unit "
+                f"{state.name!r} inside it. Call it on the module that is called first."
+            )
+        state.root.abort()
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Nothing to choose: lowtide's buffers come from the compute stream's pool

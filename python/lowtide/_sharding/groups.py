@@ -58,7 +58,7 @@ def groups_of(mesh: DeviceMesh, device: torch.device) -> Groups:
     ):
         return known[1]
     *replicas, shards = groups
-    reduce_group = shards if _shared() else _second_group(shards, device)
+    reduce_group = shards if one_communicator() else _second_group(shards, device)
     host_group = _host_group(mesh, device)
     made = Groups(
         _C.Collectives(shards.group_name, device),
@@ -76,7 +76,7 @@ def groups_of(mesh: DeviceMesh, device: torch.device) -> Groups:
 _COMMUNICATORS = "LOWTIDE_COMMUNICATORS"
 
 
-def _shared() -> bool:
+def one_communicator() -> bool:
     value = os.environ.get(_COMMUNICATORS, "separate")
     if value not in ("separate", "shared"):
         raise ValueError(

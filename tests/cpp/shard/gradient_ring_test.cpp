@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "memory/ledger.h"
+#include "shard/storage.h"
 #include "testing/scripted_runtime.h"
 
 namespace lowtide::shard {
@@ -30,6 +31,14 @@ class GradientRingTest : public testing::Test {
     ring_.retire({source(bytes).storage()}, bytes);
     ring_.reclaim(100);
   }
+  const c10::Storage& slot(std::size_t i, std::int64_t bytes,
+                           at::ScalarType dtype = at::kFloat) {
+    return ring_.slot(i, bytes, dtype);
+  }
+  at::Tensor values(const c10::Storage& slot) {
+    return flat_view(slot, at::kByte, 0,
+                     static_cast<std::int64_t>(slot.nbytes()));
+  }
   bool compute_is_behind(device::EntryId entry) {
     return runtime_->happens_before(entry,
                                     runtime_->mark(Stream::compute, "next"));
@@ -45,26 +54,37 @@ class GradientRingTest : public testing::Test {
 TEST_F(GradientRingTest, SlotsAreLeasedWhenTheyAreNeeded) {
   ring_.fit(100);
   EXPECT_EQ(live(), 0);
-  const void* bytes = ring_.slot(0, 100).data();
+  const void* bytes = slot(0, 100).data();
   EXPECT_EQ(live(), 100);
-  EXPECT_EQ(ring_.slot(0, 100).data(), bytes);
-  ring_.slot(1, 100);
+  EXPECT_EQ(slot(0, 100).data(), bytes);
+  slot(1, 100);
   EXPECT_EQ(live(), 200);
   ring_.release();
   EXPECT_EQ(live(), 0);
 }
 
+// Padding is sent, and nobody writes to it.
+TEST_F(GradientRingTest, BytesAreZeroUntilTheyAreOfADtype) {
+  values(slot(0, 64)).fill_(7);
+  EXPECT_TRUE(values(slot(0, 64)).eq(7).all().item<bool>());
+  EXPECT_TRUE(values(slot(1, 64)).eq(0).all().item<bool>());
+  EXPECT_TRUE(values(slot(0, 64, at::kBFloat16)).eq(0).all().item<bool>());
+  ring_.drop_slots();
+  EXPECT_TRUE(values(slot(0, 64)).eq(0).all().item<bool>());
+  runtime_->expect_clean();
+}
+
 TEST_F(GradientRingTest, AShorterChunkGetsALongSlot) {
   ring_.fit(100);
-  EXPECT_EQ(ring_.slot(0, 60).nbytes(), 100u);
+  EXPECT_EQ(slot(0, 60).nbytes(), 100u);
 }
 
 // The unit with slots of its own is over: theirs may still be read.
 TEST_F(GradientRingTest, ALongerSlotThanIsNeededGoesBehindItsLastUse) {
-  ring_.slot(0, 1000);
+  slot(0, 1000);
   const auto use = runtime_->mark(Stream::reduce, "chunk");
   ring_.fit(100);
-  EXPECT_EQ(ring_.slot(0, 100).nbytes(), 100u);
+  EXPECT_EQ(slot(0, 100).nbytes(), 100u);
   EXPECT_EQ(live(), 1100);
   EXPECT_EQ(ring_.retired_bytes(), 1000);
   EXPECT_FALSE(compute_is_behind(use));
@@ -76,11 +96,11 @@ TEST_F(GradientRingTest, ALongerSlotThanIsNeededGoesBehindItsLastUse) {
 // A unit with slots of its own begins: they take the place of the others.
 TEST_F(GradientRingTest, AShorterSlotGoesBeforeALongerOneIsLeased) {
   ring_.fit(100);
-  ring_.slot(0, 100);
+  slot(0, 100);
   ring_.catch_up_reduce();
   const auto use = runtime_->mark(Stream::reduce, "chunk");
   ledger_->reset_peaks();
-  EXPECT_EQ(ring_.slot(0, 1000).nbytes(), 1000u);
+  EXPECT_EQ(slot(0, 1000).nbytes(), 1000u);
   EXPECT_EQ(
       ledger_->peak()[static_cast<std::size_t>(Category::gradient_stream)],
       1000);
@@ -104,7 +124,7 @@ TEST_F(GradientRingTest, ComputeWaitsForSourcesBeyondTheBudget) {
 
 TEST_F(GradientRingTest, DroppedSlotsTakeTheSourcesWithThem) {
   ring_.fit(100);
-  ring_.slot(0, 100);
+  slot(0, 100);
   ring_.catch_up_reduce();
   retire(60);
   const auto copy = runtime_->entries("copy").back();

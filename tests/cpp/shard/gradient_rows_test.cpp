@@ -149,7 +149,7 @@ TEST(GradientRowsTest, NegativeZeroSurvives) {
 TEST(GradientRowsTest, NeutralColumnsChangeNoSum) {
   const GradientColumns columns{2, 0, 0, 1, 3};
   const at::Tensor matrix = at::full({8}, kUntouched);
-  fill_columns_neutral(columns, matrix, {1, 4});
+  fill_columns(columns, matrix, {1, 4}, kNeutral);
   EXPECT_EQ(bits(values_of(matrix)),
             bits({kUntouched, -0.0f, -0.0f, kUntouched, kUntouched, -0.0f,
                   -0.0f, kUntouched}));
@@ -160,7 +160,7 @@ TEST(GradientRowsTest, NeutralColumnsChangeNoSum) {
 
 TEST(GradientRowsTest, NoColumnsAreNoWork) {
   const at::Tensor matrix = at::full({4}, kUntouched);
-  fill_columns_neutral({2, 4, 8, 2, 2}, matrix, {0, 2});
+  fill_columns({2, 4, 8, 2, 2}, matrix, {0, 2}, kNeutral);
   transfer(Write::copy, at::ones({8}), {2, 4, 8, 2, 2}, matrix, {0, 2});
   EXPECT_EQ(bits(values_of(matrix)),
             bits({kUntouched, kUntouched, kUntouched, kUntouched}));

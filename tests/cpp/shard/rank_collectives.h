@@ -23,6 +23,10 @@ class RankCollectives final : public comm::Collectives {
 
   comm::RecordingCollectives& recording() { return recording_; }
 
+  // As torch's TORCH_NCCL_NAN_CHECK does, padding included: fresh bytes are
+  // NaN.
+  bool checks_values = true;
+
   // Ignores the wait that comes after `k` others, counted from now.
   void skip_wait(std::int64_t k) {
     state_->waits = 0;
@@ -52,12 +56,14 @@ class RankCollectives final : public comm::Collectives {
       at::Tensor& out, at::Tensor& in, comm::Reduction reduction,
       const std::string& label) override {
     check_issue();
+    check_values({in});
     return wrap(recording_.reduce_scatter(out, in, reduction, label));
   }
   std::unique_ptr<comm::Pending> reduce_scatter_coalesced(
       std::vector<at::Tensor>& outs, std::vector<at::Tensor>& ins,
       comm::Reduction reduction, const std::string& label) override {
     check_issue();
+    check_values(ins);
     return wrap(
         recording_.reduce_scatter_coalesced(outs, ins, reduction, label));
   }
@@ -65,6 +71,7 @@ class RankCollectives final : public comm::Collectives {
                                             comm::Reduction reduction,
                                             const std::string& label) override {
     check_issue();
+    check_values({tensor});
     return wrap(recording_.all_reduce(tensor, reduction, label));
   }
   std::unique_ptr<comm::Pending> all_to_all(at::Tensor& out, at::Tensor& in,
@@ -101,6 +108,15 @@ class RankCollectives final : public comm::Collectives {
 
   void check_issue() {
     if (issues_++ == failing_) throw std::runtime_error("no route to host");
+  }
+  void check_values(const std::vector<at::Tensor>& sent) const {
+    if (!checks_values) return;
+    const device::UnobservedAllocations unobserved;
+    for (const auto& tensor : sent) {
+      if (tensor.isnan().any().item<bool>()) {
+        throw std::runtime_error("NaN is sent");
+      }
+    }
   }
   std::unique_ptr<comm::Pending> wrap(std::unique_ptr<comm::Pending> pending) {
     return std::make_unique<ForgetfulPending>(std::move(pending), state_);

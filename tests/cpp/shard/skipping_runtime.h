@@ -2,6 +2,7 @@
 // the engine would, or fail to wait, as a broken device does.
 #pragma once
 
+#include <functional>
 #include <limits>
 #include <map>
 #include <memory>
@@ -60,6 +61,7 @@ class SkippingRuntime final : public device::Runtime {
     return event;
   }
   void synchronize(device::Stream stream) override {
+    if (on_synchronize) on_synchronize();
     scripted_->synchronize(stream);
   }
   std::int64_t enter(device::Stream stream) override {
@@ -75,6 +77,9 @@ class SkippingRuntime final : public device::Runtime {
                 std::string_view name) override {
     scripted_->describe(begin, kind, name);
   }
+
+  // Called before the host waits for the device.
+  std::function<void()> on_synchronize;
 
  private:
   std::shared_ptr<device::ScriptedRuntime> scripted_;

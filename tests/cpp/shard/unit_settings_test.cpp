@@ -30,6 +30,8 @@ std::vector<Change> changes() {
        "requires_all_reduce=False"},
       {[](auto& s) { s.reduction.sum_only = true; },
        "force_sum_reduction_for_comms=True"},
+      {[](auto& s) { s.reduction.unused_too = true; },
+       "reduce_scatter_unused_params=True"},
       {[](auto& s) { s.reduction.divide_factor = 3.0; },
        "gradient_divide_factor=3"},
       {[](auto& s) { s.reduction.divide_factor = 5.0; },

@@ -68,6 +68,7 @@ Outcome run_with(const Usage& usage, const std::vector<NaiveStep>& expected,
   run_ranks(kWorldSize, [&](Exchange& exchange, std::int64_t r) {
     Rank rank(exchange, r, usage.scenario.units);
     usage.prepare(rank);
+    rank.collectives->checks_values = false;  // a missing wait shows in them
     if (r == 0) skip(rank);
     std::string wrong = usage.run(rank, expected);
     for (const auto& violation : rank.runtime->violations()) wrong += violation;

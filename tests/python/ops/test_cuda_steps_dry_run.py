@@ -23,9 +23,9 @@ from support.dry_cuda import run_dry
 
 MEMORY = 8 << 30
 READ_BACK, FROM_HOST = "read back", "inputs from the host"
-DROPOUT = "checkpointed, dropout"
+DROPOUT, UNUSED = "checkpointed, dropout", "unused parameters"
 
-STEADY = tuple(kind for kind in KINDS if kind not in (READ_BACK, FROM_HOST))
+STEADY = tuple(kind for kind in KINDS if kind not in (READ_BACK, FROM_HOST, UNUSED))
 CAPTURED = tuple(kind for kind in STEADY if kind != DROPOUT)
 
 
@@ -38,6 +38,8 @@ def test_the_host_never_waits_in_a_steady_step(events: str) -> None:
     assert waits[READ_BACK][1:] == [1] * 5  # the loss's item() is seen
     # Both inputs have been read when the model returns, as with FSDP2.
     assert waits[FROM_HOST][1:] == [2] * 5
+    # At the end of the backward, for each of two units.
+    assert waits[UNUSED][1:] == [2] * 5
 
 
 def test_small_gradients_of_a_unit_are_copied_or_added_in_one_launch() -> None:
@@ -129,6 +131,12 @@ def test_what_a_graph_can_not_capture_is_refused() -> None:
         "captures, got operators that drew some. Computing it again takes the same "
         "numbers, and torch does not let a generator be set back during a capture: set "
         "dropout to 0 there, or capture modules that are not checkpointed."
+    )
+    assert capture(UNUSED)[UNUSED]["refused"] == (
+        "lowtide: unit 'layers.1': expected a gradient of every parameter in a step "
+        "that a graph captures, got none of some: whether other ranks have one is read "
+        "by the host. Call set_reduce_scatter_unused_params(True) on the module: they "
+        "get zeros then."
     )
 
 
@@ -233,7 +241,7 @@ def test_an_unknown_setting_of_communicators_is_refused(
 
     monkeypatch.setenv("LOWTIDE_COMMUNICATORS", "one")
     with pytest.raises(ValueError) as caught:  # noqa: PT011  the text is compared
-        groups._shared()
+        groups.one_communicator()
     assert str(caught.value) == (
         "lowtide: LOWTIDE_COMMUNICATORS: expected separate or shared, got 'one'. Unset "
         "it for a communicator of reductions beside that of gathers."

@@ -68,10 +68,14 @@ def sharded(
     inputs: str = "cuda",
     compiled: bool = False,
     capturable: bool = False,
+    unused: bool = False,
+    as_zeros: bool = False,
     prepare: Callable[[nn.Module], None] = lambda model: None,
 ) -> Step:
     """A model of two layers; ``chunking``: of its head's loss, whose unit is the
-    head's; ``read``: the host reads the loss; ``inputs``: the device they are on."""
+    head's; ``read``: the host reads the loss; ``inputs``: the device they are on;
+    ``unused``: each layer has an expert without tokens, whose gradient is reduced
+    ``as_zeros``."""
     with torch.device("meta"):
         model: Any = LlamaWithLoss(TINY)
     model.chunking = chunking
@@ -85,6 +89,8 @@ def sharded(
             "cuda", shape, mesh_dim_names=("replicate", "shard")
         )
     for layer in model.layers:
+        if unused:
+            layer.expert = nn.Linear(32, 32, bias=False, device="meta")
         if compiled:
             layer.compile(backend="aot_eager", fullgraph=True)
         if policy is not None:
@@ -94,6 +100,7 @@ def sharded(
         lowtide.fully_shard(model.output, **settings)
     lowtide.fully_shard(model, **settings)
     model.to_empty(device="cuda")
+    model.set_reduce_scatter_unused_params(as_zeros)
     prepare(model)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=capturable)
     tokens = torch.zeros(SHAPE, dtype=torch.long, device=inputs)
@@ -193,6 +200,8 @@ KINDS: dict[str, Callable[..., Step]] = {
     ),
     "fused and compiled": partial(sharded, grads="fused", compiled=True),
     "sequence parallel": sequence_parallel,
+    "unused parameters": partial(sharded, unused=True),
+    "unused parameters as zeros": partial(sharded, unused=True, as_zeros=True),
     "read back": partial(sharded, read=True),
     "inputs from the host": partial(sharded, inputs="cpu"),
 }

@@ -16,9 +16,8 @@ FSDP2 = {
 # What torch 2.15 has beyond these, and its FSDPModule beyond lowtide's.
 LATER = {"DataParallelMeshDims", "GradientReductionHandle"}
 LATER_METHODS = {
-    *("reset_iter_state", "set_keep_unsharded_storage", "set_symm_mem_for_comm"),
-    *("set_reduce_scatter_max_input_buffers", "set_reduce_scatter_unused_params"),
-    "set_separate_reduce_scatter_group",
+    *("set_keep_unsharded_storage", "set_symm_mem_for_comm"),
+    "set_reduce_scatter_max_input_buffers",
 }
 OWN = {
     *("wrap", "plan", "memory_report", "abort_step", "clip_grad_norm_"),

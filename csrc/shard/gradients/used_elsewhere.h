@@ -1,0 +1,54 @@
+// Which parameters that this rank left without a gradient others did not.
+//
+// Behind a reduction flags on the device say so (gradient_plan.h).  They are
+// copied to the host as they come, which nobody waits for, and read at the end
+// of the backward: there the host waits once for all units, and only on a rank
+// that left something out.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Allocator.h>
+#include <c10/util/ArrayRef.h>
+
+#include <cstdint>
+#include <memory>
+#include <set>
+#include <vector>
+
+#include "memory/device_memory.h"
+#include "shard/unit_name.h"
+
+namespace lowtide::shard {
+
+class UsedElsewhere {
+ public:
+  UsedElsewhere(UnitName unit, std::shared_ptr<memory::DeviceMemory> memory)
+      : unit_(std::move(unit)), memory_(std::move(memory)) {}
+
+  // A new backward: nothing has been asked.
+  void begin() { num_asked_ = 0; }
+  // flags[columns[k]], after the sum over ranks, is parameters[k]'s: copied on
+  // the current stream.  Throws lowtide::Error inside a graph capture, where
+  // the host can not read them.
+  void ask(std::vector<std::int32_t> parameters,
+           std::vector<std::int32_t> columns, const at::Tensor& flags);
+  // Of those asked for since `begin`.  Blocks the host until they have come, if
+  // any have been asked for.
+  std::set<std::int32_t> parameters();
+
+ private:
+  struct Asked {
+    std::vector<std::int32_t> parameters;
+    std::vector<std::int32_t> columns;
+    at::Tensor flags;  // on the host, over `bytes`, which stay
+    c10::DataPtr bytes;
+    std::size_t capacity = 0;
+  };
+
+  UnitName unit_;
+  std::shared_ptr<memory::DeviceMemory> memory_;
+  std::vector<Asked> asked_;  // the first num_asked_ in this backward
+  std::size_t num_asked_ = 0;
+};
+
+}  // namespace lowtide::shard

@@ -1,0 +1,164 @@
+"""Parameters that a rank leaves out: experts without tokens, modalities that a batch
+does not have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import lowtide
+from lowtide._torch_version import VERSION
+from support.bits import same_bits
+from support.systems import get_system
+
+WIDTH, EXPERTS, STEPS = 5, 4, 3
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+
+    def forward(self, x: torch.Tensor, chosen: int) -> torch.Tensor:
+        return x + torch.tanh(self.experts[chosen](x))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Experts() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, chosen: list[int]) -> torch.Tensor:
+        for block, expert in zip(self.blocks, chosen, strict=True):
+            x = block(x, expert)
+        return x
+
+
+def sharded(system: str, replicas: int) -> Any:
+    torch.manual_seed(0)
+    model: Any = Model()
+    of = get_system(system)
+    shape = (replicas, dist.get_world_size() // replicas)
+    names = ("replicate", "shard")
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = mesh if replicas > 1 else mesh["shard"]
+    for block in model.blocks:
+        of.fully_shard(block, mesh=mesh)
+    return of.fully_shard(model, mesh=mesh)
+
+
+def chosen_by(rank: int, step: int) -> list[int]:
+    """Ranks differ; nobody chooses the last expert of any block."""
+    return [(rank + step) % (EXPERTS - 1), rank % 2]
+
+
+def gradients(system: str, replicas: int, *, as_zeros: bool) -> list[Any]:
+    """Full gradients of each step by name, None where there is none."""
+    model = sharded(system, replicas)
+    if as_zeros:
+        model.set_reduce_scatter_unused_params(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    rank = dist.get_rank()
+    found = []
+    for step in range(STEPS):
+        torch.manual_seed(10 * step + rank)
+        model(torch.randn(3, WIDTH), chosen_by(rank, step)).square().sum().backward()
+        found.append(
+            {
+                name: None if p.grad is None else p.grad.full_tensor().clone()
+                for name, p in model.named_parameters()
+            }
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def is_chosen(name: str, step: int, world_size: int) -> bool:
+    block, expert = int(name.split(".")[1]), int(name.split(".")[3])
+    return any(chosen_by(rank, step)[block] == expert for rank in range(world_size))
+
+
+LAYOUTS = [(1, 1), (2, 1), (3, 1), (4, 2)]
+
+
+@pytest.mark.parametrize(("num_ranks", "replicas"), LAYOUTS)
+def test_without_the_setting_what_nobody_used_has_none(pool_of, num_ranks, replicas):
+    for found in pool_of(num_ranks).run(gradients, "lowtide", replicas, as_zeros=False):
+        for step, by_name in enumerate(found):
+            for name, gradient in by_name.items():
+                used = is_chosen(name, step, num_ranks)
+                assert (gradient is not None) == used, (step, name)
+
+
+@pytest.mark.parametrize(("num_ranks", "replicas"), LAYOUTS)
+def test_with_it_all_have_one_and_others_keep_their_bits(pool_of, num_ranks, replicas):
+    pool = pool_of(num_ranks)
+    (with_none, *_) = pool.run(gradients, "lowtide", replicas, as_zeros=False)
+    for found in pool.run(gradients, "lowtide", replicas, as_zeros=True):
+        for name, gradient in found[0].items():
+            if with_none[0][name] is None:
+                assert same_bits(gradient, torch.zeros_like(gradient)), name
+            else:
+                assert torch.equal(gradient, with_none[0][name]), name
+        assert all(g is not None for by_name in found for g in by_name.values())
+
+
+@pytest.mark.skipif(VERSION < (2, 15), reason="FSDP2 has it from torch 2.15 on")
+@pytest.mark.parametrize(("num_ranks", "replicas"), LAYOUTS)
+def test_it_has_the_bits_of_fsdp2(pool_of, num_ranks, replicas):
+    pool = pool_of(num_ranks)
+    theirs = pool.run(gradients, "fsdp2", replicas, as_zeros=True)
+    ours = pool.run(gradients, "lowtide", replicas, as_zeros=True)
+    for mine, other in zip(ours, theirs, strict=True):
+        for step, by_name in enumerate(mine):
+            for name, gradient in by_name.items():
+                assert same_bits(gradient, other[step][name]), (step, name)
+
+
+def reset_after_a_failure(_: str) -> tuple[str, bool]:
+    model = sharded("lowtide", 1)
+    model.reset_iter_state()  # nothing has run
+    model(torch.ones(1, WIDTH), [0, 0])
+    with pytest.raises(RuntimeError) as raised:
+        model.blocks[0].reset_iter_state()
+    model(torch.ones(1, WIDTH), [0, 0]).sum().backward()
+    model.zero_grad()
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(1, WIDTH), [0, 0]).sum().backward()
+    model.reset_iter_state()  # what waits for a reduction is dropped
+    model.set_requires_gradient_sync(True)
+    model(torch.ones(1, WIDTH), [1, 1]).sum().backward()
+    dropped = model.blocks[0].experts[0].weight.grad is None
+    return str(raised.value), dropped
+
+
+def test_reset_iter_state_is_the_roots(pool_of):
+    for text, dropped in pool_of(2).run(reset_after_a_failure, ""):
+        assert text == (
+            "lowtide: reset_iter_state: expected the root, got the unit 'blocks.0' "
+            "inside it. Call it on the module that is called first."
+        )
+        assert dropped
+
+
+def test_reductions_have_a_group_of_their_own(pool_of):
+    for text in pool_of(2).run(separate_groups):
+        assert text == (
+            "lowtide: set_separate_reduce_scatter_group: expected what "
+            "LOWTIDE_COMMUNICATORS says, True, got False. Set it to separate or shared "
+            "before the program starts, for all units."
+        )
+
+
+def separate_groups() -> str:
+    model: Any = lowtide.fully_shard(nn.Linear(4, 4))
+    model.set_separate_reduce_scatter_group()
+    with pytest.raises(NotImplementedError) as raised:
+        model.set_separate_reduce_scatter_group(False)
+    return str(raised.value)
