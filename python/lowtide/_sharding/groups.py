@@ -4,7 +4,8 @@
 Gathers and reduce-scatters have a communicator each, so that on NCCL they overlap; sums
 over replicas have a third. There is one order over all of them, the same on every rank
 whatever its data is ([Note: One order over all communicators] in gradient_stream.h), as
-NVIDIA asks for: a kernel that waits for its peers keeps its place on the device.
+NVIDIA asks for: a kernel that waits for its peers keeps its place on the device. They are
+made when the model is sharded.
 
 LOWTIDE_COMMUNICATORS=shared uses the mesh's own for both, which saves NCCL's buffers of
 one; communication no longer overlaps.
@@ -59,6 +60,8 @@ def groups_of(mesh: DeviceMesh, device: torch.device) -> Groups:
         return known[1]
     *replicas, shards = groups
     reduce_group = shards if one_communicator() else _second_group(shards, device)
+    for group in dict.fromkeys((*groups, reduce_group)):
+        _connect(group, device)
     host_group = _host_group(mesh, device)
     made = Groups(
         _C.Collectives(shards.group_name, device),
@@ -135,6 +138,16 @@ def _second_group(shards: dist.ProcessGroup, device: torch.device) -> dist.Proce
     return made
 
 
+def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """NCCL's communicator is made now, when the model is sharded, and not by the first
+    collective: a backward's is issued on autograd's thread, between other units'."""
+    if device.type == "cuda":
+        backend = _backend(group, device)
+        # A group that knew its device from the start has one: this would be another.
+        if hasattr(backend, "_comm_ptr") and not backend._comm_ptr():
+            backend.eager_connect_single_device(device)
+
+
 @contextlib.contextmanager
 def _no_split() -> Iterator[torch.device | None]:
     """Lets groups that are made meanwhile be no splits of the default group.
@@ -189,6 +202,10 @@ def _timeout(
 
 
 def _options(group: dist.ProcessGroup, device: torch.device) -> Any:
+    return getattr(_backend(group, device), "options", None)
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> Any:
     backend = group._get_backend(device)
     # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it.
-    return getattr(getattr(backend, "wrapped_pg", backend), "options", None)
+    return getattr(backend, "wrapped_pg", backend)

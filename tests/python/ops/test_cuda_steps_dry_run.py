@@ -219,6 +219,15 @@ def test_the_second_communicator_is_no_split_and_has_the_first_ones_settings(
     ] * 2
 
 
+def test_communicators_are_made_before_the_first_collective() -> None:
+    """Not by the first reduction, on autograd's thread."""
+    printed = run_dry([nccl_dry_run.__file__, "unbound"], memory=MEMORY)
+    kinds = json.loads(printed)
+    made = [kind == "init" for kind in kinds]
+    assert made == sorted(made, reverse=True) and sum(made) == 2
+    assert {"all_gather", "reduce_scatter"} <= set(kinds)
+
+
 def test_buffers_may_be_nccls_own_and_registered(nccl: Calls) -> None:
     calls = nccl["registered"]
     registered = communicators(calls, "register")

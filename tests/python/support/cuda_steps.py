@@ -38,8 +38,9 @@ class LlamaWithLoss(Llama):
         return linear_cross_entropy(x, self.output, targets, chunking=self.chunking)
 
 
-def start(options: Any = None) -> None:
-    """One rank of WORLD on NCCL; ``options``: ProcessGroupNCCL's."""
+def start(options: Any = None, *, bound: bool = True) -> None:
+    """One rank of WORLD on NCCL; ``options``: ProcessGroupNCCL's; ``bound``: the group
+    knows its device from the start."""
     lone_rank.replace_gloo()
     groups.install()  # torch 2.15 looks at the size of a part's communicator
     dist.init_process_group(
@@ -47,7 +48,7 @@ def start(options: Any = None) -> None:
         store=dist.HashStore(),
         rank=0,
         world_size=WORLD,
-        device_id=torch.device("cuda", 0),
+        device_id=torch.device("cuda", 0) if bound else None,
         pg_options=options,
     )
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -8,6 +8,8 @@
                                        are when a step has raised in forward, in
                                        backward or in a comm object, and when its model
                                        has been deleted
+    python nccl_dry_run.py unbound     prints the kinds of calls of a group that is not
+                                       bound to its device
     python nccl_dry_run.py recorded    prints how many blocks became free late, because
                                        another stream was recorded on them; one is the
                                        program's own
@@ -194,6 +196,12 @@ def main() -> None:
     torch.cuda.init()
     torch.cuda.memory._record_memory_history(max_entries=10**6, context=None)
     torch.backends.cuda.enable_cudnn_sdp(False)
+    if sys.argv[1] == "unbound":
+        start(bound=False)
+        calls_of(sharded())
+        print(json.dumps([call.kind for call in all_calls()]))
+        dist.destroy_process_group()
+        return
     start_with_a_config()
     if sys.argv[1] == "calls":
         print(json.dumps(settings()))
