@@ -4,8 +4,8 @@
 Gathers and reduce-scatters have a communicator each, so that on NCCL they overlap; sums
 over replicas have a third. There is one order over all of them, the same on every rank
 whatever its data is ([Note: One order over all communicators] in gradient_stream.h), as
-NVIDIA asks for: a kernel that waits for its peers keeps its place on the device. They are
-made when the model is sharded.
+NVIDIA asks for: a kernel that waits for its peers keeps its place on the device. They
+are made when the model is sharded.
 
 LOWTIDE_COMMUNICATORS=shared uses the mesh's own for both, which saves NCCL's buffers of
 one; communication no longer overlaps.
