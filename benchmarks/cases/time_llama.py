@@ -24,6 +24,8 @@ class Setting:
     world: int = 8
     microbatches: int = 1
     loss: str = "plain"
+    replicas: int = 1
+    link: int | None = None  # GB/s between nodes, if not those of the GPU's machines
 
     def __str__(self) -> str:
         parts = [f"{self.config.upper()}, {self.world} ranks"]
@@ -31,6 +33,10 @@ class Setting:
             parts.append(f"{self.microbatches} microbatches without sync")
         if self.loss != "plain":
             parts.append("loss by chunks of tokens")
+        if self.replicas > 1:
+            parts.append(f"{self.replicas} replicas")
+        if self.link is not None:
+            parts.append(f"{self.link} GB/s between nodes")
         return ", ".join([*parts, GPU.upper()])
 
     @property
@@ -39,6 +45,8 @@ class Setting:
             *("--config", self.config),
             *("--world", str(self.world)),
             *("--microbatches", str(self.microbatches)),
+            *("--replicas", str(self.replicas)),
+            *(("--link", str(self.link)) if self.link is not None else ()),
         )
 
     def losses(self) -> dict[str, str]:
@@ -53,6 +61,8 @@ SETTINGS = (
     Setting(world=64),
     Setting(world=256),
     Setting(world=64, loss="tokens"),
+    Setting(world=256, replicas=32),
+    Setting(world=64, link=20),
 )
 
 
@@ -130,7 +140,9 @@ product's blocks: communication is busy 1.04 times as long at 8 ranks, 1.26 at 6
 ranks). Longer chunks cost reserved bytes; [gradients.md](design/gradients.md) has the
 table. In forward the first block's gather is hidden by the copies that FSDP2 makes of
 what it gathered before and lowtide does not. With the loss by chunks of tokens the
-head's gradient is there as soon as backward begins, with nothing left to hide it.""",
+head's gradient is there as soon as backward begins, with nothing left to hide it. *32
+replicas* are of 8 shards, a node each: both systems sum a unit's gradients over them in
+one all-reduce.""",
     run=measure,
     parts=PARTS,
     headlines=tuple(
@@ -138,5 +150,5 @@ head's gradient is there as soon as backward begins, with nothing left to hide i
         for what in ("exposed communication", "step")
         for setting in SETTINGS[1:2]
     ),
-    only_by_name="eight simulated runs take minutes",
+    only_by_name="twelve simulated runs take minutes",
 )

@@ -46,6 +46,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-layers", type=int, help="instead of the config's")
     parser.add_argument("--vocab-size", type=int, help="instead of the config's")
     parser.add_argument("--world", type=int, default=8)
+    parser.add_argument(
+        "--replicas", type=int, default=1, help="of the shards (HSDP), on a 2-D mesh"
+    )
     parser.add_argument("--sequence", type=int, default=8192)
     parser.add_argument("--checkpoint", choices=CHECKPOINTS, default="full")
     parser.add_argument(
@@ -188,7 +191,14 @@ def shard_by_unit(model: Any, args: argparse.Namespace) -> nn.Module:
         from lowtide import MixedPrecisionPolicy, fully_shard
     else:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    shard = partial(fully_shard, mp_policy=MixedPrecisionPolicy(BF16, FP32))
+    settings: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(BF16, FP32)}
+    if args.replicas > 1:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        shape = (args.replicas, args.world // args.replicas)
+        names = ("replicate", "shard")
+        settings["mesh"] = init_device_mesh("cuda", shape, mesh_dim_names=names)
+    shard = partial(fully_shard, **settings)
     for layer in model.layers:
         shard(layer)
     if args.units == "split":

@@ -10,6 +10,7 @@ reported: the optimizer has its state, and lowtide knows the order of gradients.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from typing import Any
@@ -20,11 +21,13 @@ from stage import start
 from torch import nn
 
 import lowtide.phantom
+from lowtide.phantom import machines
 
 
 def options() -> argparse.Namespace:
     also = parser()
     also.add_argument("--ranks-per-node", type=int, help="instead of the GPU's")
+    also.add_argument("--link", type=float, help="GB/s between nodes")
     also.add_argument("--trace", help="file for a Chrome trace of the last step")
     also.add_argument("--picture", help="file for a picture of the last step")
     return also.parse_args()
@@ -57,7 +60,13 @@ def train(args: argparse.Namespace, time: lowtide.phantom.timeline) -> None:
 def main() -> None:
     args = options()
     start(args.world, expandable=args.expandable)
-    with lowtide.phantom.timeline(ranks_per_node=args.ranks_per_node) as time:
+    network = machines.DGX
+    if args.link is not None:
+        between = args.link * 1e9
+        network = dataclasses.replace(network, bandwidth_between_nodes=between)
+    with lowtide.phantom.timeline(
+        network=network, ranks_per_node=args.ranks_per_node
+    ) as time:
         train(args, time)
     if args.trace:
         time.chrome_trace(args.trace, step=-1)
