@@ -95,6 +95,7 @@ class AroundConvolution(nn.Module):
         return torch.sin(tag(self.inner(h.sin()), "inner"))
 
 
+@pytest.mark.slow
 def test_a_name_on_what_compiled_code_made_is_refused():
     def gradients(model: nn.Module) -> list[Tensor]:
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2))

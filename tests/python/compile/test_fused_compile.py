@@ -175,6 +175,7 @@ def test_a_retained_graph_adds_again():
         torch.testing.assert_close(gradient, other)
 
 
+@pytest.mark.slow
 def test_the_compiled_backward_has_no_gradient_of_the_weight():
     model = sharded("fused", "")
     model(batches()[0])  # units, and full parameters

@@ -159,6 +159,7 @@ def by_loss(tmp_path_factory) -> Callable[..., Plan]:
     return lambda loss, **others: planned.plan_llama(**model | others, loss=loss)
 
 
+@pytest.mark.slow
 def test_chunked_loss_as_advised(by_loss):
     plain, chunked = by_loss("plain"), by_loss("chunked")
     saved = plain.peak_allocated - chunked.peak_allocated

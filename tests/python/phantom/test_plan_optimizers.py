@@ -6,6 +6,8 @@ import pytest
 
 from support.planned import plan_text
 
+pytestmark = pytest.mark.slow
+
 # More than a workspace of cuBLAS, which would make the peak.
 WEIGHT = 4096 * 4096 * 4
 BUILD = """
