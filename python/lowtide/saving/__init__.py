@@ -10,7 +10,6 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lowtide.saving import background, commit, content, folders, staging, verification
@@ -237,9 +236,7 @@ def _commit(
 
 
 def _extra(staged: staging.Staged, opened: verification.Opened) -> dict[str, Any]:
-    paths = opened.metadata.planner_data or {}
-    flat = {name: staged.values[name] for name in staged.extra}
-    nested = unflatten_state_dict(flat, {n: paths.get(n, (n,)) for n in flat})
+    nested = staged.nested(opened, staged.extra)
     return nested if opened.manifest is None else nested.get(content.EXTRA, {})
 
 

@@ -84,7 +84,7 @@ class Call(Change):
 def changes(staged: Staged, opened: Opened, of: Live) -> list[Change]:
     """Everything, in order, with whatever needs memory of the device already made.
     Raises CheckpointError for what does not fit."""
-    made = _of_model(staged, of)
+    made = _of_model(staged, opened, of)
     if of.optimizers:
         made += _of_optimizers(staged, opened, of)
     if staged.generators:
@@ -146,16 +146,21 @@ def replace_step(staged: Staged, opened: Opened, of: Live) -> Callable[[], None]
     return replace
 
 
-def _of_model(staged: Staged, of: Live) -> list[Change]:
+def _of_model(staged: Staged, opened: Opened, of: Live) -> list[Change]:
     own = {
         local(t).untyped_storage().data_ptr()
         for t in (*of.model.parameters(), *of.model.buffers())
     }
     made: list[Change] = []
     objects, old = {}, {}
+    for key, names in staged.objects.items():
+        value = staged.nested(opened, names)
+        for part in filter(None, staged.placement.model.split(".")):
+            value = value[part]
+        objects[key], old[key] = value[key], of.state[key]
     for key, name in staged.model.items():
         live, value = of.state[key], staged.value(name)
-        if not isinstance(live, Tensor) or key.endswith(_EXTRA_STATE):
+        if key.endswith(_EXTRA_STATE):
             objects[key], old[key] = value, live
             continue
         into = local(live)

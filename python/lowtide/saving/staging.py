@@ -3,11 +3,12 @@ bytes as it has of the model, the optimizer and gradients. Every name, shape and
 is compared first."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     TensorStorageMetadata,
@@ -31,6 +32,7 @@ class Staged:
     placement: Placement
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     model: _Names = dataclasses.field(default_factory=dict)
+    objects: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     gradients: _Names = dataclasses.field(default_factory=dict)
     extra: _Names = dataclasses.field(default_factory=dict)
     # Parameter, then the path in its state.
@@ -45,6 +47,12 @@ class Staged:
 
     def value(self, name: str) -> Any:
         return self.values[name]
+
+    def nested(self, opened: Opened, names: Iterable[str]) -> Any:
+        """What has these names in the checkpoint, as it was before DCP flattened it."""
+        paths = opened.metadata.planner_data or {}
+        flat = {name: self.values[name] for name in names}
+        return unflatten_state_dict(flat, {n: paths.get(n, (n,)) for n in flat})
 
 
 def stage(opened: Opened, of: Live, rank: int, size: int) -> Staged:
@@ -74,20 +82,27 @@ def stage(opened: Opened, of: Live, rank: int, size: int) -> Staged:
 def _stage_model(staged: Staged, opened: Opened, of: Live) -> None:
     known = opened.metadata.state_dict_metadata
     prefix = staged.placement.model
+    objects: dict[str, str] = {}  # parts of them: whose
     for key, value in of.state.items():
         name = prefix + key
+        if not isinstance(value, Tensor):
+            # DCP saves what is in a dict under names of its own.
+            parts = [n for n in known if n == name or n.startswith(f"{name}.")]
+            staged.objects[key] = parts
+            staged.values.update((part, _whole(known[part])) for part in parts)
+            objects |= dict.fromkeys(parts, key)
+            if parts:
+                continue
         if name not in known:
             raise CheckpointError(
                 f"lowtide: load: {opened.folder}: '{name}': expected every tensor of "
                 "the model, got none of that name. Pass the model that was saved."
             )
-        staged.values[name] = (
-            _like(opened, name, value) if isinstance(value, Tensor) else None
-        )
+        staged.values[name] = _like(opened, name, value)
         staged.model[key] = name
     others = [name for name in known if prefix and name.startswith(prefix)]
     for name in others:
-        if name[len(prefix) :] not in of.state:
+        if name[len(prefix) :] not in of.state and name not in objects:
             in_optimizer = staged.placement.of_optimizer(name) is not None
             if not in_optimizer:
                 raise CheckpointError(
@@ -157,7 +172,7 @@ def _stage_rank(
 
 def _stage_objects_beside(staged: Staged, opened: Opened) -> None:
     """Of a checkpoint of torch's: what is neither the model nor the optimizer."""
-    taken = {*staged.model.values(), *staged.values}
+    taken = set(staged.values)
     for name, known in opened.metadata.state_dict_metadata.items():
         beside = name not in taken and staged.placement.of_optimizer(name) is None
         if beside and isinstance(known, BytesStorageMetadata):
