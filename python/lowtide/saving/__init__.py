@@ -185,15 +185,19 @@ def _write(
                 process_group=ranks.group,
                 no_dist=ranks.group is None,
             )
-    if keep is not None and ranks.rank == 0:
-        try:
-            folders.keep(final, keep)
-        except OSError as error:  # this checkpoint is there
-            warnings.warn(
-                f"lowtide: save: expected to remove old checkpoints beside {final}, "
-                f"got {error}. Remove them, or look at the folder's permissions.",
-                stacklevel=2,
-            )
+    if keep is not None:
+        ranks.first(who, lambda: _remove_old(final, keep))
+
+
+def _remove_old(final: Path, keep: int) -> None:
+    try:
+        folders.keep(final, keep)
+    except OSError as error:  # the checkpoint is there all the same
+        warnings.warn(
+            f"lowtide: save: expected to remove old checkpoints beside {final}, got "
+            f"{error}. Remove them, or look at the folder's permissions.",
+            stacklevel=2,
+        )
 
 
 @contextlib.contextmanager

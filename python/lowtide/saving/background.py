@@ -8,6 +8,7 @@ gradients, is copied in the compute stream's order. In host memory copies are ma
 once.
 """
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -21,6 +22,7 @@ from lowtide.saving import content
 from lowtide.saving.content import local
 
 _streams: dict[torch.device, Any] = {}
+_awaited: list[tuple[Any, torch.device]] = []  # by the next optimizer step
 _pending: "Saving | None" = None
 
 
@@ -137,12 +139,17 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _let_steps_wait(event: Any, device: torch.device) -> None:
-    """The next step of any optimizer, once."""
-    hook: list[Any] = []
+    """The next step of any optimizer."""
+    _register_once()
+    _awaited.append((event, device))
 
-    def wait(*args: Any) -> None:
+
+@functools.cache
+def _register_once() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(*args: Any) -> None:
+    while _awaited:
+        event, device = _awaited.pop()
         torch.get_device_module(device).current_stream(device).wait_event(event)
-        for handle in hook:
-            handle.remove()
-
-    hook.append(register_optimizer_step_pre_hook(wait))

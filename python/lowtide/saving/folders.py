@@ -99,7 +99,7 @@ def published(folder: Path) -> list[Published]:
                 data = (path / manifest.FILE_NAME).read_bytes()
                 found.append(Published(path, manifest.parse(data, str(path)).order))
             except (OSError, CheckpointError) as error:
-                warnings.warn(f"{path} is left out: {error}", stacklevel=2)
+                warnings.warn(f"{error} {path.name} is left out.", stacklevel=2)
     return found
 
 
