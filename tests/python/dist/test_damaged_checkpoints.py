@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import lowtide
@@ -42,8 +43,11 @@ def items_of(path: Path, file: str) -> list[list[Any]]:
 
 
 def first_tensor(path: Path) -> tuple[str, int, int]:
+    """Of which every rank has rows."""
     name, begin, length, _ = next(
-        item for item in items_of(path, "__1_0.distcp") if item[0].startswith("model.")
+        item
+        for item in items_of(path, "__1_0.distcp")
+        if item[0].startswith("model.layers.0.w")
     )
     return name, begin, length
 
@@ -248,7 +252,7 @@ def test_another_optimizer_is_refused(pool_of, saved, tmp_path):
 
 def fail_alone(path: Path, where: str) -> str:
     """Rank 1 can not do what the others can."""
-    if torch.distributed.get_rank() == 1:
+    if dist.get_rank() == 1:
         from lowtide.saving import commit, verification
 
         def fail(*args: Any, **kwargs: Any) -> Any:
@@ -279,6 +283,34 @@ def test_a_rank_that_fails_alone_fails_all(saved, tmp_path, where):
     with RankPool(2) as pool:
         for text in pool.run(fail_alone, saved(tmp_path), where):
             assert "got on rank 1 of 2: OSError: [Errno 5] Input/output error" in text
+
+
+def load_what_changes(path: Path) -> str:
+    """The file changes when it has been verified."""
+    from lowtide.saving import verification
+
+    before = verification.verify
+
+    def verify(*args: Any) -> None:
+        before(*args)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            flipped(path)
+        dist.barrier()
+
+    verification.verify = verify
+    try:
+        return refused(path)
+    finally:
+        verification.verify = before
+
+
+def test_bytes_are_compared_again_as_they_are_used(pool_of, saved, tmp_path):
+    path = saved(tmp_path)
+    name, begin, length = first_tensor(path)
+    said = f"__1_0.distcp: '{name}': expected bytes {begin} to {begin + length} as they"
+    for text in pool_of(2).run(load_what_changes, path):
+        assert said in text, text
 
 
 # -- checkpoints of torch's ------------------------------------------------------------

@@ -129,6 +129,7 @@ def test_a_kill_leaves_a_checkpoint(pool_of, states, tmp_path, victim, name):
             pool_of(1).run(of_one_rank, folder / name)
         names = pool_of(1).run(save_again, folder / "step-9")[0]
         assert set(names) <= {"step-0", "step-1", "step-9"}, names
+        assert "step-0" in names, f"killed before {points[k]} ({k})"
     assert left_something or victim == 1, "rank 0 leaves folders"
 
 
