@@ -278,6 +278,25 @@ void bind_shard(py::module_& module) {
           "accumulating",
           [](const Unit& unit) { return unit.gradients().accumulating(); })
       .def("drop_waiting_gradient", &Unit::drop_waiting_gradient)
+      .def(
+          "waiting_gradient",
+          [](Unit& unit, std::int32_t i) {
+            const auto waiting = unit.gradients().waiting(i);
+            return std::tuple(waiting.accumulating, waiting.unreduced,
+                              waiting.partial);  // tensors, or None
+          },
+          py::arg("i"))
+      .def(
+          "bring_back_gradient",
+          [](Unit& unit, std::int32_t i, bool accumulating,
+             const std::optional<at::Tensor>& unreduced,
+             const std::optional<at::Tensor>& partial) {
+            unit.bring_back_gradient(
+                i, {accumulating, unreduced.value_or(at::Tensor()),
+                    partial.value_or(at::Tensor())});
+          },
+          py::arg("i"), py::arg("accumulating"), py::arg("unreduced"),
+          py::arg("partial"))
       .def_property_readonly("attached",
                              [](const Unit& unit) {
                                return unit.parameters().leaves().attached();

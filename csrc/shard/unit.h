@@ -84,6 +84,13 @@ class Unit final : public BackwardReceiver,
   // What waits for a reduction of a parameter is dropped: another took its
   // place.
   void drop_waiting_gradient(std::int32_t i) { arriving_.drop(i); }
+  // What waits for a reduction of a parameter comes back from a checkpoint:
+  // between steps, the same parameters on every rank.
+  void bring_back_gradient(std::int32_t i,
+                           const UnitGradients::Waiting& waiting) {
+    gradients_.bring_back(i, waiting);
+    arriving_.observe();
+  }
   // Other collectives over the same ranks.
   void use_groups(UnitGroups groups);
   // Which parameters' gradients are summed where they are sent from.  Between

@@ -156,6 +156,16 @@ class Unit:
     @property
     def root(self) -> Root | None: ...
     def drop_waiting_gradient(self, i: int) -> None: ...
+    def waiting_gradient(
+        self, i: int
+    ) -> tuple[bool, torch.Tensor | None, torch.Tensor | None]: ...
+    def bring_back_gradient(
+        self,
+        i: int,
+        accumulating: bool,
+        unreduced: torch.Tensor | None,
+        partial: torch.Tensor | None,
+    ) -> None: ...
     @property
     def accumulating(self) -> bool: ...
     @property

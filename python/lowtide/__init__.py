@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         MixedPrecisionPolicy,
         OffloadPolicy,
     )
+    from lowtide.saving import load, save
     from lowtide.wrapping import wrap
 
 __version__: str = _C.build_info()["version"]
@@ -61,6 +62,8 @@ _PUBLIC = {
     "MixedPrecisionPolicy": "lowtide.policies",
     "OffloadPolicy": "lowtide.policies",
     "plan": "lowtide.planning",
+    "load": "lowtide.saving",
+    "save": "lowtide.saving",
     "wrap": "lowtide.wrapping",
 }
 _PUBLIC_MODULES = ("losses", "phantom", "sequence_parallel", "spmd")
@@ -76,12 +79,14 @@ __all__ = [
     "checkpoint",
     "clip_grad_norm_",
     "fully_shard",
+    "load",
     "local_parameters",
     "losses",
     "memory_report",
     "phantom",
     "plan",
     "register_fsdp_forward_method",
+    "save",
     "sequence_parallel",
     "share_comm_ctx",
     "sharded_optimizer",

@@ -192,6 +192,19 @@ std::vector<at::Tensor> GradientSlab::inputs(
   return blocks;
 }
 
+at::Tensor GradientSlab::read(std::int32_t p) const {
+  const auto i = static_cast<std::size_t>(p);
+  const auto from = block(p);
+  auto& runtime = memory_->runtime();
+  runtime.touches(device::Stream::compute, from.const_data_ptr(), from.nbytes(),
+                  device::Access::read);
+  return strided_view(from, {world_size_, shard_numel_[i]}, {columns_[i], 1},
+                      from.storage_offset())
+      .reshape({-1})
+      .narrow(0, 0, numel_[i])
+      .clone();
+}
+
 void GradientSlab::drop(std::int32_t i) {
   touched_[static_cast<std::size_t>(i)] = false;
   if (std::find(touched_.begin(), touched_.end(), true) == touched_.end()) {

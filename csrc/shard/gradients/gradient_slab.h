@@ -69,6 +69,9 @@ class GradientSlab {
   // Inputs of one coalesced reduce-scatter: a block per member with columns,
   // then the flags.
   std::vector<at::Tensor> inputs(const std::vector<std::int32_t>& members);
+  // What parameter i, which was touched, has: [numel], rank after rank, a copy
+  // on the compute stream.  As a gradient of its own it is added as it was.
+  at::Tensor read(std::int32_t i) const;
   // Columns of the corresponding outputs.
   std::int64_t columns(std::int32_t i) const {
     return columns_[static_cast<std::size_t>(i)];

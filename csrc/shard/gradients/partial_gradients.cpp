@@ -2,6 +2,7 @@
 
 #include <ATen/ceil_div.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/cat.h>
 
 #include <algorithm>
 #include <utility>
@@ -114,20 +115,43 @@ void PartialGradients::add_flags(const std::vector<std::int32_t>& parameters,
   }
 }
 
+std::pair<at::Tensor, at::Tensor> PartialGradients::views_of(
+    std::int32_t i) const {
+  const auto& place = place_of(i);
+  const auto& flat = flats_[place.flat];
+  const auto& piece = flat.pieces[place.piece];
+  const auto column =
+      flat.flags_column + static_cast<std::int64_t>(place.piece);
+  return {slice_of(flat.row, piece.column, piece.size()),
+          slice_of(flat.row, column, 1)};
+}
+
+at::Tensor PartialGradients::read(std::int32_t i) const {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  auto& runtime = memory_->runtime();
+  const auto [sum, flag] = views_of(i);
+  for (const auto& tensor : {sum, flag}) {
+    runtime.touches(runtime.current(), tensor.const_data_ptr(), tensor.nbytes(),
+                    device::Access::read);
+  }
+  return at::cat({sum, flag});
+}
+
+void PartialGradients::add(std::int32_t i, const at::Tensor& read) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const auto [sum, flag] = views_of(i);
+  add(sum, slice_of(read, 0, sum.numel()));
+  add(flag, slice_of(read, sum.numel(), 1));
+}
+
 void PartialGradients::clear(std::int32_t i) {
   if (!holds(i)) {
     return;
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   auto& runtime = memory_->runtime();
-  const auto& place = place_of(i);
-  const auto& flat = flats_[place.flat];
-  const auto& piece = flat.pieces[place.piece];
-  for (const auto& tensor :
-       {slice_of(flat.row, piece.column, piece.size()),
-        slice_of(flat.row,
-                 flat.flags_column + static_cast<std::int64_t>(place.piece),
-                 1)}) {
+  const auto [sum, flag] = views_of(i);
+  for (const auto& tensor : {sum, flag}) {
     runtime.touches(runtime.current(), tensor.const_data_ptr(), tensor.nbytes(),
                     device::Access::write);
     tensor.fill_(-0.0);

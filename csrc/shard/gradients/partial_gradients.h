@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "memory/device_memory.h"
@@ -51,6 +52,10 @@ class PartialGradients {
   void add_flags(const std::vector<std::int32_t>& parameters,
                  const at::Tensor& flags);
 
+  // What i, which is held, has: [shard_numel + 1], its flag last; a copy on the
+  // current stream.  Added where nothing is, it is there again.
+  at::Tensor read(std::int32_t i) const;
+  void add(std::int32_t i, const at::Tensor& read);
   // Forgets what was added for i, on the current stream.
   void clear(std::int32_t i);
 
@@ -67,6 +72,8 @@ class PartialGradients {
   };
   void add(const at::Tensor& to, const at::Tensor& from);
   const Place& place_of(std::int32_t i) const;
+  // Views: the sum and the flag.
+  std::pair<at::Tensor, at::Tensor> views_of(std::int32_t i) const;
 
   UnitName unit_;
   std::vector<Parameter> parameters_;

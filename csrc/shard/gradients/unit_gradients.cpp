@@ -390,6 +390,35 @@ bool UnitGradients::waiting() const {
   return accumulating_ || !partial_.flats().empty();
 }
 
+UnitGradients::Waiting UnitGradients::waiting(std::int32_t i) const {
+  Waiting waiting;
+  waiting.accumulating = accumulating_;
+  if (touched(i)) {
+    const auto lane = static_cast<std::size_t>(parameter(i).lane);
+    waiting.unreduced = lanes_[lane].slab.read(i);
+  }
+  if (partial_.holds(i)) {
+    waiting.partial = partial_.read(i);
+  }
+  return waiting;
+}
+
+void UnitGradients::bring_back(std::int32_t i, const Waiting& waiting) {
+  if (waiting.accumulating) {
+    begin(/*sync=*/false);
+    if (waiting.unreduced.defined()) {
+      LOWTIDE_INVARIANT(parameter(i).lane >= 0, "it is in the plan");
+      accumulate(i, waiting.unreduced);
+    }
+    end();
+  }
+  if (waiting.partial.defined()) {
+    LOWTIDE_INVARIANT(parameter(i).lane >= 0, "it is in the plan");
+    partial_.prepare(trainable_);
+    partial_.add(i, waiting.partial);
+  }
+}
+
 void UnitGradients::drop(std::int32_t i) {
   auto& p = parameter(i);
   partial_.clear(i);

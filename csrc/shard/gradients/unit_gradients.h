@@ -233,6 +233,18 @@ class UnitGradients {
   // Between backwards: gradients of some parameter wait for a reduction, over
   // the shards or over the replicas.
   bool waiting() const;
+  // Between backwards: what waits of i, for who keeps it elsewhere and brings
+  // it back into a unit over as many ranks.  Undefined: nothing.
+  struct Waiting {
+    // Gradients of its unit may wait in the slab, on this rank or another.
+    bool accumulating = false;
+    at::Tensor unreduced;  // GradientSlab::read
+    at::Tensor partial;    // PartialGradients::read
+  };
+  Waiting waiting(std::int32_t i) const;
+  // Where nothing waits of i, which is in the plan.  The same parameters on
+  // every rank.
+  void bring_back(std::int32_t i, const Waiting& waiting);
   // Between backwards: forgets those of i.  What leaves, and in which order,
   // stays the same.
   void drop(std::int32_t i);

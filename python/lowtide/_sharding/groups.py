@@ -104,7 +104,7 @@ def _host_group(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup | N
     if value == "off" or mesh.size() == 1 or not comparable:
         return None
     try:
-        with _no_split():
+        with no_split():
             group = dist.new_group(
                 mesh.mesh.flatten().tolist(),
                 timeout=_timeout(shards, device),
@@ -124,7 +124,7 @@ def _host_group(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup | N
 
 def _second_group(shards: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     timeout = _timeout(shards, device)
-    with _no_split() as bound_device:
+    with no_split() as bound_device:
         made = dist.new_group(
             dist.get_process_group_ranks(shards),
             timeout=timeout,
@@ -149,7 +149,7 @@ def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def _no_split() -> Iterator[torch.device | None]:
+def no_split() -> Iterator[torch.device | None]:
     """Lets groups that are made meanwhile be no splits of the default group.
 
     Where that one is bound to a device, new_group makes NCCL's communicators by

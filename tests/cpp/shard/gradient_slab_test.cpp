@@ -48,6 +48,20 @@ class GradientSlabTest : public testing::Test {
       runtime_->watch_torch_allocations();
 };
 
+TEST_F(GradientSlabTest, WhatIsReadIsAddedAsItWas) {
+  GradientSlab from = slab();
+  GradientSlab to = slab();
+  const auto gradient = at::arange(1, 16, at::kFloat).view({3, 5});
+  from.add(0, gradient);
+  from.add(0, gradient);
+  const auto read = from.read(0);
+  EXPECT_TRUE(read.equal(2 * gradient.view(-1)));
+  to.add(0, read);
+  EXPECT_TRUE(to.read(0).equal(read));
+  from.add(0, gradient);
+  EXPECT_TRUE(read.equal(2 * gradient.view(-1))) << "a copy";
+}
+
 TEST_F(GradientSlabTest, TakesBytesAtFirstTouchAndGivesThemBack) {
   GradientSlab slab = this->slab();
   const std::int64_t bytes = 4 * 2 * (128 + 128 + 128);  // 0, 3 and flags

@@ -61,6 +61,21 @@ TEST_F(PartialGradientsTest, FlagsFollowTheirParameters) {
   EXPECT_EQ(row[flags + 1].item<float>(), 3);
 }
 
+TEST_F(PartialGradientsTest, WhatIsReadIsThereAgainWhenItIsAdded) {
+  partial.prepare({0, 1});
+  partial.add({whole(1, 70, 64)}, at::arange(192, at::kFloat));
+  partial.add_flags({1}, at::tensor({0.0F, 3.0F}));
+  const auto read = partial.read(1);
+  EXPECT_EQ(read.numel(), 70 + 1);
+  EXPECT_EQ(read[0].item<float>(), 64);
+  EXPECT_EQ(read[70].item<float>(), 3);
+  partial.drop();
+  partial.prepare({0, 1});
+  partial.add(1, read);
+  EXPECT_TRUE(partial.read(1).equal(read));
+  EXPECT_EQ(at::count_nonzero(partial.read(0)).item<std::int64_t>(), 0);
+}
+
 TEST_F(PartialGradientsTest, ClearForgetsOneParameterWithItsFlag) {
   partial.prepare({0, 1});
   partial.add({whole(0, 3, 0), whole(1, 70, 64)}, at::ones({192}));

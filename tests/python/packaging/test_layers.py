@@ -56,6 +56,7 @@ PYTHON_LAYERS = {
     "sequence_parallel": 3,
     "spmd": 3,
     "planning": 4,  # runs programs: uses every engine, and the phantom
+    "saving": 4,
     "wrapping": 4,
     "cli": 5,
     "integrations": 4,

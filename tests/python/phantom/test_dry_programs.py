@@ -153,6 +153,12 @@ def test_lowtides_engine_with_activations_on_the_host(of_eight):
     assert found["pinned"] >= 2 * 512 * 1024 * 4  # two blocks' inputs at once
 
 
+def test_a_save_in_the_background_copies_beside_the_step(tmp_path):
+    script = Path(__file__).parent / "scripts" / "save_in_background.py"
+    done = run(str(script), str(tmp_path / "it"), world=2)
+    assert done.stdout.splitlines()[0] == "done", done.stderr
+
+
 def test_a_70b_model_made_on_the_meta_device_takes_no_memory_of_the_host():
     found = programs(("llama_70b",), world=256)["llama_70b"]
     assert found["elements"] == 70_553_706_496

@@ -1,0 +1,167 @@
+"""Whether a checkpoint is what was saved, before anything of it is used.
+
+Ranks divide the files among them: together they read every byte once. The metadata and
+the manifest are read by all.
+"""
+
+import dataclasses
+import os
+import warnings
+import zlib
+from pathlib import Path
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from lowtide.saving import manifest, metadata
+from lowtide.saving.errors import CheckpointError
+
+_AT_ONCE = 1 << 24  # bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    folder: Path
+    metadata: Metadata
+    manifest: manifest.Manifest | None  # of one that something vouches for
+    metadata_crc32: int
+
+    def where(self, name: str) -> str:
+        """For errors: a tensor, and the files it is in."""
+        files = sorted(
+            {
+                info.relative_path
+                for index, info in self.metadata.storage_data.items()
+                if index.fqn == name
+            }
+        )
+        return f"{self.folder}/{', '.join(files)}: '{name}'"
+
+
+def open_checkpoint(folder: Path) -> Opened:
+    """Reads what all ranks need to know; the tensors' files are not opened. Raises
+    CheckpointError for a manifest or metadata that is damaged, and for files that
+    are missing, foreign, or too short or long."""
+    data = _read(folder, manifest.METADATA)
+    vouched = None
+    if (folder / manifest.FILE_NAME).exists():
+        path = folder / manifest.FILE_NAME
+        vouched = manifest.parse(_read(folder, manifest.FILE_NAME), str(path))
+        _require_files(folder, vouched)
+        known = vouched.files[manifest.METADATA]
+        if zlib.crc32(data) != known.crc32:
+            raise _damaged(folder, manifest.METADATA, "its bytes", "others")
+    else:
+        warnings.warn(
+            f"lowtide: load: {folder}: expected a manifest ({manifest.FILE_NAME}), got "
+            "a checkpoint without, as torch.distributed.checkpoint.save leaves it: "
+            "nothing vouches for its bytes. Save it again with lowtide.save.",
+            stacklevel=2,
+        )
+    opened = Opened(
+        folder, metadata.parse(data, str(folder)), vouched, zlib.crc32(data)
+    )
+    _require_places(opened)
+    return opened
+
+
+def verify(opened: Opened, rank: int, size: int) -> None:
+    """Every ``size``-th file, from ``rank`` on, against its checksum. Raises
+    CheckpointError naming the file and the tensor."""
+    if opened.manifest is None:
+        return
+    names = sorted(set(opened.manifest.files) - {manifest.METADATA})
+    for name in names[rank::size]:
+        file = opened.manifest.files[name]
+        if _crc32(opened.folder / name, 0, file.length) != file.crc32:
+            _find_damage(opened.folder, name, file)
+
+
+def _find_damage(folder: Path, name: str, file: manifest.File) -> None:
+    for item in file.items:
+        if _crc32(folder / name, item.begin, item.length) != item.crc32:
+            raise damaged_item(folder, name, item)
+    raise _damaged(folder, name, "its bytes", "others")
+
+
+def damaged_item(folder: Path, name: str, item: manifest.Item) -> CheckpointError:
+    where = f"bytes {item.begin} to {item.begin + item.length} as they were saved"
+    return _damaged(folder, f"{name}: '{item.name}'", where, "others")
+
+
+def _crc32(path: Path, begin: int, length: int) -> int:
+    crc32 = 0
+    with path.open("rb") as file:
+        file.seek(begin)
+        while length > 0 and (data := file.read(min(length, _AT_ONCE))):
+            crc32 = zlib.crc32(data, crc32)
+            length -= len(data)
+    return crc32
+
+
+def _require_files(folder: Path, vouched: manifest.Manifest) -> None:
+    there = {entry.name: entry for entry in os.scandir(folder)}
+    for name, file in sorted(vouched.files.items()):
+        entry = there.pop(name, None)
+        if entry is None or not entry.is_file():
+            inside = {item.name: None for item in file.items}
+            raise _damaged(folder, name, f"a file{_named(list(inside))}", "none")
+        length = entry.stat().st_size
+        if length != file.length:
+            cut = file.item_at(length)
+            at = f"{name}: '{cut.name}'" if cut is not None else name
+            raise _damaged(folder, at, f"a file of {file.length} bytes", str(length))
+    there.pop(manifest.FILE_NAME, None)
+    if there:
+        foreign = sorted(there)[0]
+        raise _damaged(
+            folder, foreign, "only files that the manifest names", "a foreign one"
+        )
+
+
+def _named(names: list[str]) -> str:
+    if not names:
+        return ""
+    others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+    return f" with '{names[0]}'{others}"
+
+
+def _require_places(opened: Opened) -> None:
+    """What the metadata names is what is vouched for; each part in one place."""
+    if opened.manifest is None:
+        for index, info in opened.metadata.storage_data.items():
+            if os.path.basename(info.relative_path) != info.relative_path:
+                raise _damaged(
+                    opened.folder,
+                    manifest.METADATA,
+                    f"'{index.fqn}' in a file of the folder",
+                    repr(info.relative_path),
+                )
+        return
+    vouched = {
+        (item.name, name, item.begin, item.length)
+        for name, file in opened.manifest.files.items()
+        for item in file.items
+    }
+    for index, info in opened.metadata.storage_data.items():
+        place = (index.fqn, info.relative_path, info.offset, info.length)
+        if place not in vouched:
+            raise _damaged(
+                opened.folder,
+                f"{info.relative_path}: '{index.fqn}'",
+                "a place that the manifest names",
+                f"byte {info.offset}",
+            )
+
+
+def _read(folder: Path, name: str) -> bytes:
+    try:
+        return (folder / name).read_bytes()
+    except OSError as error:
+        raise _damaged(folder, name, "a file", str(error.strerror)) from None
+
+
+def _damaged(folder: Path, what: str, expected: str, got: str) -> CheckpointError:
+    return CheckpointError(
+        f"lowtide: load: {folder}/{what}: expected {expected}, got {got}. The "
+        "checkpoint is damaged: load an older one."
+    )
