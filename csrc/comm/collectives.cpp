@@ -1,8 +1,30 @@
 #include "comm/collectives.h"
 
+#include <utility>
+
 #include "base/exception_text.h"
 
 namespace lowtide::comm {
+namespace {
+
+std::function<std::string()>& first_failure() {
+  static std::function<std::string()> ask = [] { return std::string(); };
+  return ask;
+}
+
+}  // namespace
+
+void set_first_failure(std::function<std::string()> ask) {
+  first_failure() = std::move(ask);
+}
+
+std::string failure_text(const std::string& cause, std::int64_t rank,
+                         std::int64_t size) {
+  const auto first = first_failure()();
+  return base::concat(base::on_rank(cause, rank, size),
+                      first.empty() ? "" : "; ", first);
+}
+
 std::string_view kind_name(Kind kind) {
   switch (kind) {
     case Kind::all_gather:
@@ -24,8 +46,8 @@ Error collective_failed(Kind kind, const std::string& label,
                         std::int64_t size) {
   return Error(base::error_text(
       label, base::concat("the ", kind_name(kind), " to finish on all ranks"),
-      base::on_rank(base::concat("'", base::exception_text(cause), "'"), rank,
-                    size),
+      failure_text(base::concat("'", base::exception_text(cause), "'"), rank,
+                   size),
       "Look at the log of the rank that failed first; then call "
       "lowtide.abort_step() or restart from the last checkpoint."));
 }

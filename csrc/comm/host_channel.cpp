@@ -11,6 +11,7 @@
 
 #include "base/check.h"
 #include "base/exception_text.h"
+#include "comm/collectives.h"
 #include "comm/python_state.h"
 
 namespace lowtide::comm {
@@ -20,7 +21,7 @@ namespace {
                                std::int64_t size) {
   throw Error(base::error_text(
       "comparing what ranks did", "all ranks to take part in the step",
-      base::on_rank(base::exception_text(cause), rank, size),
+      failure_text(base::exception_text(cause), rank, size),
       "A peer raised, died or ran another number of steps: look for its error "
       "first."));
 }

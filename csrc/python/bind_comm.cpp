@@ -65,6 +65,18 @@ py::dict counters(const Collectives& collectives) {
 }  // namespace
 
 void bind_comm(py::module_& module) {
+  module.def(
+      "set_first_failure",
+      [](const py::function& ask) {
+        // Outlives the interpreter, as threads that may ask do.
+        auto* const kept = new py::function(ask);
+        comm::set_first_failure([kept] {
+          const py::gil_scoped_acquire gil;
+          return (*kept)().cast<std::string>();
+        });
+      },
+      py::arg("ask"));
+
   py::class_<Pending>(module, "Pending", "A collective on its way.")
       .def("wait", &Pending::wait, NoGil());
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lowtide import _C
+from lowtide._base.failures import name_failed_ranks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +59,7 @@ def groups_of(mesh: DeviceMesh, device: torch.device) -> Groups:
         one is other for one, other in zip(known[0], groups, strict=True)
     ):
         return known[1]
+    name_failed_ranks()
     *replicas, shards = groups
     reduce_group = shards if one_communicator() else _second_group(shards, device)
     for group in dict.fromkeys((*groups, reduce_group)):

@@ -6,6 +6,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from lowtide._base.failures import text_of
 from lowtide._sharding.groups import no_split
 from lowtide.saving.errors import CheckpointError
 
@@ -93,15 +94,6 @@ class Ranks:
         """torch's exception names all ranks that raised: the lowest is shown."""
         rank = min(exception.failures)
         return self.failed(who, rank, text_of(exception.failures[rank][0]))
-
-
-def text_of(error: BaseException) -> str:
-    """Its first line; that of an error of ours is all of it."""
-    text = str(error)
-    if text.startswith("lowtide: "):
-        return text
-    lines = text.splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _gloo_beside(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
