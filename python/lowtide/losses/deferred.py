@@ -15,7 +15,7 @@ from lowtide._sharding.owners import owner_of
 from lowtide._sharding.unit import UnitState, unit_state
 from lowtide._torch_version import CASTS_EACH_OF_A_LIST
 from lowtide.losses._deferred_logits import DeferredLogits, say_made
-from lowtide.losses._sharded import can_stream
+from lowtide.losses._sharded import can_stream, gathered_whole
 from lowtide.losses.linear import linear_cross_entropy
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -72,21 +72,29 @@ class _Call:
 
     def logits(self, hidden: Tensor) -> Tensor:
         with torch.inference_mode(False), self._as_called(self._grad):
-            if _is_own_unit(self._head):
-                made: Tensor = nn.Module.__call__(self._head, hidden)
-                return made
+            if unit_state(self._head) is not None:
+                # With the hooks of its unit, which gathers it.
+                return nn.Module.__call__(self._head, hidden)
             self._require_gathered()
             return self._head.forward(hidden)
 
     def loss(self, hidden: Tensor, targets: Tensor, **settings: Any) -> Tensor:
-        with self._as_called(torch.is_grad_enabled()):
-            if isinstance(self._head.weight, DTensor) and _is_own_unit(self._head):
-                return linear_cross_entropy(hidden, self._head, targets, **settings)
-            self._require_gathered()
-            head = self._head
+        head = self._head
+
+        def of_tensors(hidden: Tensor) -> Tensor:
             return linear_cross_entropy(
                 hidden, head.weight, targets, bias=head.bias, **settings
             )
+
+        with self._as_called(torch.is_grad_enabled()):
+            state = unit_state(head)
+            if state is None:
+                self._require_gathered()
+                return of_tensors(hidden)
+            if isinstance(head.weight, DTensor) and _streams(state, head):
+                return linear_cross_entropy(hidden, head, targets, **settings)
+            # A backward that needs the weight begins at the loss: the unit watches it.
+            return gathered_whole(state, head, hidden, of_tensors)
 
     @contextmanager
     def _as_called(self, grad: bool) -> Iterator[None]:
@@ -151,14 +159,14 @@ def _obstacle(head: nn.Linear, state: UnitState | None, hidden: Tensor) -> str |
         return f"an input that is a {type(hidden).__name__}"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "torch.func around it"
-    own = _is_own_unit(head)
     weight = head.weight
     if isinstance(weight, DTensor):
         assert isinstance(weight, nn.Parameter)
         owner = owner_of(weight)
-        if owner is None or owner.parallel is not None or not own:
+        if owner is None or owner.parallel is not None:
             return "a weight that is a DTensor"
-        assert state is not None
+        if state is None or owner not in state.parameters:
+            return "a weight that another unit gathers"
         compute = state.dtypes(owner).compute
     elif type(weight) not in (Tensor, nn.Parameter):
         return f"a weight that is a {type(weight).__name__}"
@@ -169,11 +177,13 @@ def _obstacle(head: nn.Linear, state: UnitState | None, hidden: Tensor) -> str |
     if hidden.shape[-1] != head.in_features:
         return f"an input of shape {list(hidden.shape)}"
     product = _dtype_of_product(hidden)
-    if product != compute and (own or product == hidden.dtype):
+    if product != compute and (state is not None or product == hidden.dtype):
         return f"{product} products of a weight in {compute}"
     if state is not None and _casts_outputs(state, head):
+        # Of the loss, too, unless its rows are streamed.
         output = state.policy.output_dtype
-        if output not in (None, product, torch.float32):
+        exact = output == torch.float32 or (output == product and _streams(state, head))
+        if not exact:
             return f"an output in {output}"
     return None
 
@@ -203,12 +213,8 @@ def _is_hooked(head: nn.Linear, state: UnitState | None) -> bool:
     )
 
 
-def _is_own_unit(head: nn.Linear) -> bool:
-    """Alone in its unit, whose forward is its own."""
-    state = unit_state(head)
-    if state is None or state.modules != (head,):
-        return False
-    return can_stream(state)
+def _streams(state: UnitState, head: nn.Linear) -> bool:
+    return state.modules == (head,) and can_stream(state)
 
 
 def _casts_inputs(state: UnitState, head: nn.Linear) -> bool:
@@ -229,7 +235,7 @@ def _casts_outputs(state: UnitState, head: nn.Linear) -> bool:
 
 def _deferred_class(original: type) -> type:
     def reduce(self: nn.Linear, protocol: Any) -> Any:
-        state = super(made, self).__reduce_ex__(protocol)
+        state = super(made, self).__reduce_ex__(protocol)  # type: ignore[arg-type]
         return _again, (original,), *state[2:]
 
     members = {

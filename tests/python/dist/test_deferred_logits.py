@@ -3,6 +3,8 @@ by hand, wherever the head and its loss are."""
 
 from __future__ import annotations
 
+import functools
+import warnings
 from typing import Any
 
 import pytest
@@ -10,10 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import lowtide
 from lowtide.losses import defer_logits, linear_cross_entropy
-from lowtide.losses._deferred_logits import DeferredLogits
 from support.bits import same_bits
 
 VOCAB, DIM, TOKENS = 301, 24, 10
@@ -52,13 +55,15 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, targets
 
 
-def sharded(place: str, bias: bool, dtype: torch.dtype | None, early: bool) -> Any:
+def sharded(
+    place: str, bias: bool, dtype: torch.dtype | None, early: bool, grads: Any
+) -> Any:
     torch.manual_seed(0)
     net = Net(bias)
     if early:
         defer_logits(net.head)
     policy = lowtide.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    shard: Any = lambda unit, **how: lowtide.fully_shard(unit, mp_policy=policy, **how)  # noqa: E731
+    shard: Any = functools.partial(lowtide.fully_shard, mp_policy=policy, grads=grads)
     for unit in (net.embed, net.layer):
         shard(unit)
     if place == "own unit":
@@ -72,43 +77,123 @@ def sharded(place: str, bias: bool, dtype: torch.dtype | None, early: bool) -> A
 
 
 def steps(
-    place: str, form: str, bias: bool, dtype: torch.dtype | None, early: bool = False
+    place: str,
+    form: str,
+    bias: bool = False,
+    dtype: torch.dtype | None = None,
+    early: bool = False,
+    grads: Any = "exact",
 ) -> dict[str, Any]:
-    """``form``: what is deferred or not, and whether the loss is in the forward."""
-    deferred, where = form.split()
-    net = sharded(place, bias, dtype, early)
-    if deferred == "deferred" and not early:
+    """``form``: who makes the loss of what, and whether it is in the root's forward."""
+    who, where = form.split()
+    net = sharded(place, bias, dtype, early, grads)
+    if who in ("deferred", "looked") and not early:
         defer_logits(net.head)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    losses, stayed = [], []
-    for step in range(3):
+    losses, says = [], []
+    for step in range(4):
         ids, targets = batch(step)
-        if deferred == "hand":
-            net.last = "by hand" if where == "inside" else "hidden"
-            loss = net(ids, targets)
-            if where == "outside":
-                loss = linear_cross_entropy(loss, net.head, targets)
-        else:
-            net.last = "loss" if where == "inside" else "logits"
-            loss = net(ids, targets)
-            if where == "outside":
-                stayed.append(isinstance(loss, DeferredLogits))
-                loss = loss_of(loss, targets)
+        net.set_requires_gradient_sync(step != 1)  # accumulates, once
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if who == "hand":
+                net.last = "by hand" if where == "inside" else "hidden"
+                loss = net(ids, targets)
+                if where == "outside":
+                    loss = linear_cross_entropy(loss, net.head, targets)
+            else:
+                net.last = "loss" if where == "inside" else "logits"
+                loss = net(ids, targets)
+                if where == "outside":
+                    loss = loss_of(loss if who != "looked" else loss * 1, targets)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        if step != 1:
+            optimizer.step()
+            optimizer.zero_grad()
         losses.append(loss.detach())
-    full = [parameter.full_tensor() for parameter in net.parameters()]
-    return {"numbers": [*losses, *full], "stayed": stayed}
+        says += [str(one.message) for one in caught]
+    full = [parameter.full_tensor().detach() for parameter in net.parameters()]
+    return {"numbers": [*losses, *full], "says": says}
+
+
+def require_same_bits(actual: list[Any], expected: list[Any]) -> None:
+    for mine, wanted in zip(actual, expected, strict=True):
+        for one, other in zip(mine["numbers"], wanted["numbers"], strict=True):
+            assert same_bits(one, other)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("bias", [False, True], ids=["weight", "bias"])
 @pytest.mark.parametrize("where", ["inside", "outside"])
 @pytest.mark.parametrize("place", ["own unit", "group", "root"])
-def test_bits_of_the_loss_called_by_hand(pool_of, place, where, dtype):
-    expected = pool_of(2).run(steps, place, f"hand {where}", False, dtype)
-    actual = pool_of(2).run(steps, place, f"deferred {where}", False, dtype)
-    for mine, wanted in zip(actual, expected, strict=True):
-        assert all(mine["stayed"])
-        for one, other in zip(mine["numbers"], wanted["numbers"], strict=True):
-            assert same_bits(one, other)
+def test_bits_of_the_loss_called_by_hand(pool_of, place, where, bias, dtype):
+    expected = pool_of(2).run(steps, place, f"hand {where}", bias, dtype)
+    actual = pool_of(2).run(steps, place, f"deferred {where}", bias, dtype)
+    assert all(not rank["says"] for rank in actual)
+    require_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["weight", "bias"])
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_a_group_that_lets_go_of_its_weights_gathers_them_for_the_loss(
+    pool_of, where, bias
+):
+    expected = pool_of(2).run(steps, "group", f"hand {where}", bias)
+    actual = pool_of(2).run(steps, "resharded group", f"deferred {where}", bias)
+    assert all(not rank["says"] for rank in actual)
+    require_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("place", ["own unit", "group", "resharded group", "root"])
+def test_whoever_looks_gets_the_bits_of_the_head(pool_of, place, dtype):
+    expected = pool_of(2).run(steps, place, "plain outside", True, dtype)
+    actual = pool_of(2).run(steps, place, "looked outside", True, dtype)
+    for rank in actual:
+        assert rank["says"] and all("torch.Tensor.mul" in said for said in rank["says"])
+    require_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("place", ["own unit", "root"])
+def test_before_fully_shard_and_with_gradients_summed_in_place(pool_of, place):
+    after = pool_of(2).run(steps, place, "deferred outside", grads="fused")
+    before = pool_of(2).run(steps, place, "deferred outside", early=True, grads="fused")
+    require_same_bits(before, after)
+    exact = pool_of(2).run(steps, place, "hand outside")
+    for mine, wanted in zip(before, exact, strict=True):
+        torch.testing.assert_close(mine["numbers"], wanted["numbers"])
+
+
+def test_a_root_that_lets_go_of_its_weights(pool_of):
+    expected = pool_of(2).run(steps, "root", "hand inside")
+    actual = pool_of(2).run(steps, "resharded root", "deferred inside")
+    require_same_bits(actual, expected)
+    for outcome in pool_of(2).outcomes(steps, "resharded root", "deferred outside"):
+        assert outcome.error_type == "RuntimeError"
+        assert "expected the head's weight to stay gathered until" in outcome.error
+        assert "Shard the head by itself (fully_shard(head))" in outcome.error
+
+
+def parallel_head() -> list[Any]:
+    mesh = dist.init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    net: Any = Net(False)
+    for parameter in net.parameters():
+        dist.broadcast(parameter.data, 0)
+    ids, targets = (torch.stack(both) for both in zip(batch(0), batch(0), strict=True))
+    ids, targets = ids[:1, 0], targets[:1, 0]
+    dist.broadcast(ids, 0)
+    dist.broadcast(targets, 0)
+    expected = net(ids, targets).detach()
+    parallelize_module(net.head, mesh, ColwiseParallel(output_layouts=Replicate()))
+    defer_logits(net.head)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        logits = net(ids, targets)
+    return [expected, logits.detach(), [str(one.message) for one in caught]]
+
+
+def test_a_parallel_head_is_called(pool_of):
+    for expected, logits, says in pool_of(2).run(parallel_head):
+        torch.testing.assert_close(logits, expected)
+        assert len(says) == 1 and "deferred logits: a head with " in says[0]
