@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lowtide.losses import defer_logits, linear_cross_entropy
 from lowtide.losses._deferred_logits import DeferredLogits
+from support import models
 from support.bits import same_bits
 
 VOCAB, DIM, BATCH, LENGTH = 37, 12, 3, 8
@@ -367,3 +368,31 @@ def test_a_tensor_as_large_as_the_logits_is_never_made():
     with Largest() as seen:
         F.cross_entropy(head(hidden).float(), targets).backward()
     assert 600 * 4 <= seen.numel < 600 * 50
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["llama", "qwen3_tied"])
+def test_transformers_own_loss(tied):
+    def run(defer: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = models.qwen3_tied() if tied else models.llama()
+        if defer:
+            defer_logits(model.lm_head)
+        labels = models.tokens(torch.Generator().manual_seed(1))
+        out = model(input_ids=labels, labels=labels)
+        assert is_deferred(out.logits) == defer
+        out.loss.backward()
+        whole = model(input_ids=labels, labels=labels, num_items_in_batch=7).loss
+        return [out.loss, whole, *(p.grad for p in model.parameters())]
+
+    for mine, wanted in zip(run(True), run(False), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_transformers_generates_the_same():
+    model = models.llama().eval()
+    ids = models.tokens(torch.Generator().manual_seed(1))
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+    defer_logits(model.lm_head)
+    with pytest.warns(UserWarning, match="deferred logits: "):
+        actual = model.generate(ids, max_new_tokens=4, do_sample=False)
+    assert torch.equal(actual, expected)
