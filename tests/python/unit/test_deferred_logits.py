@@ -74,7 +74,7 @@ FLAT: dict[str, Program] = {
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"reduction": "sum"},
-    {"label_smoothing": 0.1, "ignore_index": 5},
+    {"label_smoothing": 0.1, "ignore_index": 0},
 ]
 
 
@@ -221,6 +221,24 @@ def test_a_look_without_gradients_leaves_the_graph_to_the_loss():
         strict=True,
     ):
         assert same_bits(mine, wanted)
+
+
+@pytest.mark.parametrize("look", [False, True])
+def test_hooks_on_what_a_forward_returned_run_in_backward(look):
+    """As a sharded model's do, which gather for it; the plain logits have them, too."""
+    _, deferred = heads(torch.bfloat16)
+    hidden, targets = inputs(torch.bfloat16)
+    logits = deferred(hidden)
+    returned = logits.float()
+    seen: list[str] = []
+    logits.grad_fn.register_prehook(lambda gradients: seen.append("logits"))
+    returned.grad_fn.register_prehook(lambda gradients: seen.append("float"))
+    if look:
+        with pytest.warns(UserWarning, match="torch.Tensor.sum"):
+            returned.sum().backward()
+    else:
+        F.cross_entropy(returned.flatten(0, 1), targets.flatten()).backward()
+    assert seen == ["float", "logits"]
 
 
 def test_without_gradients():
