@@ -7,6 +7,7 @@ dtype, is done to ``hidden`` and gives another such tensor; `F.cross_entropy` be
 the loss of ``hidden``; everything else gets the numbers.
 """
 
+import functools
 import sys
 import warnings
 import weakref
@@ -22,6 +23,10 @@ from torch.overrides import resolve_name
 from torch.utils._pytree import tree_map_only
 
 _HALF = (torch.bfloat16, torch.float16)
+_CAST = "ToCopyBackward0"  # of a `to` that C++ called
+_MAKE_BEFORE = (
+    "Make the logits before (logits = logits.clone()), or do not defer this head's."
+)
 # Folders whose frames are not the place that asked.
 _INSIDE = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
@@ -55,6 +60,7 @@ class DeferredLogits(Tensor):
     _of_parent: Callable[[Tensor], Tensor]
     _copies: bool
     _real: Tensor | None
+    _node: Any
 
     @staticmethod
     def of_call(
@@ -84,8 +90,26 @@ class DeferredLogits(Tensor):
         derived._copies = dtype is not None
         return derived
 
+    def _cast(self, dtype: torch.dtype) -> "DeferredLogits":
+        """Below autograd, which gives it a node that leads to this one's."""
+        cast = _made(self._family, self._hidden, self.shape[-1], dtype)
+        cast._parent, cast._copies = self, True
+        cast._of_parent, cast._node = lambda z: z.to(dtype), None
+        return cast
+
+    def _require_own_graph(self) -> None:
+        """What a custom function returned has its node, which would be left out."""
+        with torch._C.DisableTorchFunctionSubclass():
+            node = self.grad_fn
+        if node is not self._node and (node is None or node.name() != _CAST):
+            raise RuntimeError(
+                "lowtide: deferred logits: expected them as the head returned them, "
+                f"got them from {node.name() if node else 'detach'}. {_MAKE_BEFORE}"
+            )
+
     def _numbers(self) -> Tensor:
         """What this stands for: made once, with its graph."""
+        self._require_own_graph()
         family = self._family
         if family.logits is None:
             first = self
@@ -124,6 +148,7 @@ class DeferredLogits(Tensor):
         first = args[0] if args else kwargs.get("input")
         if isinstance(first, DeferredLogits) and first._family.logits is None:
             if (rule := _RULES.get(func)) is not None:
+                first._require_own_graph()
                 first._family.call.require_unchanged()
                 rest = {k: v for k, v in kwargs.items() if k != "input"}
                 deferred = rule(first, *args[1:], **rest)
@@ -152,17 +177,13 @@ class DeferredLogits(Tensor):
         kwargs = kwargs or {}
         if func is torch.ops.aten._to_copy.default and set(kwargs) == {"dtype"}:
             if _widens(args[0].dtype, kwargs["dtype"]):
-                with torch.enable_grad():
-                    return args[0]._derive(
-                        _itself, lambda z: z.to(kwargs["dtype"]), kwargs["dtype"]
-                    )
+                return args[0]._cast(kwargs["dtype"])
         if torch.is_grad_enabled() and any(
             isinstance(arg, DeferredLogits) and arg.requires_grad for arg in args
         ):
             raise RuntimeError(
                 "lowtide: deferred logits: expected operations called from Python, "
-                f"got {func} from C++, whose gradient would be lost. Make the logits "
-                "before (logits = logits.clone())."
+                f"got {func} from C++, whose gradient would be lost. {_MAKE_BEFORE}"
             )
         if any(
             isinstance(a, DeferredLogits) and a._family.logits is None for a in args
@@ -204,7 +225,13 @@ class _StandIn(torch.autograd.Function):
     def backward(
         ctx: FunctionCtx, of_logits: Tensor | None, of_hidden: Tensor | None
     ) -> tuple[Tensor | None, None]:
-        assert of_logits is None
+        if of_logits is not None:
+            raise RuntimeError(
+                "lowtide: deferred logits: expected gradients of what was made of them "
+                "by operations, got some from a custom autograd.Function (as of "
+                "DistributedDataParallel with find_unused_parameters or static_graph). "
+                f"{_MAKE_BEFORE}"
+            )
         return of_hidden, None
 
 
@@ -240,22 +267,30 @@ def _stand_in(
     dtype: torch.dtype,
     requires_grad: bool,
 ) -> DeferredLogits:
-    def make(hidden: Tensor) -> DeferredLogits:
-        return Tensor._make_wrapper_subclass(
-            DeferredLogits,
-            (*hidden.shape[:-1], vocab_size),
-            dtype=dtype,
-            device=hidden.device,
-        )
-
-    if requires_grad and hidden.requires_grad:
-        logits, hidden = _StandIn.apply(hidden, make)
-    else:
-        logits = make(hidden)
+    if not (requires_grad and hidden.requires_grad):
+        logits = _made(family, hidden, vocab_size, dtype)
         with torch._C.DisableTorchFunctionSubclass():
             logits.requires_grad_(requires_grad)
+        return logits
+    make = functools.partial(_made, family, vocab_size=vocab_size, dtype=dtype)
+    logits, logits._hidden = _StandIn.apply(hidden, make)
+    with torch._C.DisableTorchFunctionSubclass():
+        logits._node = logits.grad_fn
+    return logits
+
+
+def _made(
+    family: _Family, hidden: Tensor, vocab_size: int, dtype: torch.dtype
+) -> DeferredLogits:
+    logits = Tensor._make_wrapper_subclass(
+        DeferredLogits,
+        (*hidden.shape[:-1], vocab_size),
+        dtype=dtype,
+        device=hidden.device,
+    )
     logits._family, logits._hidden, logits._parent = family, hidden, None
     logits._of_parent, logits._copies, logits._real = _itself, False, None
+    logits._node = None
     family.members.add(logits)
     return logits
 

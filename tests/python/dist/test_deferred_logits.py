@@ -163,6 +163,41 @@ def test_whoever_looks_gets_the_bits_of_the_head(pool_of, place, dtype):
     require_same_bits(actual, expected)
 
 
+def outputs_in_fp32(who: str) -> dict[str, Any]:
+    """Of the root, whose hook casts from C++."""
+    torch.manual_seed(0)
+    net: Any = Net(False)
+    policy = lowtide.MixedPrecisionPolicy(
+        torch.bfloat16, torch.float32, output_dtype=torch.float32
+    )
+    lowtide.fully_shard(net, mp_policy=policy)
+    if who in ("deferred", "looked"):
+        defer_logits(net.head)
+    ids, targets = batch(0)
+    logits = net(ids, targets)
+    if who == "hand":
+        net.last = "by hand"
+        loss = net(ids, targets)
+    else:
+        deferred = logits * 1 if who == "looked" else logits
+        loss = F.cross_entropy(deferred.flatten(0, 1), targets.flatten())
+    loss.backward()
+    full = [parameter.grad.full_tensor() for parameter in net.parameters()]
+    return {"numbers": [loss.detach(), *full], "dtype": logits.dtype}
+
+
+def test_a_root_that_casts_its_outputs(pool_of):
+    hand, deferred = (
+        pool_of(2).run(outputs_in_fp32, who) for who in ("hand", "deferred")
+    )
+    assert all(rank["dtype"] == torch.float32 for rank in deferred)
+    require_same_bits(deferred, hand)
+    looked, plain = (
+        pool_of(2).run(outputs_in_fp32, who) for who in ("looked", "plain")
+    )
+    require_same_bits(looked, plain)
+
+
 @pytest.mark.parametrize("place", ["own unit", "root"])
 def test_before_fully_shard_and_with_gradients_summed_in_place(pool_of, place):
     after = pool_of(2).run(steps, place, "deferred outside", grads="fused")

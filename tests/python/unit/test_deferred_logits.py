@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lowtide.losses import defer_logits, linear_cross_entropy
 from lowtide.losses._deferred_logits import DeferredLogits
@@ -414,3 +415,49 @@ def test_transformers_generates_the_same():
     with pytest.warns(UserWarning, match="deferred logits: "):
         actual = model.generate(ids, max_new_tokens=4, do_sample=False)
     assert torch.equal(actual, expected)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits):
+        return logits * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+def test_custom_functions_of_logits_are_refused():
+    """They get no numbers before they run, and autograd takes no others."""
+    _, deferred = heads()
+    hidden, _ = inputs()
+    with pytest.warns(UserWarning, match="torch.Tensor.mul"):
+        doubled = Doubled.apply(deferred(hidden))
+    with pytest.raises(RuntimeError, match="got some from a custom autograd.Function"):
+        flat_loss(doubled).backward()
+    logits = checkpoint(deferred, hidden, use_reentrant=True)
+    with pytest.raises(RuntimeError, match="got them from CheckpointFunctionBackward"):
+        flat_loss(logits)
+
+
+def test_inside_a_checkpoint():
+    plain, deferred = heads()
+    hidden, targets = inputs()
+    logits = checkpoint(lambda h: deferred(h.tanh()), hidden, use_reentrant=False)
+    assert is_deferred(logits)
+    wanted = linear_cross_entropy(hidden.tanh(), plain, targets)
+    for mine, other in zip(
+        results(flat_loss(logits), hidden, deferred),
+        results(wanted, hidden, plain),
+        strict=True,
+    ):
+        assert same_bits(mine, other)
+
+
+def test_a_compiled_model_calls_its_head():
+    plain, deferred = heads()
+    hidden, _ = inputs()
+    compiled = torch.compile(
+        nn.Sequential(nn.Tanh(), deferred), backend="eager", fullgraph=True
+    )
+    assert same_bits(compiled(hidden), plain(hidden.tanh()))
