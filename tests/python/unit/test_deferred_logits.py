@@ -4,8 +4,10 @@ does not is what the head gives, with a warning that says who asked."""
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -461,3 +463,18 @@ def test_a_compiled_model_calls_its_head():
         nn.Sequential(nn.Tanh(), deferred), backend="eager", fullgraph=True
     )
     assert same_bits(compiled(hidden), plain(hidden.tanh()))
+
+
+def test_nothing_is_held_after_the_last_reference():
+    _, deferred = heads()
+    hidden = torch.randn(4, DIM, requires_grad=True) * 1
+    logits = deferred(hidden)
+    chosen = logits[1:]
+    loss = F.cross_entropy(chosen, torch.zeros(3, dtype=torch.int64))
+    gone = [weakref.ref(each) for each in (hidden, logits, chosen)]
+    gc.disable()
+    try:
+        del hidden, logits, chosen, loss
+        assert [reference() for reference in gone] == [None] * 3
+    finally:
+        gc.enable()
