@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +114,42 @@ def test_a_model_that_is_not_sharded_is_refused(tmp_path):
         "lowtide: integrations.torchtitan: expected parallelize_llama to shard "
         "Transformer, got it without a unit. Ask for "
     )
+
+
+def deferred(theirs: Any) -> Any:
+    """lowtide's, and the logits of the last layer not made before the loss."""
+    from lowtide.integrations.torchtitan import parallelize_fn
+    from lowtide.losses import defer_logits
+
+    def parallelize(*args: Any, **settings: Any) -> Any:
+        model = parallelize_fn(theirs)(*args, **settings)
+        defer_logits(model.output)
+        return model
+
+    return parallelize
+
+
+def losses(defer: bool, folder: Path) -> tuple[list[tuple[float, float]], int]:
+    """Losses and norms by step; how many steps' logits were never made."""
+    from lowtide.integrations.torchtitan import parallelize_fn
+    from lowtide.losses._deferred_logits import DeferredLogits
+
+    change = deferred if defer else parallelize_fn
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "lowtide: deferred logits")
+        trainer = titan_on_cpus.trainer_of(change, folder, STEPS)
+        outputs: list[type] = []
+        (model,) = trainer.model_parts
+        model.register_forward_hook(lambda *call: outputs.append(type(call[2])))
+        trainer.train()
+    trainer.close()
+    return trainer.metrics_processor.logged, outputs.count(DeferredLogits)
+
+
+def test_its_loss_needs_no_logits(tmp_path):
+    with RankPool(2) as pool:
+        plain = pool.run(losses, False, tmp_path / "plain")
+        ours = pool.run(losses, True, tmp_path / "deferred")
+    for (mine, count), (wanted, none) in zip(ours, plain, strict=True):
+        assert (count, none) == (STEPS, 0)
+        torch.testing.assert_close(torch.tensor(mine), torch.tensor(wanted))

@@ -1,0 +1,257 @@
+"""``defer_logits``: a head whose logits are not made until someone looks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules import module as torch_module
+
+from lowtide._base.classes import ClassSwap, class_name
+from lowtide._sharding.fused import has_own_forward
+from lowtide._sharding.owners import owner_of
+from lowtide._sharding.unit import UnitState, unit_state
+from lowtide._torch_version import CASTS_EACH_OF_A_LIST
+from lowtide.losses._deferred_logits import DeferredLogits, say_made
+from lowtide.losses._sharded import can_stream, gathered_whole
+from lowtide.losses.linear import linear_cross_entropy
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def defer_logits(head: nn.Linear) -> None:
+    """Has ``head`` return logits that are not made until someone looks.
+
+    Its output has the shape, dtype and device of the logits. ``F.cross_entropy`` of it
+    is ``linear_cross_entropy(hidden, head, targets)``: no tensor of tokens x vocabulary
+    is made. ``.float()``, ``.view(-1, V)`` and the like, and slices of tokens, keep it
+    deferred; whatever else touches it gets the logits, made once, with their graph and
+    the bits that the head gives, and a ``UserWarning`` names the operation, once per
+    place. docs/losses.md lists both. Call it before or after ``fully_shard``, alike on
+    all ranks.
+
+    Logits must be looked at, or lost, before ``hidden`` or the head's weight change;
+    RuntimeError after that. Raises ValueError for a module that is no ``nn.Linear``
+    with its class's forward.
+    """
+    if not isinstance(head, nn.Linear) or has_own_forward(head):
+        raise ValueError(
+            "lowtide: defer_logits: expected an nn.Linear with its class's forward, "
+            f"got {class_name(head)}. Use linear_cross_entropy with the head's weight."
+        )
+    if type(head).__call__ is not _call:
+        _deferred.apply(head)
+
+
+class _Call:
+    """One call of ``head`` with ``hidden``, and the state it was called in."""
+
+    def __init__(self, head: nn.Linear, hidden: Tensor) -> None:
+        self._head = head
+        self._grad = torch.is_grad_enabled()
+        self._device = hidden.device.type
+        self._autocast = torch.is_autocast_enabled(self._device)
+        self._autocast_dtype = torch.get_autocast_dtype(self._device)
+        weight = head.weight
+        read = weight._local_tensor if isinstance(weight, DTensor) else weight
+        self._read = [("hidden", hidden), ("the head's weight", read)]
+        if head.bias is not None and not isinstance(head.bias, DTensor):
+            self._read.append(("the head's bias", head.bias))
+        self._versions = [_version(tensor) for _, tensor in self._read]
+
+    def require_unchanged(self) -> None:
+        for (name, tensor), version in zip(self._read, self._versions, strict=True):
+            if _version(tensor) != version:
+                raise RuntimeError(
+                    f"lowtide: deferred logits: expected {name} as it was when the "
+                    "head was called, got it written to since. Look at the logits "
+                    "before (logits = logits.clone())."
+                )
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        with torch.inference_mode(False), self._as_called(self._grad):
+            if unit_state(self._head) is not None:
+                # With the hooks of its unit, which gathers it.
+                return nn.Module.__call__(self._head, hidden)
+            self._require_gathered()
+            return self._head.forward(hidden)
+
+    def loss(self, hidden: Tensor, targets: Tensor, **settings: Any) -> Tensor:
+        head = self._head
+
+        def of_tensors(hidden: Tensor) -> Tensor:
+            return linear_cross_entropy(
+                hidden, head.weight, targets, bias=head.bias, **settings
+            )
+
+        with self._as_called(torch.is_grad_enabled()):
+            state = unit_state(head)
+            if state is None:
+                self._require_gathered()
+                return of_tensors(hidden)
+            if isinstance(head.weight, DTensor) and _streams(state, head):
+                return linear_cross_entropy(hidden, head, targets, **settings)
+            # A backward that needs the weight begins at the loss: the unit watches it.
+            return gathered_whole(state, head, hidden, of_tensors)
+
+    @contextmanager
+    def _as_called(self, grad: bool) -> Iterator[None]:
+        self.require_unchanged()
+        with (
+            torch.set_grad_enabled(grad),
+            torch.autocast(self._device, self._autocast_dtype, self._autocast),
+        ):
+            yield
+
+    def _require_gathered(self) -> None:
+        if isinstance(self._head.weight, DTensor):
+            raise RuntimeError(
+                "lowtide: deferred logits: expected the head's weight to stay gathered "
+                "until its loss, got it resharded with the unit that it is in. Shard "
+                "the head by itself (fully_shard(head)), pass "
+                "reshard_after_forward=False for its unit, or have the loss in the "
+                "forward of the model."
+            )
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+# -- whether a call may wait ----------------------------------------------------------
+
+
+def _call(self: nn.Linear, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return nn.Module.__call__(self, *args, **kwargs)
+    hidden = args[0] if len(args) == 1 and not kwargs else kwargs.get("input")
+    if len(args) + len(kwargs) != 1 or not isinstance(hidden, Tensor):
+        return nn.Module.__call__(self, *args, **kwargs)
+    state = unit_state(self)
+    if state is not None and _casts_inputs(state, self) and hidden.is_floating_point():
+        hidden = hidden.to(state.policy.param_dtype)
+    if (reason := _obstacle(self, state, hidden)) is not None:
+        say_made(f"a head with {reason}")
+        return nn.Module.__call__(self, *args, **kwargs)
+    dtype = _dtype_of_product(hidden)
+    if state is not None and _casts_outputs(state, self):
+        dtype = state.policy.output_dtype or dtype
+    parameters = [p for p in (self.weight, self.bias) if p is not None]
+    return DeferredLogits.of_call(
+        _Call(self, hidden),
+        hidden,
+        self.out_features,
+        dtype,
+        torch.is_grad_enabled()
+        and any(tensor.requires_grad for tensor in (hidden, *parameters)),
+    )
+
+
+def _obstacle(head: nn.Linear, state: UnitState | None, hidden: Tensor) -> str | None:
+    """Why the call has to be made now."""
+    if has_own_forward(head):
+        return "its own forward"
+    if _is_hooked(head, state):
+        return "hooks, which want its output"
+    if type(hidden) not in (Tensor, nn.Parameter):
+        return f"an input that is a {type(hidden).__name__}"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "torch.func around it"
+    weight = head.weight
+    if isinstance(weight, DTensor):
+        assert isinstance(weight, nn.Parameter)
+        owner = owner_of(weight)
+        if owner is None or owner.parallel is not None:
+            return "a weight that is a DTensor"
+        if state is None or owner not in state.parameters:
+            return "a weight that another unit gathers"
+        compute = state.dtypes(owner).compute
+    elif type(weight) not in (Tensor, nn.Parameter):
+        return f"a weight that is a {type(weight).__name__}"
+    else:
+        compute = weight.dtype
+    if hidden.dtype not in _DTYPES or hidden.dim() < 1:
+        return f"an input of dtype {hidden.dtype}"
+    if hidden.shape[-1] != head.in_features:
+        return f"an input of shape {list(hidden.shape)}"
+    product = _dtype_of_product(hidden)
+    if product != compute and (state is not None or product == hidden.dtype):
+        return f"{product} products of a weight in {compute}"
+    if state is not None and _casts_outputs(state, head):
+        # Of the loss, too, unless its rows are streamed.
+        output = state.policy.output_dtype
+        exact = output == torch.float32 or (output == product and _streams(state, head))
+        if not exact:
+            return f"an output in {output}"
+    return None
+
+
+def _dtype_of_product(hidden: Tensor) -> torch.dtype:
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return hidden.dtype
+
+
+def _is_hooked(head: nn.Linear, state: UnitState | None) -> bool:
+    ours = () if state is None else (state.hooks.pre, state.hooks.post)
+    return any(
+        hook not in ours
+        for hooks in (
+            head._forward_hooks,
+            head._forward_pre_hooks,
+            head._backward_hooks,
+            head._backward_pre_hooks,
+            torch_module._global_forward_hooks,
+            torch_module._global_forward_pre_hooks,
+            torch_module._global_backward_hooks,
+            torch_module._global_backward_pre_hooks,
+        )
+        for hook in hooks.values()
+    )
+
+
+def _streams(state: UnitState, head: nn.Linear) -> bool:
+    return state.modules == (head,) and can_stream(state)
+
+
+def _casts_inputs(state: UnitState, head: nn.Linear) -> bool:
+    policy = state.policy
+    if policy.param_dtype is None or not policy.cast_forward_inputs:
+        return False
+    return CASTS_EACH_OF_A_LIST or head is state.modules[0]
+
+
+def _casts_outputs(state: UnitState, head: nn.Linear) -> bool:
+    if state.policy.output_dtype is None:
+        return False
+    return CASTS_EACH_OF_A_LIST or head is state.modules[-1]
+
+
+# -- the class ------------------------------------------------------------------------
+
+
+def _deferred_class(original: type) -> type:
+    def reduce(self: nn.Linear, protocol: Any) -> Any:
+        state = super(made, self).__reduce_ex__(protocol)  # type: ignore[arg-type]
+        return _again, (original,), *state[2:]
+
+    members = {
+        "__call__": _call,
+        "__reduce_ex__": reduce,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+    }
+    made = type(original.__name__, (original,), members)
+    return made
+
+
+_deferred = ClassSwap(_deferred_class)
+
+
+def _again(original: type[nn.Linear]) -> nn.Linear:
+    head = original.__new__(original)
+    _deferred.apply(head)
+    return head

@@ -1,0 +1,244 @@
+"""``defer_logits`` in a sharded model: the same bits as ``linear_cross_entropy`` called
+by hand, wherever the head and its loss are."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import lowtide
+from lowtide.losses import defer_logits, linear_cross_entropy
+from support.bits import same_bits
+
+VOCAB, DIM, TOKENS = 301, 24, 10
+
+
+class Net(nn.Module):
+    """Embedding, layer, norm, head; forward gives logits or the loss."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, DIM)
+        self.layer = nn.Linear(DIM, DIM)
+        self.norm = nn.LayerNorm(DIM)
+        self.head = nn.Linear(DIM, VOCAB, bias=bias)
+        self.last = "logits"
+        self.widens = False
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> Any:
+        h = self.norm(torch.tanh(self.layer(self.embed(ids))))
+        if self.widens:
+            h = h.float()  # the head's unit has to cast it
+        if self.last == "hidden":
+            return h
+        if self.last == "by hand":
+            return linear_cross_entropy(h, self.head, targets)
+        logits = self.head(h)
+        return logits if self.last == "logits" else loss_of(logits, targets)
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(1 + dist.get_rank() + 100 * step)
+    ids = torch.randint(VOCAB, (2, TOKENS // 2), generator=g)
+    targets = torch.randint(VOCAB, (2, TOKENS // 2), generator=g)
+    targets[0, 0] = -100
+    return ids, targets
+
+
+def sharded(
+    place: str, bias: bool, dtype: torch.dtype | None, early: bool, grads: Any
+) -> Any:
+    torch.manual_seed(0)
+    net = Net(bias)
+    if early:
+        defer_logits(net.head)
+    policy = lowtide.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    shard: Any = functools.partial(lowtide.fully_shard, mp_policy=policy, grads=grads)
+    for unit in (net.embed, net.layer):
+        shard(unit)
+    if place.startswith("own unit"):
+        shard(net.head)
+        net.widens = True
+    elif place == "group":
+        shard([net.norm, net.head], reshard_after_forward=False)
+    elif place == "resharded group":
+        shard([net.norm, net.head], reshard_after_forward=True)
+    shard(net, reshard_after_forward="resharded root" in place or None)
+    return net
+
+
+def steps(
+    place: str,
+    form: str,
+    bias: bool = False,
+    dtype: torch.dtype | None = None,
+    early: bool = False,
+    grads: Any = "exact",
+) -> dict[str, Any]:
+    """``form``: who makes the loss of what, and whether it is in the root's forward."""
+    who, where = form.split()
+    net = sharded(place, bias, dtype, early, grads)
+    if who in ("deferred", "looked") and not early:
+        defer_logits(net.head)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    losses, says = [], []
+    for step in range(4):
+        ids, targets = batch(step)
+        net.set_requires_gradient_sync(step != 1)  # accumulates, once
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if who == "hand":
+                net.last = "by hand" if where == "inside" else "hidden"
+                loss = net(ids, targets)
+                if where == "outside":
+                    loss = linear_cross_entropy(loss, net.head, targets)
+            else:
+                net.last = "loss" if where == "inside" else "logits"
+                loss = net(ids, targets)
+                if where == "outside":
+                    loss = loss_of(loss if who != "looked" else loss * 1, targets)
+        loss.backward()
+        if step != 1:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.detach())
+        says += [str(one.message) for one in caught]
+    full = [parameter.full_tensor().detach() for parameter in net.parameters()]
+    return {"numbers": [*losses, *full], "says": says}
+
+
+def require_same_bits(actual: list[Any], expected: list[Any]) -> None:
+    for mine, wanted in zip(actual, expected, strict=True):
+        for one, other in zip(mine["numbers"], wanted["numbers"], strict=True):
+            assert same_bits(one, other)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("bias", [False, True], ids=["weight", "bias"])
+@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize(
+    "place", ["own unit", "own unit, resharded root", "group", "root"]
+)
+def test_bits_of_the_loss_called_by_hand(pool_of, place, where, bias, dtype):
+    expected = pool_of(2).run(steps, place, f"hand {where}", bias, dtype)
+    actual = pool_of(2).run(steps, place, f"deferred {where}", bias, dtype)
+    assert all(not rank["says"] for rank in actual)
+    require_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["weight", "bias"])
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_a_group_that_lets_go_of_its_weights_gathers_them_for_the_loss(
+    pool_of, where, bias
+):
+    expected = pool_of(2).run(steps, "group", f"hand {where}", bias)
+    actual = pool_of(2).run(steps, "resharded group", f"deferred {where}", bias)
+    assert all(not rank["says"] for rank in actual)
+    require_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "place",
+    ["own unit", "own unit, resharded root", "group", "resharded group", "root"],
+)
+def test_whoever_looks_gets_the_bits_of_the_head(pool_of, place, dtype):
+    expected = pool_of(2).run(steps, place, "plain outside", True, dtype)
+    actual = pool_of(2).run(steps, place, "looked outside", True, dtype)
+    for rank in actual:
+        assert rank["says"] and all("torch.Tensor.mul" in said for said in rank["says"])
+    require_same_bits(actual, expected)
+
+
+def outputs_in_fp32(who: str) -> dict[str, Any]:
+    """Of the root, whose hook casts from C++."""
+    torch.manual_seed(0)
+    net: Any = Net(False)
+    policy = lowtide.MixedPrecisionPolicy(
+        torch.bfloat16, torch.float32, output_dtype=torch.float32
+    )
+    lowtide.fully_shard(net, mp_policy=policy)
+    if who in ("deferred", "looked"):
+        defer_logits(net.head)
+    ids, targets = batch(0)
+    logits = net(ids, targets)
+    if who == "hand":
+        net.last = "by hand"
+        loss = net(ids, targets)
+    else:
+        deferred = logits * 1 if who == "looked" else logits
+        loss = F.cross_entropy(deferred.flatten(0, 1), targets.flatten())
+    loss.backward()
+    full = [parameter.grad.full_tensor() for parameter in net.parameters()]
+    return {"numbers": [loss.detach(), *full], "dtype": logits.dtype}
+
+
+def test_a_root_that_casts_its_outputs(pool_of):
+    hand, deferred = (
+        pool_of(2).run(outputs_in_fp32, who) for who in ("hand", "deferred")
+    )
+    assert all(rank["dtype"] == torch.float32 for rank in deferred)
+    require_same_bits(deferred, hand)
+    looked, plain = (
+        pool_of(2).run(outputs_in_fp32, who) for who in ("looked", "plain")
+    )
+    require_same_bits(looked, plain)
+
+
+@pytest.mark.parametrize("place", ["own unit", "root"])
+def test_before_fully_shard_and_with_gradients_summed_in_place(pool_of, place):
+    after = pool_of(2).run(steps, place, "deferred outside", grads="fused")
+    before = pool_of(2).run(steps, place, "deferred outside", early=True, grads="fused")
+    require_same_bits(before, after)
+    exact = pool_of(2).run(steps, place, "hand outside")
+    for mine, wanted in zip(before, exact, strict=True):
+        torch.testing.assert_close(mine["numbers"], wanted["numbers"])
+
+
+def test_a_root_that_lets_go_of_its_weights(pool_of):
+    expected = pool_of(2).run(steps, "root", "hand inside")
+    actual = pool_of(2).run(steps, "resharded root", "deferred inside")
+    require_same_bits(actual, expected)
+    for who in ("deferred", "looked"):
+        for outcome in pool_of(2).outcomes(steps, "resharded root", f"{who} outside"):
+            assert outcome.error_type == "RuntimeError"
+            assert "expected the head's weight to stay gathered until" in outcome.error
+            assert "Shard the head by itself (fully_shard(head))" in outcome.error
+
+
+def parallel_head() -> list[Any]:
+    mesh = dist.init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    net: Any = Net(False)
+    for parameter in net.parameters():
+        dist.broadcast(parameter.data, 0)
+    ids, targets = (torch.stack(both) for both in zip(batch(0), batch(0), strict=True))
+    ids, targets = ids[:1, 0], targets[:1, 0]
+    dist.broadcast(ids, 0)
+    dist.broadcast(targets, 0)
+    expected = net(ids, targets).detach()
+    parallelize_module(net.head, mesh, ColwiseParallel(output_layouts=Replicate()))
+    defer_logits(net.head)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        logits = net(ids, targets)
+    return [expected, logits.detach(), [str(one.message) for one in caught]]
+
+
+def test_a_parallel_head_is_called(pool_of):
+    for expected, logits, says in pool_of(2).run(parallel_head):
+        torch.testing.assert_close(logits, expected)
+        assert len(says) == 1 and "a head with hooks, which want" in says[0]
