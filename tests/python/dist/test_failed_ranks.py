@@ -57,7 +57,7 @@ def test_the_first_to_raise_is_named(compare):
         (last,) = [
             line
             for line in found[rank][1].splitlines()
-            if line.startswith("RuntimeError: lowtide: ")
+            if "RuntimeError: lowtide: " in line
         ]
         named = "; rank 1 raised first: 'ValueError: token 7 of 5'. "
         assert f"(rank {rank} of 3){named}" in last, found[rank][1]
