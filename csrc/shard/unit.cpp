@@ -266,21 +266,25 @@ bool Unit::post_forward(const std::vector<at::Tensor>& outputs,
   return over;
 }
 
+// [Note: A group in part]
+// A module that did not run may have been used all the same, its weight by a
+// loss.  No output of it tells when backward reads what that has saved, so the
+// unit stays gathered until then, as FSDP2's does.
 void Unit::end_group_forward() {
   if (group_.under_way()) {
     group_.end();
-    end_forward();
+    end_forward(/*keep=*/at::GradMode::is_enabled());
   }
 }
 
-void Unit::end_forward() {
+void Unit::end_forward(bool keep) {
   input_bytes_ = 0;
   if (!settings_->leaf_module) {
     leaves().assume_saved();
   } else if (!rows_.looks_up()) {
     leaves().look_for_saved(buffers());
   }
-  if (settings_->reshard_after_forward) {
+  if (settings_->reshard_after_forward && !keep) {
     const auto& part_of = settings_->post_forward_group;
     if (part_of && parameters_.state() == UnitState::unsharded) {
       parameters_.reshard_but_part(*part_of);

@@ -195,7 +195,7 @@ class Unit final : public BackwardReceiver,
   const ParameterBuffers& buffers() const { return parameters_.buffers(); }
   ParameterLeaves& leaves() { return parameters_.leaves(); }
   void wait_for_gather();  // compute may read the parameters afterwards
-  void end_forward();
+  void end_forward(bool keep = false);  // it stays gathered
 
   // --- gradients ------------------------------------------------------------
   void prefetch_in_backward();

@@ -36,6 +36,7 @@ class Model(nn.Module):
         self.norm = nn.LayerNorm(8)
         self.head = nn.Linear(8, 7)
         self.with_head = True
+        self.by_weight = False
         self.raises = ""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -44,6 +45,8 @@ class Model(nn.Module):
         x = self.norm(x)
         if self.raises == "between":
             raise ValueError("between the modules")
+        if self.by_weight:
+            return nn.functional.linear(x, self.head.weight, self.head.bias)
         return self.head(x) if self.with_head else x
 
 
@@ -104,6 +107,18 @@ def only_the_first_runs_without_gradients(system: System, record: Recorder) -> N
         model.with_head = True
         loss_of(model, step).backward()
         finish_step(model, optimizer, record)
+
+
+def weight_of_a_module_that_does_not_run(system: System, record: Recorder) -> None:
+    """As fused losses take it: what autograd saves of it is read before anything of
+    the norm's backward."""
+    for reshard in (None, True, False):
+        model = build(system, reshard_after_forward=reshard)
+        model.by_weight = True
+        optimizer = optimizer_of(model)
+        for step in range(NUM_STEPS):
+            loss_of(model, step).backward()
+            finish_step(model, optimizer, record)
 
 
 def head_by_chunks(system: System, record: Recorder) -> None:
@@ -244,6 +259,7 @@ PATTERNS: dict[str, Pattern] = {
         all_run,
         only_the_first_runs,
         only_the_first_runs_without_gradients,
+        weight_of_a_module_that_does_not_run,
         head_by_chunks,
         checkpointed,
         checkpointed_from_outside,
@@ -370,13 +386,16 @@ def test_group_equals_units_apart(pool_of, pattern):
 
 
 def states_at_rest() -> list[str]:
-    """After forwards of a part: with gradients, without, alone."""
+    """After a forward of a part and its backward, after forwards of parts alone and
+    without gradients."""
     model = build(get_system("lowtide"))
     model.with_head = False
     seen = []
     x = model(rows(0))
     seen.append(type(model.norm.weight.data).__name__)
-    model.head(x)
+    x.sum().backward()
+    seen.append(type(model.norm.weight.data).__name__)
+    model.head(x.detach())
     seen.append(type(model.head.weight.data).__name__)
     with torch.no_grad():
         model.head(model(rows(0)))
@@ -384,6 +403,6 @@ def states_at_rest() -> list[str]:
     return seen
 
 
-def test_a_part_is_freed_when_its_forward_returns(pool_of):
+def test_a_part_is_freed_by_its_backward_or_when_its_forward_returns(pool_of):
     for seen in pool_of(1).run(states_at_rest):
-        assert seen == ["DTensor"] * 3
+        assert seen == ["Tensor", *["DTensor"] * 3]

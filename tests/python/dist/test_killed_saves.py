@@ -92,7 +92,13 @@ def states(pool_of, tmp_path_factory) -> Any:
 
 
 # Another path than the last save's, or the same.
-@pytest.mark.parametrize("name", ["step-1", "step-0"], ids=("beside", "in_its_place"))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("step-1", id="beside", marks=pytest.mark.slow),
+        pytest.param("step-0", id="in_its_place"),
+    ],
+)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_kill_leaves_a_checkpoint(pool_of, states, tmp_path, victim, name):
     by_step, saved = states

@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PAGE = Path(__file__).parents[3] / "docs" / "checkpoints.md"
 
 
+@pytest.mark.slow
 def test_the_program_runs_and_resumes(tmp_path: Path) -> None:
     code = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert code is not None

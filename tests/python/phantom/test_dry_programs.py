@@ -68,6 +68,7 @@ def test_resnet50_with_amp_and_channels_last(alone):
     assert found["allocated"] == pytest.approx(held, abs=2 * MIB)
 
 
+@pytest.mark.slow
 def test_the_trainer_of_transformers(alone):
     found = alone["hf_trainer"]
     assert found["steps"] == dry_programs.STEPS

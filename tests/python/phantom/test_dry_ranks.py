@@ -110,6 +110,7 @@ def test_units_of_lowtide_in_another_order():
     ]
 
 
+@pytest.mark.slow
 def test_units_of_one_size_in_another_order():
     """NCCL would send the bytes of one for those of the other."""
     found = compared(2, "0,1", TRAIN, "fsdp2", "equal", status=1)

@@ -167,6 +167,7 @@ def test_chunked_loss_as_advised(by_loss):
     assert saving(plain, "chunk_loss").allocated == pytest.approx(saved, rel=0.1)
 
 
+@pytest.mark.slow
 def test_rows_of_the_vocabulary_have_no_logits_and_no_whole_head(by_loss):
     chunked, rows = by_loss("chunked"), by_loss("vocabulary")
     assert max(tensors.bytes for tensors in chunked.largest) == 256 * MIB

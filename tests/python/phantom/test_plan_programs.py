@@ -32,6 +32,7 @@ def test_ddp():
     assert 0 <= alone["allocated"] - plan.peak_allocated < 1.01 * buckets
 
 
+@pytest.mark.slow
 def test_fsdp2_with_streams_events_and_microbatches():
     settings = {"world": 4, "rank": 1}
     plan = planned.plan_script("train_fsdp2.py", **settings)

@@ -44,6 +44,7 @@ def plan(folder):
     return plan_text(folder, STREAMS)
 
 
+@pytest.mark.slow
 def test_a_host_that_runs_ahead(folder, plan):
     late = plan_text(folder, STREAMS, events="at_sync")
     assert plan.peak_reserved < plan.peak_reserved_bound == late.peak_reserved
