@@ -43,7 +43,7 @@ def run_ranks(port: int, **environment: str) -> list[tuple[int, str]]:
         end_trees([process.pid for process in processes])
 
 
-@pytest.mark.parametrize("compare", ["on", "off"])
+@pytest.mark.parametrize("compare", ["on", pytest.param("off", marks=pytest.mark.slow)])
 def test_the_first_to_raise_is_named(compare):
     """Its text is kept by an agent, as torchrun's."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)

@@ -99,7 +99,7 @@ def states(pool_of, tmp_path_factory) -> Any:
         pytest.param("step-0", id="in_its_place"),
     ],
 )
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_kill_leaves_a_checkpoint(pool_of, states, tmp_path, victim, name):
     by_step, saved = states
 

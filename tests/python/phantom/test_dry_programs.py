@@ -76,6 +76,7 @@ def test_the_trainer_of_transformers(alone):
     assert found["allocated"] > 4 * found["parameters"]
 
 
+@pytest.mark.slow
 def test_top_k_experts_of_transformers(alone):
     found = alone["top_k_experts"]
     assert found["allocated"] > 4 * found["parameters"]

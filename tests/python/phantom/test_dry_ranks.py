@@ -119,6 +119,7 @@ def test_units_of_one_size_in_another_order():
     assert [call["range"][-10:] for call in calls] == ["(blocks.0)", "(blocks.1)"]
 
 
+@pytest.mark.slow
 def test_an_all_reduce_that_a_rank_leaves_out_when_its_data_is_odd():
     found = compared(2, "0,1", TRAIN, "fsdp2", "odd", status=1)
     difference, calls = divergence(found)
