@@ -200,19 +200,15 @@ class C10dCollectives::Work final : public Pending {
   std::optional<c10::Event> done_;  // on the wire
 };
 
-C10dCollectives::C10dCollectives(c10::intrusive_ptr<c10d::ProcessGroup> group,
+C10dCollectives::C10dCollectives(std::shared_ptr<BorrowedGroup> group,
                                  c10::Device device)
     : group_(std::move(group)),
       device_(device),
-      backend_(backend_name(*group_, device.type())),
+      backend_(backend_name(*group_->get(), device.type())),
       wire_(wire_for(backend_, device)),
       gathers_lists_(!is_gloo(backend_)) {}
 
 C10dCollectives::~C10dCollectives() = default;
-
-std::int64_t C10dCollectives::rank() const { return group_->getRank(); }
-
-std::int64_t C10dCollectives::size() const { return group_->getSize(); }
 
 std::unique_ptr<Pending> C10dCollectives::all_gather(
     std::vector<at::Tensor>& outs, std::vector<at::Tensor>& ins,
@@ -221,23 +217,23 @@ std::unique_ptr<Pending> C10dCollectives::all_gather(
       *this, Kind::all_gather, label,
       checked_lists(Kind::all_gather, outs, ins, size()));
   if (work->lists().empty()) return work;
+  const auto group = group_->get();
   c10d::AllgatherOptions options;
   options.asyncOp = async();
   if (gathers_lists_) {
     work->start([&](auto& full, auto& pieces) {
-      return std::invoke(base::all_gather_single_coalesced, *group_, full,
+      return std::invoke(base::all_gather_single_coalesced, *group, full,
                          pieces, options);
     });
   } else if (work->lists().outs.size() > 1 &&
              work->lists().full_bytes(Kind::all_gather) <= kPackedBytes) {
     work->start_packed([&](auto& full, auto& piece) {
-      return std::invoke(base::all_gather_single, *group_, full, piece,
-                         options);
+      return std::invoke(base::all_gather_single, *group, full, piece, options);
     });
   } else {
     for (std::size_t i = 0; i < work->lists().outs.size(); ++i) {
       work->start([&](auto& full, auto& pieces) {
-        return std::invoke(base::all_gather_single, *group_, full[i], pieces[i],
+        return std::invoke(base::all_gather_single, *group, full[i], pieces[i],
                            options);
       });
     }
@@ -253,8 +249,9 @@ std::unique_ptr<Pending> C10dCollectives::reduce_scatter(
       *this, Kind::reduce_scatter, label,
       checked_lists(Kind::reduce_scatter, {out}, {in}, size()));
   if (work->lists().empty()) return work;
+  const auto group = group_->get();
   work->start([&](auto& pieces, auto& full) {
-    return std::invoke(base::reduce_scatter_single, *group_, pieces[0], full[0],
+    return std::invoke(base::reduce_scatter_single, *group, pieces[0], full[0],
                        options_for(reduction, size(), async()));
   });
   count(Kind::reduce_scatter, work->lists().full_bytes(Kind::reduce_scatter));
@@ -268,8 +265,9 @@ std::unique_ptr<Pending> C10dCollectives::reduce_scatter_coalesced(
       *this, Kind::reduce_scatter, label,
       checked_lists(Kind::reduce_scatter, outs, ins, size()));
   if (work->lists().empty()) return work;
+  const auto group = group_->get();
   work->start([&](auto& pieces, auto& full) {
-    return std::invoke(base::reduce_scatter_single_coalesced, *group_, pieces,
+    return std::invoke(base::reduce_scatter_single_coalesced, *group, pieces,
                        full, options_for(reduction, size(), async()));
   });
   count(Kind::reduce_scatter, work->lists().full_bytes(Kind::reduce_scatter));
@@ -283,11 +281,12 @@ std::unique_ptr<Pending> C10dCollectives::all_reduce(at::Tensor& tensor,
       *this, Kind::all_reduce, label,
       checked_lists(Kind::all_reduce, {tensor}, {tensor}, size()));
   if (work->lists().empty() || size() == 1) return work;
+  const auto group = group_->get();
   work->start([&](auto& tensors, auto&) {
     c10d::AllreduceOptions options;
     options.asyncOp = async();
     options.reduceOp = reduce_op(reduction, size());
-    return group_->allreduce(tensors, options);
+    return group->allreduce(tensors, options);
   });
   count(Kind::all_reduce, work->lists().full_bytes(Kind::all_reduce));
   return work;
@@ -300,11 +299,12 @@ std::unique_ptr<Pending> C10dCollectives::all_to_all(at::Tensor& out,
       *this, Kind::all_to_all, label,
       checked_lists(Kind::all_to_all, {out}, {in}, size()));
   if (work->lists().empty()) return work;
+  const auto group = group_->get();
   work->start([&](auto& received, auto& sent) {
     c10d::AllToAllOptions options;
     options.asyncOp = async();
     std::vector<std::int64_t> equal_parts;
-    return std::invoke(base::all_to_all_single, *group_, received[0], sent[0],
+    return std::invoke(base::all_to_all_single, *group, received[0], sent[0],
                        equal_parts, equal_parts, options);
   });
   count(Kind::all_to_all, work->lists().full_bytes(Kind::all_to_all));
@@ -319,11 +319,12 @@ std::vector<std::int64_t> C10dCollectives::from_rank_zero(
       at::from_blob(values.data(), {static_cast<std::int64_t>(values.size())},
                     host)
           .to(device_, at::kLong, /*non_blocking=*/false, /*copy=*/true);
+  const auto group = group_->get();
   Work work(*this, Kind::broadcast, label, {{mine}, {}});
   work.start([&](auto& tensors, auto&) {
     c10d::BroadcastOptions options;
     options.asyncOp = async();
-    return group_->broadcast(tensors, options);
+    return group->broadcast(tensors, options);
   });
   work.wait();
   count(Kind::broadcast, static_cast<std::int64_t>(mine.nbytes()));

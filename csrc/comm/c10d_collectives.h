@@ -4,13 +4,11 @@
 #pragma once
 
 #include <c10/core/Device.h>
-#include <c10/util/intrusive_ptr.h>
 
+#include <memory>
+
+#include "comm/borrowed_group.h"
 #include "comm/collectives.h"
-
-namespace c10d {
-class ProcessGroup;
-}
 
 namespace lowtide::comm {
 
@@ -20,12 +18,11 @@ class C10dCollectives final : public Collectives {
  public:
   // For tensors on `device`.  Throws lowtide::InvalidArgument when the group
   // has no backend for its type.
-  C10dCollectives(c10::intrusive_ptr<c10d::ProcessGroup> group,
-                  c10::Device device);
+  C10dCollectives(std::shared_ptr<BorrowedGroup> group, c10::Device device);
   ~C10dCollectives() override;
 
-  std::int64_t rank() const override;
-  std::int64_t size() const override;
+  std::int64_t rank() const override { return group_->rank(); }
+  std::int64_t size() const override { return group_->size(); }
   std::string backend() const override { return backend_; }
 
   std::unique_ptr<Pending> all_gather(std::vector<at::Tensor>& outs,
@@ -50,7 +47,7 @@ class C10dCollectives final : public Collectives {
   // Whether the backend runs a call on a stream of its own, if any.
   bool async() const { return wire_ == nullptr; }
 
-  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  std::shared_ptr<BorrowedGroup> group_;
   c10::Device device_;
   std::string backend_;
   std::shared_ptr<Wire> wire_;  // null but for NCCL

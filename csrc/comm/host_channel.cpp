@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
 
 #include "base/check.h"
@@ -28,11 +29,11 @@ namespace {
 
 class BackendChannel final : public HostChannel {
  public:
-  BackendChannel(std::shared_ptr<void> keep_alive, c10d::Backend& backend)
-      : keep_alive_(std::move(keep_alive)), backend_(backend) {}
+  explicit BackendChannel(std::shared_ptr<BorrowedGroup> group)
+      : group_(std::move(group)) {}
 
-  std::int64_t rank() const override { return backend_.getRank(); }
-  std::int64_t size() const override { return backend_.getSize(); }
+  std::int64_t rank() const override { return group_->rank(); }
+  std::int64_t size() const override { return group_->size(); }
 
   std::unique_ptr<Maximum> maximum(std::vector<std::int64_t> numbers) override {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -42,9 +43,10 @@ class BackendChannel final : public HostChannel {
     c10d::AllreduceOptions options;
     options.reduceOp = c10d::ReduceOp::MAX;
     std::vector<at::Tensor> tensors{tensor};
+    const auto group = group_->get();
     const WithoutPythonState state;
     try {
-      auto work = backend_.allreduce(tensors, options);
+      auto work = group->getBackend(at::kCPU)->allreduce(tensors, options);
       return std::make_unique<OnItsWay>(*this, std::move(tensor),
                                         std::move(work));
     } catch (const std::exception& cause) {
@@ -63,9 +65,10 @@ class BackendChannel final : public HostChannel {
       all[0].push_back(at::empty_like(padded));
     }
     std::vector<at::Tensor> in{padded};
+    const auto group = group_->get();
     const WithoutPythonState state;
     try {
-      backend_.allgather(all, in)->wait();
+      group->getBackend(at::kCPU)->allgather(all, in)->wait();
     } catch (const std::exception& cause) {
       throw_failed(cause, rank(), size());
     }
@@ -103,15 +106,14 @@ class BackendChannel final : public HostChannel {
     c10::intrusive_ptr<c10d::Work> work_;
   };
 
-  std::shared_ptr<void> keep_alive_;
-  c10d::Backend& backend_;
+  std::shared_ptr<BorrowedGroup> group_;
 };
 
 }  // namespace
 
-std::shared_ptr<HostChannel> make_host_channel(std::shared_ptr<void> keep_alive,
-                                               c10d::Backend& backend) {
-  return std::make_shared<BackendChannel>(std::move(keep_alive), backend);
+std::shared_ptr<HostChannel> make_host_channel(
+    std::shared_ptr<BorrowedGroup> group) {
+  return std::make_shared<BackendChannel>(std::move(group));
 }
 
 }  // namespace lowtide::comm

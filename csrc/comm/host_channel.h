@@ -10,9 +10,7 @@
 #include <string>
 #include <vector>
 
-namespace c10d {
-class Backend;
-}
+#include "comm/borrowed_group.h"
 
 namespace lowtide::comm {
 
@@ -37,9 +35,9 @@ class HostChannel {
   virtual std::vector<std::string> texts(const std::string& mine) = 0;
 };
 
-// Over a backend for CPU tensors, gloo's as a rule.  Not through its process
-// group, whose calls are what users count and trace.
-std::shared_ptr<HostChannel> make_host_channel(std::shared_ptr<void> keep_alive,
-                                               c10d::Backend& backend);
+// Over the group's backend for CPU tensors, gloo's as a rule.  Not through the
+// group itself, whose calls are what users count and trace.
+std::shared_ptr<HostChannel> make_host_channel(
+    std::shared_ptr<BorrowedGroup> group);
 
 }  // namespace lowtide::comm

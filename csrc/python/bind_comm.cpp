@@ -9,6 +9,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
+#include "comm/borrowed_group.h"
 #include "comm/c10d_collectives.h"
 #include "comm/host_channel.h"
 #include "python/bindings.h"
@@ -24,18 +25,30 @@ using comm::Pending;
 using NoGil = py::call_guard<py::gil_scoped_release>;
 using Tensors = std::vector<at::Tensor>;
 
+// Until torch's own object of Python's is gone, which destroy_process_group
+// drops.
+std::shared_ptr<comm::BorrowedGroup> borrow(const std::string& group_name) {
+  const auto group = c10d::resolve_process_group(group_name);
+  auto borrowed = std::make_shared<comm::BorrowedGroup>(group, group_name);
+  const py::cpp_function give_back([borrowed](const py::handle& reference) {
+    {
+      const py::gil_scoped_release no_gil;
+      borrowed->give_back();
+    }
+    reference.dec_ref();
+  });
+  py::weakref(py::cast(group), give_back).release();
+  return borrowed;
+}
+
 std::shared_ptr<Collectives> make_collectives(const std::string& group_name,
                                               const c10::Device& device) {
-  return std::make_shared<comm::C10dCollectives>(
-      c10d::resolve_process_group(group_name), device);
+  return std::make_shared<comm::C10dCollectives>(borrow(group_name), device);
 }
 
 std::shared_ptr<comm::HostChannel> make_host_channel(
     const std::string& group_name) {
-  auto group = std::make_shared<c10::intrusive_ptr<c10d::ProcessGroup>>(
-      c10d::resolve_process_group(group_name));
-  auto& backend = *(*group)->getBackend(c10::kCPU);
-  return comm::make_host_channel(std::move(group), backend);
+  return comm::make_host_channel(borrow(group_name));
 }
 
 std::shared_ptr<Collectives> with_custom(std::shared_ptr<Collectives> base,

@@ -1,5 +1,7 @@
 """The ranks that save or load together: what one of them raises, all raise."""
 
+import atexit
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -12,9 +14,23 @@ from lowtide.saving.errors import CheckpointError
 
 _Value = TypeVar("_Value")
 
-# Groups of gloo for whoever was asked for: names come again after
-# destroy_process_group, so the group asked for is compared.
-_known: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+# Groups of gloo for whoever was asked for.
+# [Note: Objects in a group's threads]
+# gloo's threads let go of a call's tensors whenever they come to it, and what carried
+# objects (here and in torch's own saving) has Python's: where the interpreter ends
+# before them, the process does, too (std::terminate). Only the end of the group waits
+# for them. So nothing of ours keeps a group that destroy_process_group has ended, and
+# what nobody ended ends before the interpreter.
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@atexit.register
+def _end_groups() -> None:
+    for made in [made() for made in _known.values()]:
+        if made is not None and _exists(made):
+            dist.destroy_process_group(made)
 
 
 class Ranks:
@@ -99,9 +115,9 @@ class Ranks:
 def _gloo_beside(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     asked = process_group if process_group is not None else dist.group.WORLD
     assert asked is not None
-    known = _known.get(asked.group_name)
-    if known is not None and known[0] is asked and _exists(known[1]):
-        return known[1]
+    known = _known.get(asked, lambda: None)()
+    if known is not None and _exists(known):
+        return known
     with no_split():
         made = dist.new_group(
             dist.get_process_group_ranks(asked),
@@ -110,7 +126,7 @@ def _gloo_beside(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             group_desc="lowtide_checkpoints",
         )
     assert isinstance(made, dist.ProcessGroup)
-    _known[asked.group_name] = (asked, made)
+    _known[asked] = weakref.ref(made)
     return made
 
 

@@ -93,13 +93,13 @@ class ScriptedBackend final : public c10d::Backend {
   }
 };
 
-c10::intrusive_ptr<c10d::ProcessGroup> group_of(
+std::shared_ptr<BorrowedGroup> group_of(
     const c10::intrusive_ptr<c10d::Backend>& backend) {
   auto group = c10::make_intrusive<c10d::ProcessGroup>(backend->getRank(),
                                                        backend->getSize());
   group->setDefaultBackend(c10d::ProcessGroup::CUSTOM);
   group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::CUSTOM, backend);
-  return group;
+  return std::make_shared<BorrowedGroup>(std::move(group), "");
 }
 
 class C10dCollectivesTest : public testing::Test {

@@ -140,7 +140,8 @@ TEST(CallObserverTest, KnowsTheNodeThatSends) {
 
 TEST(CallObserverTest, LowtidesOwnCallsCarryTheirLabel) {
   Notes notes;
-  C10dCollectives collectives(quiet_group(), c10::DeviceType::CPU);
+  C10dCollectives collectives(
+      std::make_shared<BorrowedGroup>(quiet_group(), ""), c10::DeviceType::CPU);
   at::Tensor x = at::zeros({4}), in = at::zeros({4});
   const Observation observation(notes);
   collectives.all_reduce(x, Reduction::sum, "layers.0")->wait();

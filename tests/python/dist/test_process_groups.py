@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import datetime
 import os
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+import lowtide
 from lowtide import _C
 from lowtide._sharding import groups
 from lowtide._torch_version import VERSION
 from support.bits import same_bits
 from support.left_fold import left_fold
+from support.rank_worker import destroy_group
 from support.ranks import RankPool
 from support.training import Run, Trace, train_sharded
 
@@ -205,6 +210,44 @@ def test_a_group_without_a_backend_for_the_device_is_refused(pool_of):
         )
 
 
+def threads_of_gloo() -> int:
+    tasks = Path("/proc/self/task").iterdir()
+    return sum((task / "comm").read_text().startswith("pt_gloo") for task in tasks)
+
+
+def destroy_all_but_the_model(folder: Path) -> tuple[int, int, int, str]:
+    before = set(distributed_c10d._world.pg_map)
+    first = threads_of_gloo()
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+    model = nn.Linear(4, 4)
+    lowtide.fully_shard(model, mesh=mesh)
+    model(torch.ones(2, 4)).sum().backward()
+    lowtide.save(folder / "saved", model, process_group=mesh.get_group())
+    most = threads_of_gloo()
+    for group in set(distributed_c10d._world.pg_map) - before:
+        destroy_group(group)
+    del mesh, group
+    with pytest.raises(RuntimeError) as error:
+        model(torch.ones(2, 4))
+    return first, most, threads_of_gloo(), str(error.value)
+
+
+def test_groups_end_with_destroy_process_group(pool_of, tmp_path):
+    """However long the model lives: their threads end, which otherwise could end the
+    process when the interpreter does."""
+    for rank, (first, most, last, text) in enumerate(
+        pool_of(2).run(destroy_all_but_the_model, tmp_path)
+    ):
+        # The mesh's own, of two threads, is kept by torch's DeviceMesh.
+        assert (most, last) == (first + 8, first + 2)
+        assert text == (
+            "lowtide: process group: expected the one that the model was sharded over, "
+            f"got none: it was destroyed (rank {rank} of 2). Call "
+            "destroy_process_group after the last step, or shard a new model over a "
+            "new group."
+        )
+
+
 # -- one communicator -----------------------------------------------------------------
 
 SHARED_RUN = Run(world_size=2, microbatches=2, num_steps=2)
@@ -214,7 +257,7 @@ def train_and_count(run: Run) -> tuple[Trace, bool]:
     """The run, and whether gathers and reductions had the same group."""
     trace = train_sharded("lowtide", run)
     known = [made for _, made in groups._known.values()]
-    one = all(g.gather_process_group is g.reduce_process_group for g in known)
+    one = all(g.gather_process_group() is g.reduce_process_group() for g in known)
     return trace, one and bool(known)
 
 

@@ -63,6 +63,17 @@ def resolve(module_name: str, path: str, qualname: str) -> Any:
     return target
 
 
+def destroy_group(group: Any) -> None:
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    dist.destroy_process_group(group)
+    # Names of new groups count the names there are, and one that comes again finds
+    # the addresses of the first in the store.
+    names: dict[Any, str] = distributed_c10d._world.pg_names
+    names[object()] = f"dropped {len(names)}"
+
+
 def drop_groups() -> None:
     """All but those of the mesh of all ranks: gloo's threads wake a hundred times a
     second for each."""
@@ -74,8 +85,10 @@ def drop_groups() -> None:
     kept = {world}
     if groups is not None:
         for names, (theirs, made) in list(groups._known.items()):
-            if theirs == [world]:
-                kept |= {made.reduce_process_group, made.host_process_group}
+            if len(theirs) == 1 and theirs[0].same(world):
+                kept.add(made.reduce_process_group())
+                if made.host_process_group is not None:
+                    kept.add(made.host_process_group())
             else:
                 del groups._known[names]
     if "torch.distributed.tensor" in sys.modules:
@@ -86,9 +99,7 @@ def drop_groups() -> None:
     state: Any = distributed_c10d._world
     for group in list(state.pg_map):
         if group not in kept:
-            dist.destroy_process_group(group)
-            # Names of new groups count the names there are.
-            state.pg_names[object()] = f"dropped {len(state.pg_names)}"
+            destroy_group(group)
     gc.collect()
 
 

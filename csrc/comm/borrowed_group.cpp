@@ -1,0 +1,50 @@
+#include "comm/borrowed_group.h"
+
+#include <exception>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <utility>
+
+#include "base/check.h"
+
+namespace lowtide::comm {
+namespace {
+
+c10::intrusive_ptr<c10d::ProcessGroup> registered(const std::string& name) {
+  try {
+    return c10d::resolve_process_group(name);
+  } catch (const std::exception&) {
+    return {};
+  }
+}
+
+}  // namespace
+
+BorrowedGroup::BorrowedGroup(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                             std::string name)
+    : group_(std::move(group)),
+      name_(std::move(name)),
+      rank_(group_->getRank()),
+      size_(group_->getSize()) {}
+
+BorrowedGroup::~BorrowedGroup() = default;
+
+c10::intrusive_ptr<c10d::ProcessGroup> BorrowedGroup::get() const {
+  const std::scoped_lock lock(mutex_);
+  if (!group_) {
+    throw Error(base::error_text(
+        "process group", "the one that the model was sharded over",
+        base::on_rank("none: it was destroyed", rank_, size_),
+        "Call destroy_process_group after the last step, or shard a new model "
+        "over a new group."));
+  }
+  return group_;
+}
+
+void BorrowedGroup::give_back() {
+  c10::intrusive_ptr<c10d::ProcessGroup> ended_on_return;
+  const std::scoped_lock lock(mutex_);
+  if (registered(name_) != group_) ended_on_return = std::move(group_);
+}
+
+}  // namespace lowtide::comm
