@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.distributed.fsdp import (
@@ -21,7 +21,9 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ParameterDtypes",
+    "overridden_dtype",
     "parameter_dtypes",
+    "without_override",
 ]
 
 # How a weight's gradient gets to where it is reduced from: autograd's, copied there, or
@@ -65,6 +67,36 @@ def parameter_dtypes(
             "MixedPrecisionPolicy(reduce_dtype=torch.float32)."
         )
     return ParameterDtypes(storage, compute, reduce)
+
+
+_OVERRIDE = "param_dtype_override_fn"
+
+
+def without_override(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """That of parameters of which ``param_dtype_override_fn`` says nothing."""
+    names = {field.name for field in dataclasses.fields(policy)} & {_OVERRIDE}
+    changes: dict[str, Any] = dict.fromkeys(names)
+    return dataclasses.replace(policy, **changes)
+
+
+def overridden_dtype(
+    parameter: torch.nn.Parameter, policy: MixedPrecisionPolicy, *, who: str
+) -> torch.dtype | None:
+    """What the policy's ``param_dtype_override_fn`` (of torch 2.15) says of one
+    parameter; None where the policy's ``param_dtype`` holds.
+
+    Raises:
+        ValueError: For another dtype than that and the parameter's own.
+    """
+    override = getattr(policy, _OVERRIDE, None)
+    dtype = override(parameter) if override is not None else None
+    if dtype not in (None, policy.param_dtype, parameter.dtype):
+        raise ValueError(
+            f"lowtide: {who}: expected {_OVERRIDE} to return None, the "
+            f"policy's param_dtype, {policy.param_dtype}, or the parameter's own, "
+            f"{parameter.dtype}, got {dtype}. Convert the parameter before fully_shard."
+        )
+    return dtype
 
 
 @dataclasses.dataclass(frozen=True)

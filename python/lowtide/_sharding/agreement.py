@@ -41,7 +41,8 @@ def describe(state: UnitState) -> list[str]:
         shard = parameter.shard
         lines.append(
             f"parameter '{parameter.name}' {tuple(shard.shape)} {shard.dtype}"
-            f"{'' if shard.requires_grad else ' frozen'}, policy {state.policy}"
+            f"{'' if shard.requires_grad else ' frozen'}, "
+            f"policy {state.policy_of(parameter.compute_dtype)}"
             f"{_of_class(parameter.extended_class)}"
             f"{', fused gradient' if state.fuses(parameter) else ''}"
         )

@@ -77,12 +77,6 @@ def check_settings(
             f"{_kind(mp_policy)}. Write lowtide.MixedPrecisionPolicy(param_dtype="
             f"{dtype}, reduce_dtype=torch.float32), say."
         )
-    if getattr(mp_policy, "param_dtype_override_fn", None) is not None:  # torch 2.15's
-        raise NotImplementedError(
-            f"lowtide: {who}: expected param_dtype_override_fn=None, got "
-            f"{mp_policy.param_dtype_override_fn}. Make units of the parameters that "
-            "keep their dtype, with a policy of their own."
-        )
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise ValueError(
             f"lowtide: {who}: expected mesh to be a DeviceMesh, got {_kind(mesh)}. Of "

@@ -187,7 +187,7 @@ class Extensions:
         parameters: list[UnitParameter],
         dtypes: list[torch.dtype],
         mesh: DeviceMesh,
-        policy: MixedPrecisionPolicy,
+        policies: list[MixedPrecisionPolicy],
         keeps_parts: bool,
     ) -> None:
         # Whether parts of what was gathered stay between forward and backward.
@@ -195,7 +195,7 @@ class Extensions:
         self._extended = [_Extended(parameter) for parameter in parameters]
         self._dtypes = dtypes
         self._mesh = _last_dimension(mesh)
-        self._policy = policy
+        self._policies = policies
         self._agreed = False
         # When the ranks agreed: what units send that have not been gathered since.
         self._asked: dict[Extensions, _Asked] = {}
@@ -227,8 +227,8 @@ class Extensions:
     def _ask(self) -> list[Tensor]:
         return [
             tensor
-            for extended in self._extended
-            for tensor in extended.inputs(self._mesh, self._policy)
+            for extended, policy in zip(self._extended, self._policies, strict=True)
+            for tensor in extended.inputs(self._mesh, policy)
         ]
 
     def _versions(self) -> list[int]:

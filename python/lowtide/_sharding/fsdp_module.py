@@ -154,6 +154,25 @@ class FSDPModule(TorchFSDPModule):
         for state in self._states(recurse):
             state.settings.reduction.unused_too = reduce_scatter_unused_params
 
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Accepted. (FSDP2: how many units' gradients may be on their way at once.
+        Here they leave through a ring of two slots, whose bytes do not grow with the
+        units': no setting makes it one or three.)"""
+        if isinstance(max_input_buffers, bool) or not isinstance(
+            max_input_buffers, int
+        ):
+            raise TypeError(
+                "lowtide: FSDPModule.set_reduce_scatter_max_input_buffers: expected an "
+                f"int, got {type(max_input_buffers).__name__}. Leave the call out."
+            )
+        if max_input_buffers < 1:
+            raise ValueError(
+                "lowtide: FSDPModule.set_reduce_scatter_max_input_buffers: expected a "
+                f"positive number, got {max_input_buffers}. Leave the call out."
+            )
+
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:

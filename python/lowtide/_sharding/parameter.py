@@ -29,6 +29,7 @@ class UnitParameter:
     shard_dim: int
     sizes: torch.Size  # of the full parameter; of this rank's part if it is parallel
     parallel: DTensorSpec | None  # of a parameter that was a DTensor already
+    compute_dtype: torch.dtype | None  # that its policy has for it alone
     reduce_dtype: torch.dtype = torch.float32  # of its gradient on the wire
     # The class of a shard that says what is gathered for it, see subclass.py.
     extended_class: type[torch.Tensor] | None = None

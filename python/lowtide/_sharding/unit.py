@@ -1,5 +1,6 @@
 """One ``fully_shard`` call: its modules, its parameters, its C++ unit."""
 
+import dataclasses
 import functools
 import itertools
 import types
@@ -46,7 +47,9 @@ from lowtide.policies import (
     GradientMode,
     MixedPrecisionPolicy,
     ParameterDtypes,
+    overridden_dtype,
     parameter_dtypes,
+    without_override,
 )
 
 _numbers = itertools.count(1)  # of gathers without a root
@@ -72,7 +75,8 @@ class UnitState:
         self.modules = modules
         self.mesh = mesh
         self.device = device
-        self.policy = policy
+        self.policy = without_override(policy)
+        self._overridden_dtype = functools.partial(overridden_dtype, policy=policy)
         self.auto_reshard = reshard_after_forward is None
         self.name = ", ".join(map(class_name, modules))
         self.ignored: set[int] = set()  # ids of parameters that stay the user's
@@ -138,13 +142,18 @@ class UnitState:
             module, name = item.slots[0]
             original = item.parameter
             who = f"{class_name(module)}.{name}"
+            compute = self._overridden_dtype(original, who=who)
             parameter_dtypes(  # raises
-                original.dtype, self.policy, who=who, trainable=original.requires_grad
+                original.dtype,
+                self.policy_of(compute),
+                who=who,
+                trainable=original.requires_grad,
             )
             placement = place(original) if place is not None else None
             parameter = UnitParameter(
                 item.slots,
                 name=who,
+                compute_dtype=compute,
                 **make_shard(original, self.mesh, placement, who),
             )
             parameter.register(parameter.shard)
@@ -295,7 +304,7 @@ class UnitState:
                 extended,
                 [self.dtypes(parameter).compute for parameter in extended],
                 self.mesh,
-                self.policy,
+                [self.policy_of(parameter.compute_dtype) for parameter in extended],
                 keeps_parts=self.settings.post_forward_group is not None,
             )
             if extended
@@ -331,11 +340,17 @@ class UnitState:
                 state.hooks.look_again()
         self.tree = []
 
+    def policy_of(self, compute: torch.dtype | None) -> MixedPrecisionPolicy:
+        """Of a parameter that is computed with in ``compute``, if that is its own."""
+        if compute is None:
+            return self.policy
+        return dataclasses.replace(self.policy, param_dtype=compute)
+
     def dtypes(self, parameter: UnitParameter) -> ParameterDtypes:
         shard = parameter.shard
         return parameter_dtypes(
             shard.dtype,
-            self.policy,
+            self.policy_of(parameter.compute_dtype),
             who=parameter.name,
             trainable=shard.requires_grad,
         )

@@ -136,12 +136,6 @@ def dtype_of_gradients() -> None:
     fully_shard(module)
 
 
-def dtypes_by_parameter() -> None:
-    policy: Any = MixedPrecisionPolicy(torch.bfloat16)
-    object.__setattr__(policy, "param_dtype_override_fn", lambda parameter: None)
-    fully_shard(linear(), mp_policy=policy)
-
-
 def scalar() -> None:
     module = linear()
     module.temperature = nn.Parameter(torch.tensor(1.0))
@@ -152,6 +146,15 @@ def transposed() -> None:
     module = nn.Linear(4, 6, bias=False)
     module.weight = nn.Parameter(module.weight.data.t())
     fully_shard(module)
+
+
+def no_buffers() -> None:
+    sharded().set_reduce_scatter_max_input_buffers(1)
+    sharded().set_reduce_scatter_max_input_buffers(0)
+
+
+def buffers_yes() -> None:
+    sharded().set_reduce_scatter_max_input_buffers(True)
 
 
 def reshard_setting() -> None:
@@ -316,9 +319,14 @@ REFUSALS: dict[Callable[[], None], tuple[str, str]] = {
         "Linear.weight: expected a parameter whose grad_dtype is its own dtype, "
         "torch.float32, got torch.float64. ",
     ),
-    dtypes_by_parameter: (
-        "NotImplementedError",
-        "fully_shard: expected param_dtype_override_fn=None, got <function ",
+    no_buffers: (
+        "ValueError",
+        "FSDPModule.set_reduce_scatter_max_input_buffers: expected a positive number, "
+        "got 0. ",
+    ),
+    buffers_yes: (
+        "TypeError",
+        "FSDPModule.set_reduce_scatter_max_input_buffers: expected an int, got bool. ",
     ),
     scalar: (
         "ValueError",

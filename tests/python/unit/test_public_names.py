@@ -15,10 +15,7 @@ FSDP2 = {
 }
 # What torch 2.15 has beyond these, and its FSDPModule beyond lowtide's.
 LATER = {"DataParallelMeshDims", "GradientReductionHandle"}
-LATER_METHODS = {
-    *("set_keep_unsharded_storage", "set_symm_mem_for_comm"),
-    "set_reduce_scatter_max_input_buffers",
-}
+LATER_METHODS = {"set_keep_unsharded_storage", "set_symm_mem_for_comm"}
 OWN = {
     *("wrap", "plan", "memory_report", "abort_step", "clip_grad_norm_"),
     *("local_parameters", "sharded_optimizer"),
