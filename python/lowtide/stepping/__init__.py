@@ -78,6 +78,7 @@ class Step:
         self._model = model
         self._optimizers = optimizers
         self._group = process_group
+        self._answer = Answer(False)
 
     def __enter__(self) -> None:
         self._decision = Decision(self._group)
@@ -106,6 +107,12 @@ class Step:
         self._signals.deliver()
         if raised is not None:
             raise raised from error
+
+    @property
+    def happened(self) -> bool:
+        """Whether the block that ended last did, on every rank: also where an
+        interrupt that came at its very end is raised behind it."""
+        return self._answer.happened
 
     def run(self, function: Callable[[], _Value]) -> _Value:
         """What ``function`` returns, called in the block; where a rank finds no memory
