@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lowtide._sharding.local_parameter import sharded_of
 from lowtide.api import abort_step
 from lowtide.saving import content
-from lowtide.saving.background import Snapshot, bytes_of
+from lowtide.saving.background import Snapshot
 
 _KINDS = (Tensor, Optimizer, MutableMapping, MutableSet, list, deque)
 _OTHERS = "others"  # buffers and gradients, which forward and backward write
@@ -49,11 +49,6 @@ class Remembered:
         self.device = next(devices, torch.device("cpu"))
         self._generators = content.generators(self.device)
         self._copies = Snapshot(self._tensors, self.device)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of host memory."""
-        return bytes_of(self._tensors)
 
     @torch.no_grad()
     def bring_back(self) -> None:
