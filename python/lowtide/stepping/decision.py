@@ -114,9 +114,10 @@ class Decision:
         first = _kept.get(self._name, 0)
         _kept[self._name] = max(first, self._number)
         if self.rank == 0:
-            for number in range(first, self._number):
-                self._store.delete_key(f"{number}/done")
-                self._store.delete_key(f"{number}/answer")
+            with contextlib.suppress(RuntimeError):  # a store may have no such method
+                for number in range(first, self._number):
+                    self._store.delete_key(f"{number}/done")
+                    self._store.delete_key(f"{number}/answer")
 
 
 class _StoreGone(RuntimeError):
