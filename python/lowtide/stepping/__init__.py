@@ -78,19 +78,23 @@ class Step:
         self._model = model
         self._optimizers = optimizers
         self._group = process_group
+        self._decision: Decision | None = None
         self._answer = Answer(False)
 
     def __enter__(self) -> None:
-        self._decision = Decision(self._group)
         self._answer = Answer(False)
-        self._signals = Signals(Step.__exit__.__code__)
+        self._decision = None
+        self._signals = Signals(_ENDS)
         try:
+            self._signals.take()
+            self._decision = Decision(self._group)
             _require_nothing_waits(self._model)
             self._remembered = Remembered(self._model, self._optimizers)
-            self._signals.take()
+            self._signals.release()
         except BaseException as error:
             self._signals.give_back()
-            self._decision.failed(error)
+            if self._decision is not None:
+                self._decision.failed(error)
             raise
 
     def __exit__(
@@ -133,7 +137,8 @@ class Step:
 
     def _end(self, error: BaseException | None) -> BaseException | None:
         """Decides, undoes; returns what is to be raised, if it is not ``error``."""
-        self._answer, raised = self._decide(error)
+        assert self._decision is not None
+        self._answer, raised = _decide(self._decision, self._signals, error)
         remembered, self._device = self._remembered, self._remembered.device
         del self._remembered
         if self._answer.happened:
@@ -148,17 +153,6 @@ class Step:
         finally:
             remembered.bring_back()
 
-    def _decide(
-        self, error: BaseException | None
-    ) -> tuple[Answer, BaseException | None]:
-        """And what a signal's handler raised meanwhile."""
-        if error is not None:
-            return self._decision.failed(error), None
-        try:
-            return self._decision.done(self._signals.deliver), None
-        except BaseException as raised:
-            return self._decision.failed(raised), raised
-
     def _require_all_again(self, error: BaseException) -> None:
         """Ranks that are in a collective of the step do not come: they have to end."""
         again = Decision(self._group)
@@ -172,6 +166,22 @@ class Step:
             raise
         if not answer.happened:
             raise _undone(answer, again) from error
+
+
+# Where a handler that raises would leave the block half begun or half ended.
+_ENDS = (Step.__enter__.__code__, Step.__exit__.__code__)
+
+
+def _decide(
+    decision: Decision, signals: Signals, error: BaseException | None
+) -> tuple[Answer, BaseException | None]:
+    """And what a signal's handler raised meanwhile."""
+    if error is not None:
+        return decision.failed(error), None
+    try:
+        return decision.done(signals.deliver), None
+    except BaseException as raised:
+        return decision.failed(raised), raised
 
 
 def _undone(answer: Answer, decision: Decision) -> StepUndone:

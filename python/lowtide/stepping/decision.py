@@ -49,12 +49,12 @@ class Decision:
         self.rank, self.size = group.rank(), group.size()
         self._name = group.group_name
         self._number = _numbers.get(self._name, 0)
-        _numbers[self._name] = self._number + 1
         self._timeout = _timeout(group)
         self._store = dist.PrefixStore(
             f"lowtide/step/{self._name}",
             dist.distributed_c10d._get_default_store(),
         )
+        _numbers[self._name] = self._number + 1
 
     def done(
         self,

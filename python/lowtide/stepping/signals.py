@@ -1,10 +1,10 @@
 """When a program's signal handlers run around a step: at once in its block, afterwards
-where it is decided and undone.
+where it begins, is decided and undone.
 
 [Note: An interrupt where a step ends]
 Between the last line of the block and the first of ``__exit__`` a handler could raise
-in neither's ``try``. Python calls it with the frame that it interrupts: where that is
-``__exit__``'s own the handler waits, too.
+in neither's ``try``, and so where the block begins. Python calls it with the frame that
+it interrupts: where that is ``__enter__``'s or ``__exit__``'s own the handler waits.
 """
 
 import signal
@@ -20,12 +20,12 @@ class Signals:
     """Python's handlers, from :meth:`take` to :meth:`give_back`. Does nothing in a
     thread other than the main one, in which no handler runs."""
 
-    def __init__(self, ends_in: CodeType) -> None:
-        """``ends_in``: the code that decides, in whose frames handlers wait."""
-        self._ends_in = ends_in
+    def __init__(self, ends: tuple[CodeType, ...]) -> None:
+        """``ends``: of the block, in whose frames handlers wait."""
+        self._ends = ends
         self._handlers: dict[int, _Handler] = {}
         self._waiting: list[int] = []
-        self._hold = False
+        self._hold = True  # until the block has begun
 
     def take(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -35,6 +35,10 @@ class Signals:
             if callable(handler):
                 self._handlers[number] = handler
                 signal.signal(number, self._handle)
+
+    def release(self) -> None:
+        self._hold = False
+        self.deliver()
 
     def hold(self) -> None:
         self._hold = True
@@ -51,7 +55,7 @@ class Signals:
                 signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._hold or (frame is not None and frame.f_code is self._ends_in):
+        if self._hold or (frame is not None and frame.f_code in self._ends):
             self._waiting.append(number)
         else:
             self._handlers[number](number, frame)

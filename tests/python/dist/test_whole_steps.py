@@ -223,7 +223,9 @@ def leave_in_the_block(how: str) -> Any:
     return None
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize(
+    "how", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.slow)]
+)
 def test_a_rank_that_is_gone_undoes_the_step(how):
     with RankPool(2, group_timeout=3.0) as pool:
         left, gone = pool.outcomes(leave_in_the_block, how, timeout=8)
