@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         OffloadPolicy,
     )
     from lowtide.saving import load, save
+    from lowtide.stepping import step
     from lowtide.wrapping import wrap
 
 __version__: str = _C.build_info()["version"]
@@ -64,6 +65,7 @@ _PUBLIC = {
     "plan": "lowtide.planning",
     "load": "lowtide.saving",
     "save": "lowtide.saving",
+    "step": "lowtide.stepping",
     "wrap": "lowtide.wrapping",
 }
 _PUBLIC_MODULES = ("losses", "phantom", "sequence_parallel", "spmd")
@@ -91,6 +93,7 @@ __all__ = [
     "share_comm_ctx",
     "sharded_optimizer",
     "spmd",
+    "step",
     "tag",
     "wrap",
 ]

@@ -159,7 +159,7 @@ def _inside(states: list[UnitState]) -> list[int]:
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def _human(num_bytes: int) -> str:
+def human(num_bytes: int) -> str:
     value, unit = float(num_bytes), 0
     while value >= 1024 and unit < len(_UNITS) - 1:
         value, unit = value / 1024, unit + 1
@@ -171,9 +171,9 @@ def _lines(report: MemoryReport) -> Iterator[str]:
     yield f"{'category':<18}{'live':>12}{'peak':>12}{'at peak':>12}{'planned':>12}"
     for name, row in report.categories.items():
         figures = (row.live, row.peak, row.at_total_peak, row.planned)
-        columns = "".join(f"{_human(figure):>12}" for figure in figures)
+        columns = "".join(f"{human(figure):>12}" for figure in figures)
         yield f"{name:<18}{columns}  {CATEGORIES[name].holds}"
-    yield f"{'total':<18}{_human(report.total_live):>12}{_human(report.total_peak):>12}"
+    yield f"{'total':<18}{human(report.total_live):>12}{human(report.total_peak):>12}"
     yield "live, peak: observed by the ledger; planned: arithmetic"
     if report.fused is not None:
         fused, exact = report.fused.fused, report.fused.exact
@@ -181,4 +181,4 @@ def _lines(report: MemoryReport) -> Iterator[str]:
         yield f"weight gradients: {len(fused)} fused, {left} exact"
         yield from (f"  {name}: {why}" for name, why in exact.items())
     if report.activations is not None:
-        yield from activations.lines(report.activations, _human)
+        yield from activations.lines(report.activations, human)

@@ -57,6 +57,7 @@ PYTHON_LAYERS = {
     "spmd": 3,
     "planning": 4,  # runs programs: uses every engine, and the phantom
     "saving": 4,
+    "stepping": 5,  # remembers as a save does
     "wrapping": 4,
     "cli": 5,
     "integrations": 4,

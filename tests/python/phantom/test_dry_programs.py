@@ -161,6 +161,12 @@ def test_a_save_in_the_background_copies_beside_the_step(tmp_path):
     assert done.stdout.splitlines()[0] == "done", done.stderr
 
 
+def test_a_step_on_a_device_is_undone_and_tried_again():
+    script = Path(__file__).parent / "scripts" / "undone_step.py"
+    done = run(str(script), world=2)
+    assert done.stdout.splitlines()[0] == "done", done.stderr
+
+
 def test_a_70b_model_made_on_the_meta_device_takes_no_memory_of_the_host():
     found = programs(("llama_70b",), world=256)["llama_70b"]
     assert found["elements"] == 70_553_706_496

@@ -81,7 +81,7 @@ def shard_of(item: pytest.Item) -> str:
         return str(mark.args[0])
     folder = item.path.parent.name
     if folder != "dist":
-        return "phantom" if folder == "phantom" else "rest"
+        return folder if folder in ("phantom", "faults") else "rest"
     return f"dist-{1 + zlib.crc32(item.path.name.encode()) % DIST_SHARDS}"
 
 

@@ -112,6 +112,10 @@ class LoneStore(Store):
         with self._lock:
             return len(self._values)
 
+    # The names that torch asks a store for which others are made of, as PrefixStore.
+    deleteKey = delete_key
+    getNumKeys = num_keys
+
     def clone(self) -> LoneStore:
         """For a group that is split off another."""
         return self
@@ -164,6 +168,9 @@ class SharedStore(Store):
 
     def num_keys(self) -> int:
         return self._store.num_keys()
+
+    deleteKey = delete_key
+    getNumKeys = num_keys
 
     def clone(self) -> SharedStore:
         return self

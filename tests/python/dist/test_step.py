@@ -1,0 +1,164 @@
+"""``lowtide.step``: what raises on one rank did not happen on any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+import lowtide
+from lowtide.stepping import StepUndone
+from support.bits import assert_same_tensors
+from support.bombs import Boom
+from support.breaking import BreaksAt, boom, interrupt
+from support.saving import backward, make
+from support.training import local
+
+STEPS = 3
+
+
+def groups(model: Any) -> list[dict[str, Any]]:
+    """Two, so that a fused step has a middle."""
+    parameters = list(model.parameters())
+    return [{"params": parameters[:5]}, {"params": parameters[5:], "lr": 3e-3}]
+
+
+def adamw(**options: Any) -> Callable[[Any], torch.optim.Optimizer]:
+    return lambda model: torch.optim.AdamW(groups(model), lr=1e-2, **options)
+
+
+def of_local_parameters(model: Any) -> torch.optim.Optimizer:
+    parameters = lowtide.local_parameters(model)
+    return torch.optim.AdamW(
+        [{"params": parameters[:5]}, {"params": parameters[5:]}], lr=1e-2, fused=True
+    )
+
+
+def of_torchao(model: Any) -> torch.optim.Optimizer:
+    from torchao.optim import AdamW8bit
+
+    return AdamW8bit(model.parameters(), lr=1e-2, block_size=8)
+
+
+def of_transformers(model: Any) -> torch.optim.Optimizer:
+    from transformers.optimization import Adafactor
+
+    return Adafactor(lowtide.local_parameters(model), lr=1e-2, relative_step=False)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "one by one": adamw(foreach=False),
+    "foreach": adamw(foreach=True),
+    "amsgrad": adamw(foreach=True, amsgrad=True),
+    "fused": adamw(fused=True),
+    "local parameters": of_local_parameters,
+    "momentum": lambda m: torch.optim.SGD(groups(m), lr=1e-2, momentum=0.9),
+    "torchao": of_torchao,
+    "transformers": of_transformers,
+}
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """This rank's: of the model, the generator and all that an optimizer knows."""
+    found: dict[str, Any] = {"generator": torch.get_rng_state()}
+    for name, buffer in model.named_buffers():
+        found[name] = buffer.clone()
+    for name, p in model.named_parameters():
+        found[name] = p
+        found[f"{name}.grad"] = p.grad
+    for number, group in enumerate(optimizer.param_groups):
+        for key in group.keys() - {"params"}:
+            found[f"group {number}.{key}"] = torch.frombuffer(
+                bytearray(repr(group[key]).encode()), dtype=torch.uint8
+            )
+        for i, p in enumerate(group["params"]):
+            for key, value in optimizer.state.get(p, {}).items():
+                found[f"state {number}.{i}.{key}"] = value
+    return {name: plain(found[name]) for name in sorted(found)}
+
+
+def plain(value: Any) -> torch.Tensor | None:
+    """A copy of this rank's rows, of quantized ones as floats."""
+    if not isinstance(value, torch.Tensor):
+        return None if value is None else torch.as_tensor(value)
+    value = local(value)
+    if is_traceable_wrapper_subclass(value):
+        value = value.dequantize()
+    return value.clone()
+
+
+def broken_step(
+    model: Any, optimizer: torch.optim.Optimizer, breaks: BreaksAt, behind: bool
+) -> None:
+    with lowtide.step(model, optimizer):
+        with breaks:
+            optimizer.step()
+        if behind:
+            breaks.how()
+
+
+def break_a_step(
+    name: str, how: Callable[[], None], at_step: int, then: str
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Pairs that must be equal: of this rank right after the broken step, and in the
+    end."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+
+    def run(broken: bool, at: int | None) -> tuple[dict[str, Any], int]:
+        torch.manual_seed(dist.get_rank())
+        model, _ = make()
+        optimizer = OPTIMIZERS[name](model)
+        count = 0
+        for step in range(STEPS):
+            backward(model, step)
+            if step == at_step and broken:
+                before = everything(model, optimizer)
+                known = set(optimizer.state)
+                breaks = BreaksAt(at if last else None, how)
+                expected = (Boom, KeyboardInterrupt) if last else StepUndone
+                with pytest.raises(expected) as raised:
+                    broken_step(model, optimizer, breaks, last and at is None)
+                if not last:
+                    said = "Boom: an operator" if how is boom else "KeyboardInterrupt"
+                    assert str(raised.value).startswith(
+                        f"lowtide: step: expected all {dist.get_world_size()} ranks to "
+                        f"finish the step, got on rank {dist.get_world_size() - 1}: "
+                        f"'{said}' (rank {dist.get_rank()})"
+                    ), raised.value
+                assert set(optimizer.state) == known
+                pairs.append((everything(model, optimizer), before))
+                count = breaks.count
+            if step != at_step or then == "again":
+                with lowtide.step(model, optimizer):
+                    optimizer.step()
+            optimizer.zero_grad()
+        return everything(model, optimizer), count
+
+    pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    end, count = run(True, None)  # at the end of the step
+    assert count >= 2 or not last
+    expected, _ = run(False, None)
+    pairs.append((end, expected))
+    for at in {0, count // 2, count - 1} if last else {0, 1, 2}:
+        pairs.append((run(True, at)[0], expected))
+    return pairs
+
+
+def check(results: list[list[tuple[dict[str, Any], dict[str, Any]]]]) -> None:
+    for rank, pairs in enumerate(results):
+        for number, (got, expected) in enumerate(pairs):
+            assert_same_tensors(got, expected, f"pair {number} of rank {rank}")
+
+
+@pytest.mark.parametrize("then", ["again", "skipped"])
+@pytest.mark.parametrize("at_step", [0, 1])
+@pytest.mark.parametrize("how", [boom, interrupt])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_broken_step_did_not_happen(pool_of, world_size, name, how, at_step, then):
+    check(pool_of(world_size).run(break_a_step, name, how, at_step, then))

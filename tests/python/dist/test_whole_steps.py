@@ -1,0 +1,404 @@
+"""``lowtide.step`` around forward, backward and the optimizer: what is raised where,
+ranks that do not come, interrupts while it is decided, and memory that is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lowtide
+from lowtide import stepping
+from lowtide._base import memory
+from lowtide.stepping import StepUndone
+from lowtide.stepping.remembered import Remembered
+from support.bits import assert_same_tensors
+from support.bombs import Bombs, Boom
+from support.breaking import BreaksAt
+from support.ranks import RankPool
+
+STEPS, FAILING = 4, 1
+
+
+class Net(nn.Module):
+    """With random numbers, and buffers that forward writes and replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 10)
+        self.norm = nn.BatchNorm1d(10)
+        self.last = nn.Linear(10, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        return self.last(nn.functional.dropout(self.norm(self.first(x)), 0.3))
+
+
+class Training:
+    def __init__(self, microbatches: int = 2) -> None:
+        torch.manual_seed(0)
+        self.model: Any = Net()
+        self.bombs = Bombs(self.model)
+        for unit in (self.model.first, self.model.last, self.model):
+            lowtide.fully_shard(unit)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        torch.manual_seed(1 + dist.get_rank())
+        self.microbatches = microbatches
+        self.breaks: Any = contextlib.nullcontext()  # of the next optimizer's step
+
+    def whole_step(self, number: int) -> None:
+        for microbatch in range(self.microbatches):
+            self.model.set_requires_gradient_sync(microbatch == self.microbatches - 1)
+            generator = torch.Generator().manual_seed(10 * number + microbatch)
+            x = torch.randn(4, 6, generator=generator)
+            self.model(x).pow(2).sum().backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        breaks, self.breaks = self.breaks, contextlib.nullcontext()
+        with breaks:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self) -> dict[str, torch.Tensor | None]:
+        found: dict[str, Any] = {"generator": torch.get_rng_state()}
+        for name, p in self.model.named_parameters():
+            found[name], found[f"{name}.grad"] = p, p.grad
+            for key, value in self.optimizer.state.get(p, {}).items():
+                found[f"{name}.{key}"] = value
+        found |= dict(self.model.named_buffers())
+        return {
+            name: None if value is None else _local(value).clone()
+            for name, value in found.items()
+        }
+
+    def all_steps(self, skip: int | None = None) -> dict[str, torch.Tensor | None]:
+        for number in range(STEPS):
+            if number != skip:
+                self.whole_step(number)
+        return self.state()
+
+
+def _local(value: Any) -> torch.Tensor:
+    value = value.detach()
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def is_last() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def check(results: list[list[tuple[Any, Any]]]) -> None:
+    for rank, pairs in enumerate(results):
+        for number, (got, expected) in enumerate(pairs):
+            assert_same_tensors(got, expected, f"pair {number} of rank {rank}")
+
+
+# -- what is raised where -------------------------------------------------------------
+
+
+def attempt(training: Training, number: int, breaks: BreaksAt | None = None) -> Any:
+    """What was raised."""
+    try:
+        with lowtide.step(training.model, training.optimizer):
+            training.whole_step(number)
+            if breaks is not None:
+                raise Boom("behind it")
+    except (Boom, StepUndone) as error:
+        return error
+    return None
+
+
+def raise_everywhere() -> list[tuple[Any, Any]]:
+    skipped = Training().all_steps(skip=FAILING)
+    unbroken = Training().all_steps()
+    pairs = []
+    places = [(place, when) for place in ("first", "last") for when in WHEN]
+    for place, when in [*places, (None, "")]:
+        for again in (False, True):
+            training = Training()
+            for number in range(STEPS):
+                if number == FAILING:
+                    before = training.state()
+                    if place is not None:
+                        training.bombs.arm(place, when)  # on all ranks
+                        error: Any = attempt(training, number)
+                    else:
+                        error = attempt(training, number, is_last() or None)
+                    kind = Boom if place is not None or is_last() else StepUndone
+                    assert isinstance(error, kind), error
+                    pairs.append((training.state(), before))
+                if number != FAILING or again:
+                    training.whole_step(number)
+            pairs.append((training.state(), unbroken if again else skipped))
+    return pairs
+
+
+WHEN = ("forward", "backward")
+
+
+def test_what_raises_anywhere_did_not_happen(pool_of):
+    check(pool_of(2).run(raise_everywhere))
+
+
+def gradients_that_were_there() -> list[tuple[Any, Any]]:
+    """Changed in place in the block, then freed."""
+    training = Training(microbatches=1)
+    training.whole_step(0)
+    training.model(torch.ones(4, 6)).sum().backward()
+    before = training.state()
+    try:
+        with lowtide.step(training.model, training.optimizer):
+            torch.nn.utils.clip_grad_norm_(training.model.parameters(), 1e-3)
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+            if is_last():
+                raise Boom("late")
+    except (Boom, StepUndone):
+        pass
+    return [(training.state(), before)]
+
+
+def test_gradients_come_back(pool_of):
+    check(pool_of(2).run(gradients_that_were_there))
+
+
+def begin_between_microbatches() -> list[str]:
+    training = Training()
+    training.model.set_requires_gradient_sync(False)
+    training.model(torch.ones(4, 6)).sum().backward()
+    said = []
+    if is_last():  # the other hears of it
+        try:
+            with lowtide.step(training.model, training.optimizer):
+                pass
+        except RuntimeError as error:
+            said.append(str(error))
+    else:
+        lowtide.abort_step(training.model)
+        try:
+            with lowtide.step(training.model, training.optimizer):
+                pass
+        except StepUndone as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_step_begins_before_its_microbatches(pool_of):
+    (heard,), (refused,) = pool_of(2).run(begin_between_microbatches)
+    assert refused == (
+        "lowtide: step: expected unit 'Net' without gradients that wait for a "
+        "reduction, got some of earlier microbatches, which could not come back. Begin "
+        "the step before the first microbatch."
+    )
+    assert heard.startswith("lowtide: step: expected all 2 ranks to finish the step")
+    assert "got on rank 1: 'lowtide: step: expected unit 'Net'" in heard.replace(
+        '"', "'"
+    )
+
+
+# -- ranks that do not come -----------------------------------------------------------
+
+
+def leave_in_the_block(how: str) -> Any:
+    training = Training()
+    training.whole_step(0)
+    training.model(torch.ones(4, 6)).sum().backward()
+    before = training.state()
+    try:
+        with lowtide.step(training.model, training.optimizer):
+            training.optimizer.step()
+            if is_last():
+                os.kill(os.getpid(), getattr(signal, how))
+    except StepUndone as error:
+        assert_same_tensors(training.state(), before, "undone")
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    "how", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.slow)]
+)
+def test_a_rank_that_is_gone_undoes_the_step(how):
+    with RankPool(2, group_timeout=3.0) as pool:
+        left, gone = pool.outcomes(leave_in_the_block, how, timeout=8)
+    assert left.kind == "value", left
+    assert left.value.startswith(
+        "lowtide: step: expected all 2 ranks to finish the step, got on rank 0: "
+        "'TimeoutError: 1 of 2 ranks after 3 s' (rank 0). It did not happen"
+    ), left.value
+    assert gone.kind == ("died" if how == "SIGKILL" else "timeout")
+
+
+# -- interrupts -----------------------------------------------------------------------
+
+
+def interrupt_while_waiting(handler: str) -> Any:
+    """Rank 0 is through and waits for rank 1, which waits for what becomes of it."""
+    training = Training()
+    training.whole_step(0)
+    training.model(torch.ones(4, 6)).sum().backward()
+    before = training.state()
+    store = dist.distributed_c10d._get_default_store()
+    key = f"interrupted/{handler}"
+    heard: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        heard.append(number)
+        store.set(key, "")
+
+    previous = signal.signal(signal.SIGINT, note) if handler == "notes" else None
+    block = lowtide.step(training.model, training.optimizer)
+    try:
+        with block:
+            training.optimizer.step()
+            if dist.get_rank() == 1:
+                store.wait([key])
+            else:
+                done = stepping.Decision.done
+
+                def soon(self: Any, while_waiting: Any) -> Any:
+                    threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
+                    return done(self, while_waiting)
+
+                stepping.Decision.done = soon  # type: ignore[method-assign]
+    except KeyboardInterrupt:
+        store.set(key, "")
+    except StepUndone as error:
+        heard.append(len(str(error)))
+    finally:
+        if previous is not None:
+            signal.signal(signal.SIGINT, previous)
+        if dist.get_rank() == 0:
+            stepping.Decision.done = done  # type: ignore[method-assign]
+    if not block.happened:
+        assert_same_tensors(training.state(), before, "undone")
+    return block.happened, len(heard)
+
+
+def test_a_rank_that_waits_may_be_interrupted(pool_of):
+    (first, _), (second, heard) = pool_of(2).run(interrupt_while_waiting, "raises")
+    assert (first, second) == (False, False) and heard == 1
+
+
+def test_a_handler_that_notes_a_signal_undoes_nothing(pool_of):
+    assert pool_of(2).run(interrupt_while_waiting, "notes") == [(True, 1), (True, 0)]
+
+
+def interrupt_while_undoing() -> list[tuple[Any, Any]]:
+    training = Training()
+    training.whole_step(0)
+    before = training.state()
+    bring_back = Remembered.bring_back
+
+    def interrupted(self: Remembered) -> None:
+        signal.raise_signal(signal.SIGINT)
+        bring_back(self)
+
+    Remembered.bring_back = interrupted  # type: ignore[method-assign]
+    try:
+        with lowtide.step(training.model, training.optimizer):
+            training.whole_step(1)
+            raise Boom("late")
+    except KeyboardInterrupt:
+        pass
+    finally:
+        Remembered.bring_back = bring_back  # type: ignore[method-assign]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return [(training.state(), before)]
+
+
+def test_an_interrupt_waits_for_what_is_undone(pool_of):
+    check(pool_of(1).run(interrupt_while_undoing))
+
+
+# -- memory ---------------------------------------------------------------------------
+
+
+def refuse_memory(where: str, ranks: str) -> Any:
+    unbroken = Training().all_steps()
+    training = Training()
+    said = []
+    for number in range(STEPS):
+        tries = []
+
+        def one_step(number: int = number, tries: list[int] = tries) -> None:
+            tries.append(number)
+            first = len(tries) == 1 and number == FAILING
+            if first and (ranks == "all" or is_last()):
+                if where == "gather":
+                    memory.device_memory(torch.device("cpu")).fail_next_lease(
+                        "gathered", "last"
+                    )
+                else:
+                    training.breaks = BreaksAt(3, no_memory)
+            training.whole_step(number)
+
+        lowtide.step(training.model, training.optimizer).run(one_step)
+        said.append(len(tries))
+    assert said == [1, 2, 1, 1], said
+    return [(training.state(), unbroken)]
+
+
+def no_memory() -> None:
+    raise torch.OutOfMemoryError("no 3 bytes")
+
+
+@pytest.mark.parametrize(
+    ("where", "ranks"), [("gather", "all"), ("optimizer", "all"), ("optimizer", "one")]
+)
+def test_a_step_without_memory_is_tried_once_more(pool_of, where, ranks):
+    check(pool_of(2).run(refuse_memory, where, ranks))
+
+
+def refuse_memory_again(alone: bool) -> str:
+    training = Training()
+    training.whole_step(0)
+    before = training.state()
+    stepping._UNTIL_AGAIN = stepping.datetime.timedelta(seconds=1)
+
+    def one_step() -> None:
+        if alone and not is_last():
+            store = dist.distributed_c10d._get_default_store()
+            store.wait(["it is over"])  # as in a collective
+            raise Boom("no answer")
+        training.optimizer.step()
+        no_memory()
+
+    try:
+        lowtide.step(training.model, training.optimizer).run(one_step)
+    except (torch.OutOfMemoryError, StepUndone, Boom) as error:
+        assert_same_tensors(training.state(), before, "undone")
+        if alone and is_last():
+            dist.distributed_c10d._get_default_store().set("it is over", "")
+        return f"{type(error).__name__} {error}"
+    return ""
+
+
+def test_memory_refused_twice_is_said_with_who_held_it(pool_of):
+    for text in pool_of(2).run(refuse_memory_again, False):
+        kind, _, said = text.partition(" ")
+        assert kind == "OutOfMemoryError"
+        assert said.startswith(
+            "lowtide: step: expected memory for the step, got 'OutOfMemoryError: no 3 "
+            "bytes'. It was dropped; when it was refused there were "
+        )
+        assert re.search(r" \d+ B optimizer states", said)
+        assert re.search(r" \d+ B shards in the storage dtype", said)
+        assert said.endswith("`lowtide plan` says what would lower the peak most.")
+
+
+def test_a_rank_alone_without_memory_does_not_wait_for_long(pool_of):
+    other, alone = pool_of(2).run(refuse_memory_again, True)
+    assert other == "Boom no answer"
+    assert alone.startswith(
+        "StepUndone lowtide: step: expected all 2 ranks to finish the step, got on "
+        "rank 1: 'TimeoutError: 1 of 2 ranks after 1 s'"
+    ), alone
