@@ -14,7 +14,8 @@ from lowtide._sharding.fused import has_own_forward
 from lowtide._sharding.owners import owner_of
 from lowtide._sharding.unit import UnitState, unit_state
 from lowtide._torch_version import CASTS_EACH_OF_A_LIST
-from lowtide.losses._deferred_logits import DeferredLogits, say_made
+from lowtide.losses._deferred_logits import DeferredLogits, warn_made
+from lowtide.losses._heads import tally_of
 from lowtide.losses._sharded import can_stream, gathered_whole
 from lowtide.losses.linear import linear_cross_entropy
 
@@ -70,6 +71,9 @@ class _Call:
                     "before (logits = logits.clone())."
                 )
 
+    def say_made(self, what: str) -> None:
+        _say_made(self._head, what)
+
     def logits(self, hidden: Tensor) -> Tensor:
         with torch.inference_mode(False), self._as_called(self._grad):
             if unit_state(self._head) is not None:
@@ -80,6 +84,7 @@ class _Call:
 
     def loss(self, hidden: Tensor, targets: Tensor, **settings: Any) -> Tensor:
         head = self._head
+        tally_of(head).losses += 1
 
         def of_tensors(hidden: Tensor) -> Tensor:
             return linear_cross_entropy(
@@ -120,6 +125,11 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def _say_made(head: nn.Linear, what: str) -> None:
+    tally_of(head).made[what] += 1
+    warn_made(what)
+
+
 # -- whether a call may wait ----------------------------------------------------------
 
 
@@ -132,8 +142,9 @@ def _call(self: nn.Linear, *args: Any, **kwargs: Any) -> Any:
     state = unit_state(self)
     if state is not None and _casts_inputs(state, self) and hidden.is_floating_point():
         hidden = hidden.to(state.policy.param_dtype)
+    tally_of(self).calls += 1
     if (reason := _obstacle(self, state, hidden)) is not None:
-        say_made(f"a head with {reason}")
+        _say_made(self, f"a head with {reason}")
         return nn.Module.__call__(self, *args, **kwargs)
     dtype = _dtype_of_product(hidden)
     if state is not None and _casts_outputs(state, self):
@@ -180,10 +191,8 @@ def _obstacle(head: nn.Linear, state: UnitState | None, hidden: Tensor) -> str |
     if product != compute and (state is not None or product == hidden.dtype):
         return f"{product} products of a weight in {compute}"
     if state is not None and _casts_outputs(state, head):
-        # Of the loss, too, unless its rows are streamed.
         output = state.policy.output_dtype
-        exact = output == torch.float32 or (output == product and _streams(state, head))
-        if not exact:
+        if output not in (torch.float32, product):
             return f"an output in {output}"
     return None
 

@@ -198,6 +198,37 @@ def test_a_root_that_casts_its_outputs(pool_of):
     require_same_bits(looked, plain)
 
 
+def outputs_in_bf16(modules: str, who: str) -> dict[str, Any]:
+    """Of the head's unit, as accelerate has it. ``"hand"``: of no unit."""
+    torch.manual_seed(0)
+    net: Any = Net(bias=modules == "bias")
+    half = torch.bfloat16
+    plain = lowtide.MixedPrecisionPolicy(half, torch.float32)
+    casts = lowtide.MixedPrecisionPolicy(half, torch.float32, output_dtype=half)
+    unit = [net.norm, net.head] if modules == "group" else net.head
+    lowtide.fully_shard(unit, mp_policy=plain if who == "hand" else casts)
+    lowtide.fully_shard(net, mp_policy=plain)
+    if who != "hand":
+        defer_logits(net.head)
+    net.last = "by hand" if who == "hand" else "logits"
+    ids, targets = batch(0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "lowtide: deferred logits")
+        output = net(ids, targets)
+        loss = output if who == "hand" else loss_of(output, targets)
+    (loss / 3).backward()  # a gradient that bf16 would round
+    full = [parameter.grad.full_tensor() for parameter in net.parameters()]
+    return {"numbers": [loss.detach(), *full]}
+
+
+@pytest.mark.parametrize("modules", ["group", "bias", "weight"])
+def test_a_unit_that_casts_its_outputs_leaves_the_loss(pool_of, modules):
+    hand, deferred = (
+        pool_of(2).run(outputs_in_bf16, modules, who) for who in ("hand", "deferred")
+    )
+    require_same_bits(deferred, hand)
+
+
 @pytest.mark.parametrize("place", ["own unit", "root"])
 def test_before_fully_shard_and_with_gradients_summed_in_place(pool_of, place):
     after = pool_of(2).run(steps, place, "deferred outside", grads="fused")
