@@ -1,6 +1,7 @@
 """Which linear layer makes a model's logits, and how often they were made."""
 
 import dataclasses
+import sys
 import weakref
 from collections import Counter
 
@@ -61,6 +62,21 @@ def _candidates(model: nn.Module) -> dict[str, nn.Module]:
         and module not in inside
         and (id(module.weight) in weights or module.out_features == vocabulary)
     }
+
+
+def known_loss(model: nn.Module) -> str:
+    """The name of transformers' loss that ``model`` computes of its logits by nothing
+    but a cross entropy; "" for what is not known."""
+    losses = sys.modules.get("transformers.loss.loss_utils")
+    if losses is None or not hasattr(type(model), "loss_function"):
+        return ""
+    loss = model.loss_function
+    config = getattr(model, "config", None)
+    if getattr(config, "final_logit_softcapping", None) is not None:
+        return ""
+    if loss is not losses.ForCausalLMLoss:
+        return ""
+    return "transformers' ForCausalLMLoss"
 
 
 @dataclasses.dataclass

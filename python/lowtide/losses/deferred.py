@@ -11,8 +11,9 @@ from torch.nn.modules import module as torch_module
 
 from lowtide._base.classes import ClassSwap, class_name
 from lowtide._sharding.fused import has_own_forward
+from lowtide._sharding.optimizers import steps_of
 from lowtide._sharding.owners import owner_of
-from lowtide._sharding.unit import UnitState, unit_state
+from lowtide._sharding.unit import UnitState, local_of, unit_state
 from lowtide._torch_version import CASTS_EACH_OF_A_LIST
 from lowtide.losses._deferred_logits import DeferredLogits, warn_made
 from lowtide.losses._heads import tally_of
@@ -55,20 +56,23 @@ class _Call:
         self._device = hidden.device.type
         self._autocast = torch.is_autocast_enabled(self._device)
         self._autocast_dtype = torch.get_autocast_dtype(self._device)
-        weight = head.weight
-        read = weight._local_tensor if isinstance(weight, DTensor) else weight
-        self._read = [("hidden", hidden), ("the head's weight", read)]
-        if head.bias is not None and not isinstance(head.bias, DTensor):
-            self._read.append(("the head's bias", head.bias))
-        self._versions = [_version(tensor) for _, tensor in self._read]
+        self._read = [("hidden", hidden), *_values_of(head)]
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        state = unit_state(self._head)
+        steps = 0 if state is None else steps_of(state)
+        return [*(_version(tensor) for _, tensor in self._read), steps]
 
     def require_unchanged(self) -> None:
-        for (name, tensor), version in zip(self._read, self._versions, strict=True):
-            if _version(tensor) != version:
+        names = [*(name for name, _ in self._read), "the head's weight"]
+        versions = zip(names, self._versions, self._versions_now(), strict=True)
+        for name, before, now in versions:
+            if now != before:
                 raise RuntimeError(
                     f"lowtide: deferred logits: expected {name} as it was when the "
                     "head was called, got it written to since. Look at the logits "
-                    "before (logits = logits.clone())."
+                    "before (logits = logits.clone()), or do not defer this head's."
                 )
 
     def say_made(self, what: str) -> None:
@@ -121,8 +125,22 @@ class _Call:
             )
 
 
+def _values_of(head: nn.Linear) -> Iterator[tuple[str, Tensor]]:
+    """The parameters, and the shards that they are gathered from: an optimizer writes
+    to a DTensor, whose local tensor does not count that, and others to the local."""
+    state = unit_state(head)
+    shards = [] if state is None else state.parameters
+    for name, parameter in head.named_parameters(recurse=False):
+        yield f"the head's {name}", parameter
+        for shard in (p.shard for p in shards if (head, name) in p.slots):
+            yield f"the head's {name}", shard
+            yield f"the head's {name}", local_of(shard)
+
+
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    # To whoever watches functions, this does not read the values.
+    with torch._C.DisableTorchFunction():
+        return 0 if tensor.is_inference() else tensor._version
 
 
 def _say_made(head: nn.Linear, what: str) -> None:

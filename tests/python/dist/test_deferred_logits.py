@@ -250,6 +250,26 @@ def test_a_root_that_lets_go_of_its_weights(pool_of):
             assert "Shard the head by itself (fully_shard(head))" in outcome.error
 
 
+def looked_at_after_a_step(place: str, foreach: bool) -> list[torch.Tensor]:
+    net = sharded(place, False, None, False, "exact")
+    defer_logits(net.head)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, foreach=foreach)
+    for _ in range(2):
+        logits = net(*batch(0))
+        loss_of(logits, batch(0)[1]).backward()
+        optimizer.step()
+    return [logits + 0]
+
+
+@pytest.mark.parametrize("foreach", [False, True], ids=["for", "foreach"])
+@pytest.mark.parametrize("place", ["own unit", "group", "root"])
+def test_logits_of_weights_that_were_stepped_are_refused(pool_of, place, foreach):
+    for outcome in pool_of(2).outcomes(looked_at_after_a_step, place, foreach):
+        assert outcome.error_type == "RuntimeError"
+        got = "resharded" if place == "root" else "written to since"
+        assert f"got it {got}" in outcome.error
+
+
 def parallel_head() -> list[Any]:
     mesh = dist.init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
