@@ -49,6 +49,7 @@ CASES = (
     "plan_cost",
     "peers",
     "published",
+    "unedited_trainer",
     "foreign_scripts",
 )
 

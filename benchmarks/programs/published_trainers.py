@@ -56,6 +56,8 @@ def torchtitan(
         tree = folder / "tree"
         wanted = ("torchtitan", "train.py", "train_configs")
         check_out("torchtitan", commit, *wanted, into=tree)
+        # A package of its own, whichever else is installed.
+        (tree / "torchtitan" / "__init__.py").touch()
         is_of_2024 = not (tree / "torchtitan" / "config").exists()
         if is_of_2024:
             tokens = folder / "tokenizer.model"

@@ -1,5 +1,6 @@
 """``wrap``: shards a whole model in one call and says what it decided."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -14,6 +15,8 @@ from lowtide._sharding.blocks import Decision
 from lowtide._sharding.unit import unit_state
 from lowtide.activations import checkpoint
 from lowtide.api import default_mesh, fully_shard
+from lowtide.losses import deferred
+from lowtide.losses._heads import NoHead, find_head, known_loss
 from lowtide.policies import ActivationPolicy, GradientMode, MixedPrecisionPolicy
 
 __all__ = ["wrap"]
@@ -34,6 +37,7 @@ def wrap(
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     grads: GradientMode = "exact",
+    defer_logits: bool | None = None,
 ) -> _Module:
     """Shards ``model`` in place, block by block, and prints on rank 0 of ``mesh`` what
     became a unit of its own and why.
@@ -56,6 +60,11 @@ def wrap(
         units: Or the fully qualified names of the modules to make units.
         activations: :func:`checkpoint` policy of every block. Models of Hugging Face
             need ``model.config.use_cache = False``, which is said if it is not so.
+        defer_logits: Whether to :func:`lowtide.losses.defer_logits` of the head. By
+            default where the model is one of transformers that computes its
+            ``ForCausalLMLoss``, which is printed: loss and gradients are then
+            ``linear_cross_entropy``'s, and logits have to be looked at before the
+            weights change. With ``False`` they are FSDP2's, bit for bit.
         mp_policy, reshard_after_forward, shard_placement_fn, ignored_params, grads: As
             in :func:`fully_shard`, for every unit.
 
@@ -63,8 +72,9 @@ def wrap(
         ``model``.
 
     Raises:
-        ValueError: For a name that is no module of ``model``, or ``activations``
-            without a block.
+        ValueError: For a name that is no module of ``model``, ``activations`` without
+            a block, or ``defer_logits=True`` without one linear layer that is the
+            head.
     """
     arguments.require_shardable(model, "wrap")
     arguments.check_settings(mesh, mp_policy, None, grads, "wrap")
@@ -88,7 +98,10 @@ def wrap(
         "ignored_params": ignored_params,
         "grads": grads,
     }
+    head = _head_to_defer(model, decision, reshard_after_forward, defer_logits)
     text = blocks.describe(model, decision, mesh, mp_policy)
+    if head is not None:
+        text += f"\n  {head.name}: logits are deferred, {head.why}"
     # Its sizes are of full parameters.
     instead = [blocks.without(decision, unit) for unit in decision.units]
     for unit, others in zip(decision.units, instead, strict=True):
@@ -98,9 +111,47 @@ def wrap(
         state.instead = f"pass {others} to lowtide.wrap, which chose this one"
         state.chosen_by_wrap = True
     fully_shard(model, **settings)
+    if head is not None:
+        deferred.defer_logits(head.module)
     if dist.get_rank() == int(mesh.mesh.flatten()[0]):
         print(text)
     return model
+
+
+@dataclasses.dataclass(frozen=True)
+class _Head:
+    name: str
+    module: nn.Linear
+    why: str
+
+
+def _head_to_defer(
+    model: nn.Module,
+    decision: Decision,
+    reshard_after_forward: bool | int | None,
+    wanted: bool | None,
+) -> _Head | None:
+    """See ``wrap``'s ``defer_logits``."""
+    if wanted is False:
+        return None
+    loss = known_loss(model)
+    if wanted is None and not loss:
+        return None
+    try:
+        name, head = find_head(model)
+    except NoHead as error:
+        if wanted is None:
+            return None
+        raise ValueError(
+            f"lowtide: wrap: defer_logits=True: {error} Pass it to "
+            "lowtide.losses.defer_logits."
+        ) from None
+    alone = any(unit.module is head for unit in decision.units)
+    if wanted is None and not alone and reshard_after_forward:
+        # Gone by the time of a loss outside of the forward.
+        return None
+    why = "as you told" if wanted else f"the loss is {loss}: defer_logits=False"
+    return _Head(name, head, why if wanted else f"{why} makes them")
 
 
 def _require_auto(units: str) -> None:

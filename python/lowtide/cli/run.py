@@ -42,6 +42,14 @@ def add_parser(subparsers: Subparsers) -> None:
         help="of activations, for the models' repeated blocks: the fields of "
         "lowtide.ActivationPolicy, as 'offload=input;save=*.attn', or 'recompute'",
     )
+    add(
+        "--defer-logits",
+        nargs="?",
+        const="",
+        metavar="HEAD",
+        help="logits are not made for a cross entropy: see docs/losses.md. The models' "
+        "head is found, or named as in --defer-logits=output",
+    )
     add("-m", action="store_true", dest="is_module", help="the program is a module")
     add("program", help="a file, or with -m a module; what follows is its own")
     parser.set_defaults(run=run)
@@ -53,7 +61,10 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     at = 1  # behind the command
     while at < len(arguments) and arguments[at].startswith("-"):
         at += 2 if arguments[at] == "--policy" else 1
-    return list(arguments[: at + 1]), list(arguments[at + 1 :])
+    # Or argparse would take the program for the head.
+    bare = {"--defer-logits": "--defer-logits="}
+    ours = [bare.get(argument, argument) for argument in arguments[:at]]
+    return [*ours, *arguments[at : at + 1]], list(arguments[at + 1 :])
 
 
 def run(options: argparse.Namespace) -> int:
@@ -70,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
     if not options.is_module:
         words[0] = os.path.abspath(words[0])
     _require(options.program, options.is_module)
-    session = _begin(options.policy)
+    session = _begin(options.policy, options.defer_logits)
     try:
         as_main.run(words)
     except BaseException as error:
@@ -81,14 +92,15 @@ def run(options: argparse.Namespace) -> int:
     return _status(session, options.policy)
 
 
-def _begin(policy: str | None) -> Session:
+def _begin(policy: str | None, head: str | None) -> Session:
     from lowtide.integrations import session, spawned
 
+    options = session.Options(policy, head)
     try:
-        begun = session.Session(policy)
+        begun = session.Session(options)
     except ValueError as error:
         raise SystemExit(_usage(str(error))) from None
-    spawned.bind_in_children(session.enter, policy or "")
+    spawned.bind_in_children(session.enter, options)
     if begun.is_rank_0:
         places = ", ".join(begun.binding.places)
         print(f"lowtide: run: fully_shard is lowtide's in {places}", file=sys.stderr)

@@ -7,6 +7,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from multiprocessing import util
 from typing import Any, NoReturn
 
@@ -21,6 +22,7 @@ from lowtide._sharding.fsdp_module import FSDPModule
 from lowtide._sharding.unit import unit_state
 from lowtide.activations import checkpoint
 from lowtide.integrations.binding import bind
+from lowtide.integrations.deferral import Deferral
 from lowtide.integrations.policy_text import parse_policy
 from lowtide.memory import memory_report
 from lowtide.policies import ActivationPolicy
@@ -28,22 +30,34 @@ from lowtide.policies import ActivationPolicy
 _WRAPPER = "_checkpoint_wrapped_module"  # of torch's checkpoint_wrapper
 
 
-class Session:
-    """Binds when it is made, until :meth:`end`; see :func:`bind`.
+@dataclass(frozen=True)
+class Options:
+    """What a session does to every model that is sharded.
 
-    Args:
+    Attributes:
         policy: A policy of activations, as :func:`parse_policy` reads it, for the
-            repeated blocks of every model that is sharded, as ``lowtide.wrap`` finds
-            them; they get it in its first forward. None leaves activations alone.
+            repeated blocks, as ``lowtide.wrap`` finds them; they get it in the first
+            forward. None leaves activations alone.
+        defer_logits: The name of the head whose logits are deferred, ``""`` to find
+            it. None leaves heads alone.
     """
 
-    def __init__(self, policy: str | None = None) -> None:
+    policy: str | None = None
+    defer_logits: str | None = None
+
+
+class Session:
+    """Binds when it is made, until :meth:`end`; see :func:`bind`."""
+
+    def __init__(self, options: Options = Options()) -> None:
+        policy, name = options.policy, options.defer_logits
         self._policy = None if policy is None else parse_policy(policy)
+        self._deferral = None if name is None else Deferral(name)
         self._rank = int(os.environ.get("RANK", "0"))
         self._sharded: list[weakref.ref[nn.Module]] = []
         self._awaited: weakref.WeakKeyDictionary[nn.Module, Any] = (
             weakref.WeakKeyDictionary()
-        )  # hooks that give the policy
+        )  # hooks that see the first forward
         self._ended: list[str] = []  # what models held that are gone
         self.num_blocks = 0  # that got it
         self.binding = bind(self._shard)
@@ -79,28 +93,38 @@ class Session:
 
     def _arrive_in_child(self) -> None:
         self._sharded, self._ended = [], []
+        if self._deferral is not None:
+            self._deferral.forget()
         self.report_at_exit_of_child()
 
-    def _shard(self, fully_shard: Callable[..., Any], *args: Any, **kw: Any) -> Any:
-        result = fully_shard(*args, **kw)
+    def _shard(self, fully_shard: Callable[..., Any], module: Any, **kw: Any) -> Any:
+        modules = module if isinstance(module, list | tuple) else [module]
+        if self._deferral is not None:
+            rest = self._deferral.shard_head(fully_shard, modules, kw)
+            fully_shard(rest if modules is module else module, **kw)
+        else:
+            fully_shard(module, **kw)
         self._rank = dist.get_rank()
-        for module in result if isinstance(result, list | tuple) else [result]:
-            self._sharded.append(weakref.ref(module))
-            if self._policy is not None:
-                self._await_forward(module, self._policy)
-        return result
+        for one in modules:
+            self._sharded.append(weakref.ref(one))
+            if self._policy is not None or self._deferral is not None:
+                self._await_forward(one)
+        return module
 
-    def _await_forward(self, module: nn.Module, policy: ActivationPolicy) -> None:
+    def _await_forward(self, module: nn.Module) -> None:
         """Who runs first of a tree is its root, as for ``fully_shard``."""
 
         @torch.compiler.disable
-        def give(root: nn.Module, args: Any) -> None:
+        def begin(root: nn.Module, args: Any) -> None:
             for inside in root.modules():
                 if (hook := self._awaited.pop(inside, None)) is not None:
                     hook.remove()
-            self.num_blocks += _give_policy(root, policy)
+            if self._deferral is not None:
+                self._deferral.defer(root, self.is_rank_0)
+            if self._policy is not None:
+                self.num_blocks += _give_policy(root, self._policy)
 
-        hook = module.register_forward_pre_hook(give, prepend=True)
+        hook = module.register_forward_pre_hook(begin, prepend=True)
         self._awaited[module] = hook
 
     @property
@@ -130,6 +154,8 @@ class Session:
         models = [module for ref in self._sharded if (module := ref()) is not None]
         held = [*self._ended, *map(_report, filter(_is_root, models))]
         yield from held
+        if self._deferral is not None:
+            yield from self._deferral.lines()
         if not held:
             yield (
                 f"lowtide: run: {len(self._sharded)} units were sharded, and no model "
@@ -137,9 +163,9 @@ class Session:
             )
 
 
-def enter(policy: str) -> None:
+def enter(options: Options) -> None:
     """In a process that the program started: as its parent was."""
-    Session(policy or None).report_at_exit_of_child()
+    Session(options).report_at_exit_of_child()
 
 
 def _is_root(module: nn.Module) -> bool:

@@ -22,7 +22,7 @@ _FSDP2 = "torch.distributed.fsdp"
 class _Arguments(list[str]):
     """``sys.argv`` of the child."""
 
-    def __init__(self, arguments: list[str], enter: Callable[[str], None], told: str):
+    def __init__(self, arguments: list[str], enter: Callable[[Any], None], told: Any):
         super().__init__(arguments)
         self._enter, self._told = enter, told
 
@@ -30,7 +30,7 @@ class _Arguments(list[str]):
         return _arrive, (list(self), self._enter, self._told)
 
 
-def _arrive(arguments: list[str], enter: Callable[[str], None], told: str) -> list[str]:
+def _arrive(arguments: list[str], enter: Callable[[Any], None], told: Any) -> list[str]:
     bind_in_children(enter, told)  # of its own
     if _FSDP2 in sys.modules:
         enter(told)
@@ -39,7 +39,7 @@ def _arrive(arguments: list[str], enter: Callable[[str], None], told: str) -> li
     return arguments
 
 
-def bind_in_children(enter: Callable[[str], None], told: str) -> Callable[[], None]:
+def bind_in_children(enter: Callable[[Any], None], told: Any) -> Callable[[], None]:
     """Children call ``enter(told)``, a function of a module, where they import FSDP2,
     and so do theirs. Returns what ends it."""
     prepare = spawn.get_preparation_data

@@ -36,6 +36,8 @@ class HeadCall(Protocol):
 
     def require_unchanged(self) -> None: ...
 
+    def say_made(self, what: str) -> None: ...
+
     def logits(self, hidden: Tensor) -> Tensor: ...
 
     def loss(self, hidden: Tensor, targets: Tensor, **settings: Any) -> Tensor: ...
@@ -159,7 +161,8 @@ class DeferredLogits(Tensor):
 
         def numbers(deferred: DeferredLogits) -> Tensor:
             if deferred._family.logits is None:
-                say_made(f"{name}{f' ({reason})' if reason else ''}")
+                said = f"{name} ({reason})" if reason else name
+                deferred._family.call.say_made(said)
             return deferred._numbers()
 
         args, kwargs = tree_map_only(DeferredLogits, numbers, (args, kwargs))
@@ -185,17 +188,17 @@ class DeferredLogits(Tensor):
                 "lowtide: deferred logits: expected operations called from Python, "
                 f"got {func} from C++, whose gradient would be lost. {_MAKE_BEFORE}"
             )
-        if any(
-            isinstance(a, DeferredLogits) and a._family.logits is None for a in args
-        ):
-            say_made(str(func))
-        args, kwargs = tree_map_only(
-            DeferredLogits, lambda z: z._numbers().detach(), (args, kwargs)
-        )
+
+        def numbers(deferred: DeferredLogits) -> Tensor:
+            if deferred._family.logits is None:
+                deferred._family.call.say_made(str(func))
+            return deferred._numbers().detach()
+
+        args, kwargs = tree_map_only(DeferredLogits, numbers, (args, kwargs))
         return func(*args, **kwargs)
 
 
-def say_made(what: str) -> None:
+def warn_made(what: str) -> None:
     """Once per place, as Python's warnings are: who asked for the logits."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):

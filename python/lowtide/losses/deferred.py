@@ -11,10 +11,12 @@ from torch.nn.modules import module as torch_module
 
 from lowtide._base.classes import ClassSwap, class_name
 from lowtide._sharding.fused import has_own_forward
+from lowtide._sharding.optimizers import steps_of
 from lowtide._sharding.owners import owner_of
-from lowtide._sharding.unit import UnitState, unit_state
+from lowtide._sharding.unit import UnitState, local_of, unit_state
 from lowtide._torch_version import CASTS_EACH_OF_A_LIST
-from lowtide.losses._deferred_logits import DeferredLogits, say_made
+from lowtide.losses._deferred_logits import DeferredLogits, warn_made
+from lowtide.losses._heads import tally_of
 from lowtide.losses._sharded import can_stream, gathered_whole
 from lowtide.losses.linear import linear_cross_entropy
 
@@ -54,21 +56,27 @@ class _Call:
         self._device = hidden.device.type
         self._autocast = torch.is_autocast_enabled(self._device)
         self._autocast_dtype = torch.get_autocast_dtype(self._device)
-        weight = head.weight
-        read = weight._local_tensor if isinstance(weight, DTensor) else weight
-        self._read = [("hidden", hidden), ("the head's weight", read)]
-        if head.bias is not None and not isinstance(head.bias, DTensor):
-            self._read.append(("the head's bias", head.bias))
-        self._versions = [_version(tensor) for _, tensor in self._read]
+        self._read = [("hidden", hidden), *_values_of(head)]
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        state = unit_state(self._head)
+        steps = 0 if state is None else steps_of(state)
+        return [*(_version(tensor) for _, tensor in self._read), steps]
 
     def require_unchanged(self) -> None:
-        for (name, tensor), version in zip(self._read, self._versions, strict=True):
-            if _version(tensor) != version:
+        names = [*(name for name, _ in self._read), "the head's weight"]
+        versions = zip(names, self._versions, self._versions_now(), strict=True)
+        for name, before, now in versions:
+            if now != before:
                 raise RuntimeError(
                     f"lowtide: deferred logits: expected {name} as it was when the "
                     "head was called, got it written to since. Look at the logits "
-                    "before (logits = logits.clone())."
+                    "before (logits = logits.clone()), or do not defer this head's."
                 )
+
+    def say_made(self, what: str) -> None:
+        _say_made(self._head, what)
 
     def logits(self, hidden: Tensor) -> Tensor:
         with torch.inference_mode(False), self._as_called(self._grad):
@@ -80,6 +88,7 @@ class _Call:
 
     def loss(self, hidden: Tensor, targets: Tensor, **settings: Any) -> Tensor:
         head = self._head
+        tally_of(head).losses += 1
 
         def of_tensors(hidden: Tensor) -> Tensor:
             return linear_cross_entropy(
@@ -116,8 +125,27 @@ class _Call:
             )
 
 
+def _values_of(head: nn.Linear) -> Iterator[tuple[str, Tensor]]:
+    """The parameters, and the shards that they are gathered from: an optimizer writes
+    to a DTensor, whose local tensor does not count that, and others to the local."""
+    state = unit_state(head)
+    shards = [] if state is None else state.parameters
+    for name, parameter in head.named_parameters(recurse=False):
+        yield f"the head's {name}", parameter
+        for shard in (p.shard for p in shards if (head, name) in p.slots):
+            yield f"the head's {name}", shard
+            yield f"the head's {name}", local_of(shard)
+
+
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    # To whoever watches functions, this does not read the values.
+    with torch._C.DisableTorchFunction():
+        return 0 if tensor.is_inference() else tensor._version
+
+
+def _say_made(head: nn.Linear, what: str) -> None:
+    tally_of(head).made[what] += 1
+    warn_made(what)
 
 
 # -- whether a call may wait ----------------------------------------------------------
@@ -132,8 +160,9 @@ def _call(self: nn.Linear, *args: Any, **kwargs: Any) -> Any:
     state = unit_state(self)
     if state is not None and _casts_inputs(state, self) and hidden.is_floating_point():
         hidden = hidden.to(state.policy.param_dtype)
+    tally_of(self).calls += 1
     if (reason := _obstacle(self, state, hidden)) is not None:
-        say_made(f"a head with {reason}")
+        _say_made(self, f"a head with {reason}")
         return nn.Module.__call__(self, *args, **kwargs)
     dtype = _dtype_of_product(hidden)
     if state is not None and _casts_outputs(state, self):
@@ -180,10 +209,8 @@ def _obstacle(head: nn.Linear, state: UnitState | None, hidden: Tensor) -> str |
     if product != compute and (state is not None or product == hidden.dtype):
         return f"{product} products of a weight in {compute}"
     if state is not None and _casts_outputs(state, head):
-        # Of the loss, too, unless its rows are streamed.
         output = state.policy.output_dtype
-        exact = output == torch.float32 or (output == product and _streams(state, head))
-        if not exact:
+        if output not in (torch.float32, product):
             return f"an output in {output}"
     return None
 

@@ -21,7 +21,7 @@ import lowtide
 from lowtide.integrations import bind
 from lowtide.integrations.binding import TORCH_PATHS
 from lowtide.integrations.policy_text import EXAMPLE, parse_policy
-from lowtide.integrations.session import Session
+from lowtide.integrations.session import Options, Session
 from lowtide.policies import ActivationPolicy
 
 COMPANIONS = {
@@ -71,8 +71,8 @@ def test_its_companions_are_torchs_own_or_derived_from_them():
 
 
 @contextlib.contextmanager
-def session(policy: str | None = None) -> Iterator[Session]:
-    begun = Session(policy)
+def session(policy: str | None = None, head: str | None = None) -> Iterator[Session]:
+    begun = Session(Options(policy, head))
     try:
         yield begun
     finally:
@@ -125,6 +125,32 @@ def policy_beside_transformers() -> None:
         model(torch.ones(2, 4))
 
 
+def model_of(*layers: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Embedding(6, 4), *layers)
+
+
+def logits_deferred_of(model: nn.Module, name: str = "") -> None:
+    with session(head=name):
+        fsdp.fully_shard(model)
+        model(torch.ones(2, 4, dtype=torch.int64))
+
+
+def head_of_a_model_without() -> None:
+    logits_deferred_of(model_of(nn.Linear(4, 5)))
+
+
+def head_of_a_model_with_two() -> None:
+    logits_deferred_of(model_of(nn.Linear(4, 6), nn.Linear(6, 6)))
+
+
+def head_by_a_wrong_name() -> None:
+    logits_deferred_of(model_of(nn.Linear(4, 6)), "output")
+
+
+def head_that_is_no_linear_layer() -> None:
+    logits_deferred_of(model_of(nn.Linear(4, 6)), "0")
+
+
 REFUSED: dict[Callable[[], None], str] = {
     fsdp1: "run: FullyShardedDataParallel: expected fully_shard, got FSDP1 around "
     "Linear. Ask the framework for FSDP2 (accelerate: fsdp_version 2; ",
@@ -135,6 +161,15 @@ REFUSED: dict[Callable[[], None], str] = {
     "program does not checkpoint itself, got CheckpointWrapper. Turn its ",
     policy_beside_transformers: "run: --policy: expected blocks of Sequential that the "
     "program does not checkpoint itself, got Block. Turn its ",
+    head_of_a_model_without: "run: --defer-logits: expected one nn.Linear with an "
+    "output for each row of its embedding in Sequential, got none. Name ",
+    head_of_a_model_with_two: "run: --defer-logits: expected one nn.Linear with an "
+    "output for each row of its embedding in Sequential, got 2: 1, 2. Name the layer "
+    "that makes the logits. For example --defer-logits=output; or leave ",
+    head_by_a_wrong_name: "run: --defer-logits: expected a module 'output' in "
+    "Sequential, got none. Name ",
+    head_that_is_no_linear_layer: "run: --defer-logits: expected Sequential.0 to be an "
+    "nn.Linear with its class's forward, got Embedding. Name ",
 }
 
 
@@ -167,6 +202,73 @@ def train_with_policy() -> tuple[int, list[bool], bool, bool]:
 
 def test_a_policy_is_given_once_in_the_first_forward(pool_of):
     assert pool_of(1).run(train_with_policy) == [(3, [True] * 3, False, True)]
+
+
+class Net(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(60, 8)
+        self.layers = blocks()
+        for block in self.layers:
+            block.inner = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.output = nn.Linear(8, 60, bias=False)
+        if tied:
+            self.output.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.embed(ids)
+        for block in self.layers:
+            x = block(x)
+        logits: torch.Tensor = self.output(self.norm(x))
+        return logits
+
+
+def cross_entropy_of_a_program(
+    how: str, tied: bool, head: str | None
+) -> tuple[list[torch.Tensor], list[str], bool]:
+    """Losses of two steps and the parameters; what is reported; whether the head is a
+    unit of its own."""
+    with session(head=head) as begun:
+        torch.manual_seed(0)
+        model = Net(tied)
+        if how == "with the norm":
+            fsdp.fully_shard([model.norm, model.output])
+        # A loss outside of the forward needs weights that the root has let go of.
+        fsdp.fully_shard(model, reshard_after_forward=how == "of the root, resharded")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        values = []
+        for _ in range(2):
+            logits = model(torch.arange(12).view(2, 6))
+            targets = torch.arange(12) + torch.distributed.get_rank()
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            values.append(loss.detach())
+        values += [p.full_tensor().detach() for p in model.parameters()]
+        state = lowtide.fully_shard.state(model.output)
+        lines = list(begun._deferral.lines()) if begun._deferral is not None else []
+    return values, lines, state is not None and state.modules == (model.output,)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "how", ["with the norm", "of the root", "of the root, resharded"]
+)
+def test_a_head_is_deferred_wherever_the_program_shards_it(pool_of, how, tied):
+    if tied and how == "of the root, resharded":
+        pytest.skip("raises: its loss is outside of the only unit it can be in")
+    plain = pool_of(2).run(cross_entropy_of_a_program, how, tied, None)
+    for name in ("", "output"):
+        ours = pool_of(2).run(cross_entropy_of_a_program, how, tied, name)
+        for (mine, lines, alone), (wanted, none, _) in zip(ours, plain, strict=True):
+            torch.testing.assert_close(mine, wanted)
+            assert lines == [
+                "lowtide: run: --defer-logits: Net.output: 2 calls, 2 losses without "
+                "logits, logits made 0 times"
+            ]
+            assert not none and alone is not (tied and how != "with the norm")
 
 
 # -- the policy's text --------------------------------------------------------------

@@ -198,6 +198,37 @@ def test_a_root_that_casts_its_outputs(pool_of):
     require_same_bits(looked, plain)
 
 
+def outputs_in_bf16(modules: str, who: str) -> dict[str, Any]:
+    """Of the head's unit, as accelerate has it. ``"hand"``: of no unit."""
+    torch.manual_seed(0)
+    net: Any = Net(bias=modules == "bias")
+    half = torch.bfloat16
+    plain = lowtide.MixedPrecisionPolicy(half, torch.float32)
+    casts = lowtide.MixedPrecisionPolicy(half, torch.float32, output_dtype=half)
+    unit = [net.norm, net.head] if modules == "group" else net.head
+    lowtide.fully_shard(unit, mp_policy=plain if who == "hand" else casts)
+    lowtide.fully_shard(net, mp_policy=plain)
+    if who != "hand":
+        defer_logits(net.head)
+    net.last = "by hand" if who == "hand" else "logits"
+    ids, targets = batch(0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "lowtide: deferred logits")
+        output = net(ids, targets)
+        loss = output if who == "hand" else loss_of(output, targets)
+    (loss / 3).backward()  # a gradient that bf16 would round
+    full = [parameter.grad.full_tensor() for parameter in net.parameters()]
+    return {"numbers": [loss.detach(), *full]}
+
+
+@pytest.mark.parametrize("modules", ["group", "bias", "weight"])
+def test_a_unit_that_casts_its_outputs_leaves_the_loss(pool_of, modules):
+    hand, deferred = (
+        pool_of(2).run(outputs_in_bf16, modules, who) for who in ("hand", "deferred")
+    )
+    require_same_bits(deferred, hand)
+
+
 @pytest.mark.parametrize("place", ["own unit", "root"])
 def test_before_fully_shard_and_with_gradients_summed_in_place(pool_of, place):
     after = pool_of(2).run(steps, place, "deferred outside", grads="fused")
@@ -217,6 +248,26 @@ def test_a_root_that_lets_go_of_its_weights(pool_of):
             assert outcome.error_type == "RuntimeError"
             assert "expected the head's weight to stay gathered until" in outcome.error
             assert "Shard the head by itself (fully_shard(head))" in outcome.error
+
+
+def looked_at_after_a_step(place: str, foreach: bool) -> list[torch.Tensor]:
+    net = sharded(place, False, None, False, "exact")
+    defer_logits(net.head)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, foreach=foreach)
+    for _ in range(2):
+        logits = net(*batch(0))
+        loss_of(logits, batch(0)[1]).backward()
+        optimizer.step()
+    return [logits + 0]
+
+
+@pytest.mark.parametrize("foreach", [False, True], ids=["for", "foreach"])
+@pytest.mark.parametrize("place", ["own unit", "group", "root"])
+def test_logits_of_weights_that_were_stepped_are_refused(pool_of, place, foreach):
+    for outcome in pool_of(2).outcomes(looked_at_after_a_step, place, foreach):
+        assert outcome.error_type == "RuntimeError"
+        got = "resharded" if place == "root" else "written to since"
+        assert f"got it {got}" in outcome.error
 
 
 def parallel_head() -> list[Any]:

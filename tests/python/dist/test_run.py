@@ -69,6 +69,37 @@ def test_a_policy_is_the_blocks_and_leaves_the_bits(tmp_path):
     assert re.search(r"^input +offload +\d+", said, re.MULTILINE)
 
 
+def test_logits_of_a_script_are_deferred_as_by_hand(tmp_path):
+    """Its losses are taken outside of the model's forward; at its end it sums logits
+    that somebody has to make."""
+    leave = str(SCRIPTS / "leave_at_exit.py")
+    script = (SCRIPTS / "fsdp2_script.py").read_text()
+    by_hand = script.replace("torch.distributed.fsdp import", "lowtide import").replace(
+        "    fully_shard(model, **kwargs)\n",
+        "    fully_shard(model.head, **kwargs)\n    fully_shard(model, **kwargs)\n"
+        "    from lowtide.losses import defer_logits\n    defer_logits(model.head)\n",
+    )
+    assert by_hand.count("defer_logits") == 2
+    (tmp_path / "by_hand.py").write_text(by_hand)
+    hand, _ = on_two_ranks((leave, "../by_hand.py", "ck"), tmp_path / "hand")
+    option = (*RUN, "--defer-logits", leave, str(SCRIPTS / "fsdp2_script.py"), "ck")
+    ours, said = on_two_ranks(option, tmp_path / "run")
+    assert len(hand) == 9 + 1 and ours == hand
+    heads = [line for line in said.splitlines() if "--defer-logits: Trans" in line]
+    assert heads == [
+        *2
+        * [
+            "lowtide: run: --defer-logits: Transformer.head, 24 to 67, gathered whole "
+            "for its loss; logits are made where something other than a cross entropy "
+            "asks"
+        ],
+        "lowtide: run: --defer-logits: Transformer.head: 12 calls, 12 losses without "
+        "logits, logits made 0 times",
+        "lowtide: run: --defer-logits: Transformer.head: 7 calls, 6 losses without "
+        "logits, logits made 1 time: torch.Tensor.double (1)",
+    ]
+
+
 CHILDREN = """
 import sys, tempfile
 import torch, torch.distributed as dist, torch.multiprocessing as mp

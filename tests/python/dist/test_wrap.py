@@ -4,8 +4,10 @@ FSDP2 wrapped by hand."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import types
+import warnings
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from support.training import Trace, local_grads, local_params
 NUM_STEPS = 3
 
 
-def train(system_name: str, name: str) -> tuple[Trace, list[str], str]:
+def train(system_name: str, name: str, **settings: Any) -> tuple[Trace, list[str], str]:
     """The trace, which modules are units, and what `wrap` printed."""
     spec = MODELS[name]
     system = get_system(system_name)
@@ -31,7 +33,7 @@ def train(system_name: str, name: str) -> tuple[Trace, list[str], str]:
         import lowtide
 
         with contextlib.redirect_stdout(printed):
-            assert lowtide.wrap(model) is model
+            assert lowtide.wrap(model, **settings) is model
     else:
         for unit in spec.units:
             system.fully_shard(model.get_submodule(unit))
@@ -56,7 +58,7 @@ def train(system_name: str, name: str) -> tuple[Trace, list[str], str]:
 @pytest.mark.parametrize("name", MODELS)
 def test_model_trains_as_wrapped_by_hand(pool_of, name, num_ranks):
     pool = pool_of(num_ranks)
-    ours = pool.run(train, "lowtide", name)
+    ours = pool.run(train, "lowtide", name, defer_logits=False)
     theirs = pool.run(train, "fsdp2", name)
     for trace, units, _ in ours:
         assert set(units) == {"", *MODELS[name].units}
@@ -64,6 +66,82 @@ def test_model_trains_as_wrapped_by_hand(pool_of, name, num_ranks):
     assert_same_traces([one[0] for one in ours], [one[0] for one in theirs])
     assert [bool(printed) for _, _, printed in ours] == [True] + [False] * (
         num_ranks - 1
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_tied", "mixtral"])
+def test_logits_of_a_known_loss_are_deferred(pool_of, name):
+    """A loss in the forward, an auxiliary one of experts beside it."""
+    pool = pool_of(2)
+    ours = pool.run(train_deferred, name)
+    theirs = pool.run(train, "fsdp2", name)
+    for (trace, _, tally), (wanted, _, _) in zip(ours, theirs, strict=True):
+        assert tally == (NUM_STEPS, NUM_STEPS, 0)
+        torch.testing.assert_close(trace.losses, wanted.losses, rtol=1e-4, atol=1e-4)
+        for mine, other in zip(trace.grads, wanted.grads, strict=True):
+            for one in mine:
+                torch.testing.assert_close(mine[one], other[one], rtol=1e-3, atol=1e-4)
+    said = (
+        "\n  lm_head: logits are deferred, the loss is transformers' ForCausalLMLoss: "
+        "defer_logits=False makes them\n"
+    )
+    assert [said in printed for _, printed, _ in ours] == [True, False]
+
+
+def train_deferred(name: str) -> tuple[Trace, str, tuple[int, int, int]]:
+    from lowtide.losses import _heads
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "lowtide: deferred logits")
+        trace, _, printed = train("lowtide", name)
+    tally = list(_heads._tallies.values())[-1]
+    return trace, printed, (tally.calls, tally.losses, tally.made.total())
+
+
+def looked_at(when: str) -> str:
+    """What ``wrap`` printed and did to logits that a program looks at."""
+    import lowtide
+
+    model = MODELS["llama"].build()
+    plain = copy.deepcopy(model)
+    with contextlib.redirect_stdout(io.StringIO()):
+        lowtide.wrap(model)
+    ids = torch.arange(6).view(1, 6)
+    output = model(input_ids=ids, labels=ids, use_cache=False)
+    if when == "before":
+        with pytest.warns(UserWarning, match="Tensor.argmax needs the logits"):
+            mine = output.logits.argmax(-1)
+        assert torch.equal(mine, plain(input_ids=ids).logits.argmax(-1))
+    output.loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    try:
+        return str(output.logits.argmax(-1).tolist())
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_logits_that_are_looked_at(pool_of):
+    (seen,) = pool_of(1).run(looked_at, "before")
+    assert seen.startswith("[[")
+    (seen,) = pool_of(1).run(looked_at, "after the step")
+    assert "got it written to since. Look at the logits before" in seen
+
+
+def gpt(**settings: Any) -> str:
+    """Not a model of transformers: a loss that nobody can know."""
+    import lowtide
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        lowtide.wrap(Net(), **settings)
+    return printed.getvalue()
+
+
+def test_other_losses_are_left_alone_unless_told(pool_of):
+    assert "deferred" not in pool_of(1).run(gpt)[0]
+    assert (
+        "  head: logits are deferred, as you told\n"
+        in (pool_of(1).run(gpt, defer_logits=True)[0])
     )
 
 
@@ -147,7 +225,7 @@ def wrap_with(**settings: Any) -> tuple[list[str], list[str], str]:
     import lowtide
     from lowtide._activation.regions import region_state
 
-    model = Net()
+    model = settings.pop("model", None) or Net()
     with contextlib.redirect_stdout(io.StringIO()):
         try:
             lowtide.wrap(model, **settings)
@@ -194,6 +272,12 @@ def test_a_cache_that_blocks_would_fill_twice_is_mentioned(pool_of):
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "no head": (
+        {"defer_logits": True, "model": torch.nn.Sequential(torch.nn.Linear(4, 4))},
+        "lowtide: wrap: defer_logits=True: expected one nn.Linear with an output for "
+        "each row of its embedding in Sequential, got none. Name the layer that makes "
+        "the logits. Pass it to lowtide.losses.defer_logits.",
+    ),
     "another word": (
         {"units": "blocks"},
         "lowtide: wrap: expected units to be 'auto' or a list of module names, got "
