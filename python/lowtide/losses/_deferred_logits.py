@@ -462,7 +462,7 @@ _METADATA: set[Any] = {
         for name in (
             *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf"),
             *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested"),
-            *("is_mps", "is_xpu", "is_mkldnn", "itemsize", "nbytes", "names"),
+            *("is_mps", "is_xpu", "is_mkldnn", "itemsize", "nbytes"),
             *("grad_fn", "output_nr"),
         )
     ),
