@@ -55,7 +55,7 @@ SHARDS = (
     pytest_shard("rest", 6),
     pytest_shard("phantom", 8),
     pytest_shard("faults", 4),
-    pytest_shard("frameworks", 6, jobs=0),
+    pytest_shard("frameworks", 8, jobs=0),
     pytest_shard("install", 10, jobs=0),
     pytest_shard("unity", 10, jobs=0),
     pytest_shard("figures", 30, jobs=0, takes_turns=False),

@@ -130,6 +130,4 @@ def _times(number: int, one: str, several: str = "") -> str:
 
 def _by(tally: Tally) -> str:
     said = [f"{what} ({number})" for what, number in tally.made.most_common()]
-    if not tally.calls:
-        said.append("torch.compile traced the head, which makes them in every call")
     return f": {', '.join(said)}" if said else ""

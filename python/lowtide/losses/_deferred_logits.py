@@ -135,6 +135,7 @@ class DeferredLogits(Tensor):
         return self._real
 
     @classmethod
+    @torch.compiler.disable
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -169,7 +170,8 @@ class DeferredLogits(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    @torch.compiler.disable
+    def __torch_dispatch__(
         cls,
         func: Any,
         types: Any,

@@ -81,7 +81,7 @@ def known_loss(model: nn.Module) -> str:
 
 @dataclasses.dataclass
 class Tally:
-    """Of a head whose logits are deferred: its calls outside of ``torch.compile``, the
+    """Of a head whose logits are deferred: its calls outside of graphs, the
     losses they became, and who had logits made, how often."""
 
     calls: int = 0

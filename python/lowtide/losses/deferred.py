@@ -152,8 +152,20 @@ def _say_made(head: nn.Linear, what: str) -> None:
 
 
 def _call(self: nn.Linear, *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():
+        return _call_eagerly(self, *args, **kwargs)
+    if not _is_sharded(self):
+        # Its graph may have to be whole.
         return nn.Module.__call__(self, *args, **kwargs)
+    return _call_between_graphs(self, *args, **kwargs)
+
+
+def _is_sharded(head: nn.Linear) -> bool:
+    """Units' hooks end graphs in any case."""
+    return getattr(head, "_is_fsdp_managed_module", False) is True
+
+
+def _call_eagerly(self: nn.Linear, *args: Any, **kwargs: Any) -> Any:
     hidden = args[0] if len(args) == 1 and not kwargs else kwargs.get("input")
     if len(args) + len(kwargs) != 1 or not isinstance(hidden, Tensor):
         return nn.Module.__call__(self, *args, **kwargs)
@@ -176,6 +188,9 @@ def _call(self: nn.Linear, *args: Any, **kwargs: Any) -> Any:
         torch.is_grad_enabled()
         and any(tensor.requires_grad for tensor in (hidden, *parameters)),
     )
+
+
+_call_between_graphs = torch.compiler.disable(_call_eagerly)
 
 
 def _obstacle(head: nn.Linear, state: UnitState | None, hidden: Tensor) -> str | None:

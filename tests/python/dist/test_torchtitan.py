@@ -129,7 +129,9 @@ def deferred(theirs: Any) -> Any:
     return parallelize
 
 
-def losses(defer: bool, folder: Path) -> tuple[list[tuple[float, float]], int]:
+def losses(
+    defer: bool, folder: Path, compiled: bool
+) -> tuple[list[tuple[float, float]], int]:
     """Losses and norms by step; how many steps' logits were never made."""
     from lowtide.integrations.torchtitan import parallelize_fn
     from lowtide.losses._deferred_logits import DeferredLogits
@@ -137,7 +139,7 @@ def losses(defer: bool, folder: Path) -> tuple[list[tuple[float, float]], int]:
     change = deferred if defer else parallelize_fn
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "lowtide: deferred logits")
-        trainer = titan_on_cpus.trainer_of(change, folder, STEPS)
+        trainer = titan_on_cpus.trainer_of(change, folder, STEPS, compiled=compiled)
         outputs: list[type] = []
         (model,) = trainer.model_parts
         model.register_forward_hook(lambda *call: outputs.append(type(call[2])))
@@ -146,10 +148,12 @@ def losses(defer: bool, folder: Path) -> tuple[list[tuple[float, float]], int]:
     return trainer.metrics_processor.logged, outputs.count(DeferredLogits)
 
 
-def test_its_loss_needs_no_logits(tmp_path):
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_its_loss_needs_no_logits(tmp_path, compiled):
+    """Compiled, it compiles the loss, too."""
     with RankPool(2) as pool:
-        plain = pool.run(losses, False, tmp_path / "plain")
-        ours = pool.run(losses, True, tmp_path / "deferred")
+        plain = pool.run(losses, False, tmp_path / "plain", compiled)
+        ours = pool.run(losses, True, tmp_path / "deferred", compiled)
     for (mine, count), (wanted, none) in zip(ours, plain, strict=True):
         assert (count, none) == (STEPS, 0)
         torch.testing.assert_close(torch.tensor(mine), torch.tensor(wanted))

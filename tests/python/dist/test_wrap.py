@@ -127,6 +127,23 @@ def test_logits_that_are_looked_at(pool_of):
     assert "got it written to since. Look at the logits before" in seen
 
 
+def generates() -> bool:
+    import lowtide
+
+    model = MODELS["llama"].build().eval()
+    plain = copy.deepcopy(model)
+    with contextlib.redirect_stdout(io.StringIO()):
+        lowtide.wrap(model)
+    ids, settings = torch.arange(6).view(1, 6), {"max_new_tokens": 4, "pad_token_id": 0}
+    with pytest.warns(UserWarning, match="Tensor.to \\(a copy\\) needs the logits"):
+        mine = model.generate(ids, do_sample=False, **settings)
+    return torch.equal(mine, plain.generate(ids, do_sample=False, **settings))
+
+
+def test_a_model_with_deferred_logits_generates(pool_of):
+    assert pool_of(1).run(generates) == [True]
+
+
 def gpt(**settings: Any) -> str:
     """Not a model of transformers: a loss that nobody can know."""
     import lowtide

@@ -147,7 +147,8 @@ def trainer_of(
     **settings: Any,
 ) -> Any:
     """torchtitan's Trainer for a small Llama; ``parallelize`` changes its
-    ``parallelize_fn``. ``settings`` are of its parallelism."""
+    ``parallelize_fn``. ``settings`` are of its parallelism, others
+    ``checkpointing`` and ``compiled``."""
     prepare()
     from torchtitan.protocols import train_spec
     from torchtitan.train import JobConfig, Trainer
@@ -189,6 +190,8 @@ def trainer_of(
     config.checkpoint.enable = True
     config.checkpoint.interval = 2
     config.checkpoint.last_save_model_only = False
+    config.compile.enable = settings.pop("compiled", False)
+    config.compile.backend = "aot_eager"
     config.activation_checkpoint.mode = settings.pop("checkpointing", "none")
     for name, value in settings.items():
         setattr(config.parallelism, name, value)
