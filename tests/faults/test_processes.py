@@ -9,6 +9,7 @@ import random
 import signal
 import socket
 import stat
+import sys
 import threading
 from typing import Any
 
@@ -147,3 +148,78 @@ def test_steps_interrupted_at_random_moments_end_alike(ranks, seed):
     found = ranks.run(interrupted_at_random, seed, timeout=60)
     for rank in range(2):
         assert_same_tensors(found[rank], expected[rank], f"rank {rank}")
+
+
+# -- an interrupt at any line ---------------------------------------------------------
+
+
+DECIDING = tuple(
+    f"/lowtide/stepping/{name}.py" for name in ("__init__", "decision", "signals")
+)
+
+
+class InterruptsAt:
+    """SIGINT at line number ``at`` of lowtide's that runs; counts them."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.count = at, 0
+
+    def __call__(self, frame: Any, event: str, argument: Any) -> Any:
+        file = frame.f_code.co_filename
+        if not file.endswith(DECIDING):
+            return self if event == "call" and "/torch/" not in file else None
+        if event == "line":
+            self.count += 1
+            if self.count == self.at:
+                signal.raise_signal(signal.SIGINT)
+        return self
+
+
+def interrupted_lines(every: int) -> list[int]:
+    """How many lines a step has, and how often an interrupt undid it."""
+    training = Training("lowtide")
+    training.step(0)
+    generator = torch.get_rng_state()
+    lines = InterruptsAt(0)
+
+    def optimizer_step(block: Any) -> None:
+        with block:
+            training.optimizer.step()
+
+    def step_until_it_happens(lines: InterruptsAt) -> bool:
+        """Whether it did at once."""
+        torch.set_rng_state(generator)
+        ((x, y),) = training.batches(1)
+        torch.nn.functional.cross_entropy(training.model(x), y).backward()
+        before = training.state()
+        at_once = True
+        while True:
+            block = lowtide.step(training.model, training.optimizer)
+            sys.settrace(lines if dist.get_rank() == 1 else None)
+            try:
+                optimizer_step(block)
+            except (KeyboardInterrupt, StepUndone):
+                pass
+            finally:
+                sys.settrace(None)
+            if block.happened:
+                return at_once
+            at_once = False
+            assert_same_tensors(training.state(), before, "undone")
+
+    assert step_until_it_happens(lines)
+    dist.broadcast(count := torch.tensor(lines.count), 1)
+    undone = 0
+    for at in range(1, int(count), every):
+        undone += not step_until_it_happens(InterruptsAt(at))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return [int(count), undone, training.state()]
+
+
+def test_an_interrupt_at_any_line_is_all_or_nothing(ranks):
+    (lines, undone, state), (_, _, other) = ranks.run(interrupted_lines, 5)
+    tried = len(range(1, lines, 5))
+    assert 0 < undone < tried  # the last ones come when it has happened
+    for name, value in state.items():
+        if name.endswith(".step"):
+            assert value == other[name] == tried + 2, name

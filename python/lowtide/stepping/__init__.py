@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lowtide._sharding.unit import unit_state
 from lowtide.stepping import out_of_memory
 from lowtide.stepping.decision import Answer, Decision, is_out_of_memory
-from lowtide.stepping.remembered import Remembered
+from lowtide.stepping.remembered import Remembered, abort_keeping_gradients
 from lowtide.stepping.signals import Signals
 
 __all__ = ["Step", "StepUndone", "step"]
@@ -85,16 +85,17 @@ class Step:
         self._answer = Answer(False)
         self._decision = None
         self._signals = Signals(_ENDS)
+        _require_nothing_waits(self._model)
         try:
             self._signals.take()
             self._decision = Decision(self._group)
-            _require_nothing_waits(self._model)
             self._remembered = Remembered(self._model, self._optimizers)
-            self._signals.release()
+            self._signals.deliver()
         except BaseException as error:
             self._signals.give_back()
             if self._decision is not None:
                 self._decision.failed(error)
+                abort_keeping_gradients(self._model)  # as the others do
             raise
 
     def __exit__(
@@ -103,7 +104,6 @@ class Step:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._signals.hold()
         try:
             raised = self._end(error)
         finally:
@@ -115,7 +115,8 @@ class Step:
     @property
     def happened(self) -> bool:
         """Whether the block that ended last did, on every rank: also where an
-        interrupt that came at its very end is raised behind it."""
+        interrupt that came at its very end is raised behind it. To be asked of a new
+        :func:`step` each time, since one may be interrupted before it begins."""
         return self._answer.happened
 
     def run(self, function: Callable[[], _Value]) -> _Value:

@@ -25,6 +25,14 @@ _KINDS = (Tensor, Optimizer, MutableMapping, MutableSet, list, deque)
 _OTHERS = "others"  # buffers and gradients, which forward and backward write
 
 
+def abort_keeping_gradients(model: nn.Module) -> None:
+    """What ranks gather next is then the same as where a step was undone."""
+    kept = [(p, p.grad) for p in model.parameters()]
+    abort_step(model)
+    for p, gradient in kept:
+        p.grad = gradient
+
+
 class Remembered:
     """Of a model and optimizers on this rank. Copies are in host memory, made as those
     of a save in the background are."""

@@ -4,7 +4,8 @@ where it begins, is decided and undone.
 [Note: An interrupt where a step ends]
 Between the last line of the block and the first of ``__exit__`` a handler could raise
 in neither's ``try``, and so where the block begins. Python calls it with the frame that
-it interrupts: where that is ``__enter__``'s or ``__exit__``'s own the handler waits.
+it interrupts: where that is ``__enter__``'s or ``__exit__``'s, or was called from
+there, the handler waits.
 """
 
 import signal
@@ -21,11 +22,10 @@ class Signals:
     thread other than the main one, in which no handler runs."""
 
     def __init__(self, ends: tuple[CodeType, ...]) -> None:
-        """``ends``: of the block, in whose frames handlers wait."""
+        """``ends``: of the block, where handlers wait."""
         self._ends = ends
         self._handlers: dict[int, _Handler] = {}
         self._waiting: list[int] = []
-        self._hold = True  # until the block has begun
 
     def take(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -35,13 +35,6 @@ class Signals:
             if callable(handler):
                 self._handlers[number] = handler
                 signal.signal(number, self._handle)
-
-    def release(self) -> None:
-        self._hold = False
-        self.deliver()
-
-    def hold(self) -> None:
-        self._hold = True
 
     def deliver(self) -> None:
         """Calls what waited; raises what it raises."""
@@ -55,7 +48,10 @@ class Signals:
                 signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._hold or (frame is not None and frame.f_code in self._ends):
+        caller = frame
+        while caller is not None and caller.f_code not in self._ends:
+            caller = caller.f_back
+        if caller is not None:
             self._waiting.append(number)
         else:
             self._handlers[number](number, frame)
