@@ -75,7 +75,7 @@ def main(folder: str) -> None:
         torch.save(saved, f"{folder}/adapters.pt")
     dist.barrier()
     model, optimizer = make(seed=2)
-    weights, state = torch.load(f"{folder}/adapters.pt")
+    weights, state = torch.load(f"{folder}/adapters.pt", weights_only=True)
     options = StateDictOptions(
         full_state_dict=True, ignore_frozen_params=True, strict=False
     )

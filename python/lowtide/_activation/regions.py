@@ -18,6 +18,7 @@ from torch.utils._device import DeviceContext
 
 from lowtide import _C
 from lowtide._activation.interior import Recorder, Replayer
+from lowtide._base import environment
 from lowtide._base.backward import PerBackward, in_backward
 from lowtide._base.classes import class_name
 from lowtide._base.memory import device_memory
@@ -53,10 +54,9 @@ def transfers(device: torch.device) -> _C.Transfers:
 def pinned_cap() -> int:
     """Bytes this process may page-lock: LOWTIDE_PINNED_BYTES, or its share of half
     the machine's memory."""
-    if text := os.environ.get("LOWTIDE_PINNED_BYTES"):
-        return int(text)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return total // 2 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    share = total // 2 // environment.number("LOCAL_WORLD_SIZE", 1, least=1)
+    return environment.number("LOWTIDE_PINNED_BYTES", share)
 
 
 class RegionState:

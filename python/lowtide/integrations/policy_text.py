@@ -8,6 +8,7 @@ from lowtide.policies import ActivationPolicy
 
 _LISTS = ("save", "offload", "recompute")
 _NUMBERS = ("min_bytes", "prefetch", "keep_last")
+_MOST_DIGITS = 18
 EXAMPLE = "offload=input;save=*.attn,mlp;keep_last=2"
 
 
@@ -26,11 +27,15 @@ def parse_policy(text: str) -> ActivationPolicy:
             raise ValueError(_expected(text, f"got {part.strip()!r}"))
         if field in _LISTS:
             settings[field] = [name.strip() for name in value.split(",")]
-        elif field in _NUMBERS and value.isdecimal():
+        elif field in _NUMBERS and _is_number(value):
             settings[field] = int(value)
         else:
             raise ValueError(_expected(text, f"got {part.strip()!r}"))
     return ActivationPolicy(**settings)
+
+
+def _is_number(value: str) -> bool:
+    return value.isascii() and value.isdecimal() and len(value) <= _MOST_DIGITS
 
 
 def _expected(text: str, got: str) -> str:

@@ -3,7 +3,6 @@ it sharded, and the memory report at its end."""
 
 from __future__ import annotations
 
-import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from lowtide._base import environment
 from lowtide._base.classes import class_name
 from lowtide._sharding import blocks
 from lowtide._sharding.fsdp_module import FSDPModule
@@ -53,7 +53,7 @@ class Session:
         policy, name = options.policy, options.defer_logits
         self._policy = None if policy is None else parse_policy(policy)
         self._deferral = None if name is None else Deferral(name)
-        self._rank = int(os.environ.get("RANK", "0"))
+        self._rank = environment.number("RANK", 0)
         self._sharded: list[weakref.ref[nn.Module]] = []
         self._awaited: weakref.WeakKeyDictionary[nn.Module, Any] = (
             weakref.WeakKeyDictionary()

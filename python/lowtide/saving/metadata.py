@@ -3,6 +3,7 @@ in. Whatever else it names is refused before it runs."""
 
 import io
 import pickle
+import pickletools
 from typing import Any
 
 import torch
@@ -46,9 +47,18 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name}")
 
 
+def _require_own_numbers(data: bytes) -> None:
+    """The unpickler has a place for every number up to the largest that an object is
+    given: five bytes would take gigabytes."""
+    for operation, number, _ in pickletools.genops(data):
+        if operation.name.endswith("PUT") and not 0 <= int(number or 0) <= len(data):
+            raise pickle.UnpicklingError(f"object {number} of {len(data)} bytes")
+
+
 def parse(data: bytes, path: str) -> Metadata:
     """``path``: for errors. Raises CheckpointError."""
     try:
+        _require_own_numbers(data)
         metadata = _Unpickler(io.BytesIO(data)).load()
     except Exception as error:  # whatever the bytes make of it
         raise _refused(path, f"{type(error).__name__}: {error}") from None

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -181,9 +182,12 @@ def _place() -> Path:
     key = hashlib.sha256(str(DRIVER).encode()).hexdigest()[:8]
     place = Path(tempfile.gettempdir()) / f"lowtide-dry-{os.getuid()}-{key}"
     place.mkdir(mode=0o700, exist_ok=True)
-    if place.stat().st_uid != os.getuid():
+    found = place.lstat()
+    private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o022
+    if not private or found.st_uid != os.getuid():
         raise RuntimeError(
-            f"lowtide: phantom: {place}: expected a folder of this user, got another's."
+            f"lowtide: phantom: {place}: expected a folder of this user's that no "
+            "other may write, got something else. Remove it, or set TMPDIR."
         )
     for name in ("libcuda.so.1", "libcuda.so", "libnvidia-ml.so.1"):
         link = place / name

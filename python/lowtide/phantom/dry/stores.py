@@ -4,6 +4,7 @@ other."""
 from __future__ import annotations
 
 import datetime
+import socket
 import struct
 import threading
 from typing import Any
@@ -30,7 +31,16 @@ class Meeting:
     them."""
 
     def __init__(self) -> None:
-        self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        # A port that torch opened would be open to other machines, whatever the host.
+        with socket.create_server((HOST, 0)) as listening:
+            port = listening.getsockname()[1]
+            self._store = TCPStore(
+                HOST,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listening.detach(),
+            )
 
     @property
     def port(self) -> int:
