@@ -8,9 +8,10 @@
 
 # Minor versions that the tests are run with (docs/torch_versions.md); where any
 # will do, the first is asked for.
-set(LOWTIDE_TORCH_MINORS 2.11 2.15)
+set(LOWTIDE_TORCH_MINORS 2.11 2.12 2.13 2.14 2.15)
 list(GET LOWTIDE_TORCH_MINORS 0 torch_first)
-list(JOIN LOWTIDE_TORCH_MINORS " or " torch_minors)
+list(JOIN LOWTIDE_TORCH_MINORS ", " torch_minors)
+string(REGEX REPLACE ", ([^,]+)$" " or \\1" torch_minors "${torch_minors}")
 
 find_package(Python 3.10 COMPONENTS Interpreter Development.Module QUIET)
 if(NOT Python_Interpreter_FOUND)

@@ -83,8 +83,8 @@ class WeaklyHeldNode : public torch::autograd::Node {
 #endif
 
 // c10d's collectives on one tensor a rank, and on lists of such, under the
-// names of 2.15: std::invoke(all_gather_single, group, out, in, options).
-#if LOWTIDE_TORCH_AT_LEAST(2, 15)
+// names of 2.13: std::invoke(all_gather_single, group, out, in, options).
+#if LOWTIDE_TORCH_AT_LEAST(2, 13)
 inline constexpr auto all_gather_single =
     &c10d::ProcessGroup::all_gather_single;
 inline constexpr auto all_gather_single_coalesced =

@@ -74,7 +74,7 @@ std::string backend_name(c10d::ProcessGroup& group,
 // into one tensor and back.
 bool is_gloo(std::string_view backend) { return backend.ends_with("gloo"); }
 
-// Also "nccl2", torch 2.15's.
+// Also "nccl2", which torch has from 2.14 on.
 bool is_nccl(std::string_view backend) { return backend.starts_with("nccl"); }
 
 std::shared_ptr<Wire> wire_for(std::string_view backend, c10::Device device) {

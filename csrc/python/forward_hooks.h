@@ -18,7 +18,7 @@ class ForwardHooks {
     std::optional<at::ScalarType> inputs;   // floating-point inputs
     std::optional<at::ScalarType> outputs;  // floating-point outputs
     // Of every module where there are several; else as FSDP2 did before torch
-    // 2.15, of the first one's inputs and the last one's outputs.
+    // 2.13, of the first one's inputs and the last one's outputs.
     bool of_each = false;
   };
 

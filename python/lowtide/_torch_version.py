@@ -1,13 +1,26 @@
 """What differs between the versions of torch that lowtide runs on, by meaning: no other
 module asks for torch's version."""
 
+from typing import Any
+
 import torch
+import torch.distributed as dist
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 # Whether the casts of `fully_shard([a, b])` are of every module's inputs and outputs,
 # or of the first one's inputs and the last one's outputs.
-CASTS_EACH_OF_A_LIST = VERSION >= (2, 15)
+CASTS_EACH_OF_A_LIST = VERSION >= (2, 13)
+
+# torch.distributed's collectives on one tensor a rank, under the names of 2.13, where
+# the ones before give a FutureWarning.
+_c10d: Any = dist
+if VERSION >= (2, 13):
+    all_gather_single = _c10d.all_gather_single
+    reduce_scatter_single = _c10d.reduce_scatter_single
+else:
+    all_gather_single = _c10d.all_gather_into_tensor
+    reduce_scatter_single = _c10d.reduce_scatter_tensor
 
 
 def default_reduce_dtype(storage: torch.dtype, compute: torch.dtype) -> torch.dtype:

@@ -37,7 +37,7 @@ std::string operation() {
   return info == nullptr ? "" : info->getCollectiveName();
 }
 
-// The ranges of torch's groups, which nccl2 (torch 2.15) calls as the
+// The ranges of torch's groups, which nccl2 (torch 2.14) calls as the
 // operation, say no more than NCCL's calls.
 std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function) {
   const std::string_view name = function.name();

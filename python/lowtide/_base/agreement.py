@@ -5,6 +5,8 @@ import hashlib
 import torch
 import torch.distributed as dist
 
+from lowtide._torch_version import all_gather_single
+
 
 def require_same_lines(
     group: dist.ProcessGroup,
@@ -22,7 +24,7 @@ def require_same_lines(
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)
     all_digests = mine.new_empty(group.size() * mine.numel())
-    dist.all_gather_into_tensor(all_digests, mine, group=group)
+    all_gather_single(all_digests, mine, group=group)
     digests = all_digests.view(group.size(), -1).cpu()
     if bool((digests == digests[0]).all()):
         return

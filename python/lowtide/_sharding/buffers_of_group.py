@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from lowtide._torch_version import all_gather_single, reduce_scatter_single
+
 
 class _GroupBuffers:
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -36,7 +38,7 @@ class GroupBufferAllGather(_GroupBuffers, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        return dist.all_gather_into_tensor(
+        return all_gather_single(
             output_tensor, input_tensor, group=group, async_op=async_op
         )
 
@@ -50,6 +52,6 @@ class GroupBufferReduceScatter(_GroupBuffers, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        return dist.reduce_scatter_tensor(
+        return reduce_scatter_single(
             output_tensor, input_tensor, op=op, group=group, async_op=async_op
         )

@@ -447,7 +447,7 @@ class UnitState:
     # they ask every unit to, and then the root.
     _state_ctx = types.SimpleNamespace(all_states=())
     _fsdp_param_group = None
-    _fsdp_param_groups = ()  # from torch 2.13 on
+    _fsdp_param_groups = ()  # from torch 2.12 on
     _comm_ctx: Any = None
 
     def _root_post_backward_final_callback(self) -> None:

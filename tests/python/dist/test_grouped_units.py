@@ -220,7 +220,7 @@ def parallel_modules(system: System, record: Recorder) -> None:
 
 
 def mixed_precision(system: System, record: Recorder) -> None:
-    """Whose inputs and outputs are cast: torch 2.15 has changed it."""
+    """Whose inputs and outputs are cast: torch 2.13 has changed it."""
     policy = system.MixedPrecisionPolicy(
         param_dtype=torch.bfloat16,
         reduce_dtype=torch.float32,

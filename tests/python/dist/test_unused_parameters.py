@@ -109,7 +109,7 @@ def test_with_it_all_have_one_and_others_keep_their_bits(pool_of, num_ranks, rep
         assert all(g is not None for by_name in found for g in by_name.values())
 
 
-@pytest.mark.skipif(VERSION < (2, 15), reason="FSDP2 has it from torch 2.15 on")
+@pytest.mark.skipif(VERSION < (2, 13), reason="FSDP2 has it from torch 2.13 on")
 @pytest.mark.parametrize(("num_ranks", "replicas"), LAYOUTS)
 def test_it_has_the_bits_of_fsdp2(pool_of, num_ranks, replicas):
     pool = pool_of(num_ranks)

@@ -32,36 +32,41 @@ def first_column(text: str, heading: str) -> list[str]:
     return [re.findall(r"`([^`]+)`", row.split("|")[1])[0] for row in rows]
 
 
-# What torch has from 2.15 on.
-ARGUMENTS_OF_2_15 = {"dp_mesh_dims"}
-METHODS_OF_2_15 = {
-    "set_keep_unsharded_storage",
-    "reset_iter_state",
-    "set_manual_backward_finalization",
-    "finalize_backward",
-    "set_reduce_scatter_unused_params",
-    "set_reduce_scatter_max_input_buffers",
-    "set_separate_reduce_scatter_group",
-    "set_symm_mem_for_comm",
+# From which version on torch has them.
+ARGUMENTS_SINCE = {"dp_mesh_dims": (2, 12)}
+METHODS_SINCE = {
+    "set_symm_mem_for_comm": (2, 12),
+    "reset_iter_state": (2, 13),
+    "set_reduce_scatter_unused_params": (2, 13),
+    "set_reduce_scatter_max_input_buffers": (2, 13),
+    "set_separate_reduce_scatter_group": (2, 13),
+    "set_keep_unsharded_storage": (2, 15),
+    "set_manual_backward_finalization": (2, 15),
+    "finalize_backward": (2, 15),
 }
 
 
-def of_this_torch(rows: list[str], later: set[str]) -> list[str]:
-    return [row for row in rows if VERSION >= (2, 15) or row not in later]
+def of_this_torch(rows: list[str], since: dict[str, tuple[int, int]]) -> list[str]:
+    return [row for row in rows if VERSION >= since.get(row, (2, 11))]
+
+
+@pytest.mark.parametrize(("name", "version"), (ARGUMENTS_SINCE | METHODS_SINCE).items())
+def test_row_of_what_a_later_torch_has_says_since_when(name, version):
+    assert f"\n| `{name}` | of torch {version[0]}.{version[1]}" in page("fsdp2")
 
 
 def test_every_argument_of_fully_shard_has_a_row():
     rows = first_column(page("fsdp2"), "`fully_shard`")
-    ours = [row for row in rows if row not in ARGUMENTS_OF_2_15]
+    ours = [row for row in rows if row not in ARGUMENTS_SINCE]
     assert ours == list(inspect.signature(lowtide.fully_shard).parameters)
     theirs = [*inspect.signature(fsdp2).parameters, "grads"]
-    assert of_this_torch(rows, ARGUMENTS_OF_2_15) == theirs
+    assert of_this_torch(rows, ARGUMENTS_SINCE) == theirs
 
 
 def test_every_method_of_a_sharded_module_has_a_row():
     methods = [name for name in vars(FSDPModule) if not name.startswith("_")]
     rows = first_column(page("fsdp2"), "Methods of a sharded module")
-    assert of_this_torch(rows, METHODS_OF_2_15) == methods
+    assert of_this_torch(rows, METHODS_SINCE) == methods
     assert set(methods) <= set(vars(lowtide.FSDPModule))
 
 
@@ -76,7 +81,7 @@ def test_names_of_lowtide_exist(name):
     named = set(re.findall(r"lowtide\.(\w+)", page(name)))
     modules = {module.name for module in pkgutil.iter_modules(lowtide.__path__)}
     assert named and named <= set(dir(lowtide)) | modules
-    called = set(re.findall(r"\bset_\w+", page(name))) - METHODS_OF_2_15
+    called = set(re.findall(r"\bset_\w+", page(name))) - set(METHODS_SINCE)
     known = {m for m in dir(lowtide.FSDPModule) if m.startswith("set_")}
     elsewhere = {"set_state_dict", "set_model_state_dict", "set_z3_leaf_modules"}
     assert called <= known | elsewhere

@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PYTHON = Path(sys.executable)
+VERSIONS = "2.11, 2.12, 2.13, 2.14 or 2.15"
 
 FAKE_TORCH = """
 from types import SimpleNamespace
@@ -49,7 +50,7 @@ def fake_torch(version: str = "2.11.0", cuda: str | None = "13.0") -> str:
 def test_missing_torch(tmp_path):
     missing = "raise ModuleNotFoundError(\"No module named 'torch'\")"
     message = build_message(tmp_path, missing)
-    assert message.startswith("lowtide: torch: expected torch 2.11 or 2.15 in ")
+    assert message.startswith(f"lowtide: torch: expected torch {VERSIONS} in ")
     assert "No module named 'torch'" in message
     assert message.endswith(f"Run `{PYTHON} -m pip install 'torch==2.11.*'`.")
 
@@ -57,7 +58,7 @@ def test_missing_torch(tmp_path):
 def test_other_torch_minor(tmp_path):
     message = build_message(tmp_path, fake_torch("2.16.1+cpu"))
     assert message.startswith(
-        "lowtide: torch: expected 2.11 or 2.15, got 2.16.1+cpu in "
+        f"lowtide: torch: expected {VERSIONS}, got 2.16.1+cpu in "
     )
     assert message.endswith(f"Run `{PYTHON} -m pip install 'torch==2.11.*'`.")
 

@@ -13,7 +13,7 @@ FSDP2 = {
     *("fully_shard", "FSDPModule", "UnshardHandle", "register_fsdp_forward_method"),
     *("share_comm_ctx", "MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"),
 }
-# What torch 2.15 has beyond these, and its FSDPModule beyond lowtide's.
+# What a later torch has beyond these, and its FSDPModule beyond lowtide's.
 LATER = {"DataParallelMeshDims", "GradientReductionHandle"}
 LATER_METHODS = {"set_keep_unsharded_storage", "set_symm_mem_for_comm"}
 OWN = {

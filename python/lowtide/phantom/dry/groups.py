@@ -20,7 +20,7 @@ from . import driver
 
 _ID_BYTES = 128
 # What an id's key has behind its group: a number, that of one of several roots, or the
-# two ranks of a pair; of nccl2 (torch 2.15) names, the pair's ranks and numbers.
+# two ranks of a pair; of nccl2 (torch 2.14) names, the pair's ranks and numbers.
 _ENDS = (
     re.compile(r"(?:UniqueNCCLID:)?(\d+)(?::(\d+))?"),
     re.compile(r".*?(?:/p2p-(\d+)-(\d+)-\d+/.*)?/nccl_storekey_\d+(?:_\d+)?"),

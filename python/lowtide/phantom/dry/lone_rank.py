@@ -70,6 +70,7 @@ def replace_gloo() -> None:
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers
     backend: Any = distributed_c10d.Backend
     config: Any = distributed_c10d.BackendConfig
+    config(backend.GLOO)  # from torch 2.14 on this registers it, with its type
     backend.backend_type_map[backend.GLOO] = dist.ProcessGroup.BackendType.CUSTOM
     asked = config.get_device_backend_map
 

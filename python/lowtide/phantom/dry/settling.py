@@ -3,7 +3,7 @@
 The watchdog of ``ProcessGroupNCCL`` lets go of the tensors of a collective that is
 done, and looks every 100 ms of the wall's clock. A step on a GPU takes longer; here it
 may not, and DDP's first buckets would live for as long as this machine is quick. That
-of ``ProcessGroupNCCL2`` (torch 2.15) lets go of only what nobody waits for.
+of ``ProcessGroupNCCL2`` (torch 2.14) lets go of only what nobody waits for.
 """
 
 from __future__ import annotations
