@@ -45,7 +45,7 @@ def test_every_public_name_is_there_after_importing_lowtide_alone():
 
 @pytest.mark.parametrize(
     ("built_for", "built_for_cuda"),
-    [("2.12.0", ""), ("3.11.0", ""), (str(torch.__version__), "12.8")],
+    [("2.10.0", ""), ("3.11.0", ""), (str(torch.__version__), "12.8")],
 )
 def test_other_torch_is_refused(built_for, built_for_cuda):
     with pytest.raises(ImportError) as error:

@@ -33,10 +33,10 @@ ATTENTION = {
     "b200": {"half": CUDNN, "mask": CUDNN, "float": EFFICIENT},
     "rtx4090": {"half": FLASH, "mask": EFFICIENT, "float": EFFICIENT},
 }
-# Of heads of 256: cuDNN has them on Hopper alone, from torch 2.13 on without dropout,
+# Of heads of 256: cuDNN has them on Hopper alone, from torch 2.12 on without dropout,
 # and FlashAttention's backward with dropout does not fit the shared memory of Ada.
 WIDE = {"a100-40": FLASH, "h100": CUDNN, "b200": FLASH, "rtx4090": EFFICIENT}
-if VERSION >= (2, 13):
+if VERSION >= (2, 12):
     WIDE["h100"] = FLASH
 
 
@@ -198,9 +198,9 @@ def test_tritons_limits(gpu, found):
 
 
 def test_cublas_gets_the_workspace_of_the_gpu(gpu, found):
-    """By torch's rule 32 MiB on Hopper, from 2.13 on on Blackwell, too, and 8,320 KiB
+    """By torch's rule 32 MiB on Hopper, from 2.12 on on Blackwell, too, and 8,320 KiB
     on others."""
-    large = ((9, 0),) if VERSION < (2, 13) else ((9, 0), (10, 0))
+    large = ((9, 0),) if VERSION < (2, 12) else ((9, 0), (10, 0))
     assert found["workspace"] == (32 << 20 if GPUS[gpu][0] in large else 8320 * KIB)
 
 
