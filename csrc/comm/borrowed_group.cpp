@@ -41,6 +41,12 @@ c10::intrusive_ptr<c10d::ProcessGroup> BorrowedGroup::get() const {
   return group_;
 }
 
+bool BorrowedGroup::is(
+    const c10::intrusive_ptr<c10d::ProcessGroup>& group) const {
+  const std::scoped_lock lock(mutex_);
+  return group_ == group;
+}
+
 void BorrowedGroup::give_back() {
   c10::intrusive_ptr<c10d::ProcessGroup> ended_on_return;
   const std::scoped_lock lock(mutex_);

@@ -30,6 +30,7 @@ class BorrowedGroup {
   std::int64_t size() const { return size_; }
   // Throws lowtide::Error once it was given back.
   c10::intrusive_ptr<c10d::ProcessGroup> get() const;
+  bool is(const c10::intrusive_ptr<c10d::ProcessGroup>& group) const;
   // Where torch has ended it.  On any thread, without the GIL.
   void give_back();
 

@@ -24,6 +24,7 @@ class C10dCollectives final : public Collectives {
   std::int64_t rank() const override { return group_->rank(); }
   std::int64_t size() const override { return group_->size(); }
   std::string backend() const override { return backend_; }
+  const std::shared_ptr<BorrowedGroup>& group() const { return group_; }
 
   std::unique_ptr<Pending> all_gather(std::vector<at::Tensor>& outs,
                                       std::vector<at::Tensor>& ins,

@@ -32,6 +32,7 @@ class BackendChannel final : public HostChannel {
   explicit BackendChannel(std::shared_ptr<BorrowedGroup> group)
       : group_(std::move(group)) {}
 
+  const BorrowedGroup* group() const override { return group_.get(); }
   std::int64_t rank() const override { return group_->rank(); }
   std::int64_t size() const override { return group_->size(); }
 

@@ -26,6 +26,8 @@ class HostChannel {
   };
 
   virtual ~HostChannel() = default;
+  // Null of one without a process group.
+  virtual const BorrowedGroup* group() const { return nullptr; }
   virtual std::int64_t rank() const = 0;
   virtual std::int64_t size() const = 0;
   // As many numbers on every rank.  Does not block.

@@ -51,13 +51,22 @@ std::shared_ptr<comm::HostChannel> make_host_channel(
   return comm::make_host_channel(borrow(group_name));
 }
 
-std::shared_ptr<Collectives> with_custom(std::shared_ptr<Collectives> base,
-                                         py::object group,
-                                         py::object all_gather,
-                                         py::object reduce_scatter) {
-  return std::make_shared<CustomCollectives>(std::move(base), std::move(group),
-                                             std::move(all_gather),
-                                             std::move(reduce_scatter));
+std::shared_ptr<comm::C10dCollectives> of_a_group(
+    const std::shared_ptr<Collectives>& collectives) {
+  auto result = std::dynamic_pointer_cast<comm::C10dCollectives>(collectives);
+  if (!result) {
+    throw InvalidArgument(base::error_text(
+        "collectives", "a process group's own", "those of comm objects",
+        "Ask what with_custom() was called of."));
+  }
+  return result;
+}
+
+std::shared_ptr<Collectives> with_custom(
+    const std::shared_ptr<Collectives>& base, py::object all_gather,
+    py::object reduce_scatter) {
+  return std::make_shared<CustomCollectives>(
+      of_a_group(base), std::move(all_gather), std::move(reduce_scatter));
 }
 
 comm::Reduction reduction_of(bool average) {
@@ -96,6 +105,10 @@ void bind_comm(py::module_& module) {
   py::class_<comm::HostChannel, std::shared_ptr<comm::HostChannel>>(
       module, "HostChannel", "Numbers of the host, compared over ranks.")
       .def(py::init(&make_host_channel), py::arg("group_name"))
+      .def_property_readonly("process_group",
+                             [](const comm::HostChannel& channel) {
+                               return channel.group()->get();
+                             })
       .def_property_readonly("rank", &comm::HostChannel::rank)
       .def_property_readonly("size", &comm::HostChannel::size);
 
@@ -109,8 +122,21 @@ void bind_comm(py::module_& module) {
       .def_property_readonly("counters", &counters,
                              "collective -> (calls, bytes on the wire)")
       .def("reset_counters", &Collectives::reset_counters)
-      .def("with_custom", &with_custom, py::kw_only(), py::arg("group"),
-           py::arg("all_gather"), py::arg("reduce_scatter"),
+      .def_property_readonly(
+          "process_group",
+          [](const std::shared_ptr<Collectives>& collectives) {
+            return of_a_group(collectives)->group()->get();
+          },
+          "Raises once it was destroyed.")
+      .def(
+          "is_over",
+          [](const std::shared_ptr<Collectives>& collectives,
+             const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+            return of_a_group(collectives)->group()->is(group);
+          },
+          py::arg("group"), "Names of groups come again: whether it is this.")
+      .def("with_custom", &with_custom, py::kw_only(), py::arg("all_gather"),
+           py::arg("reduce_scatter"),
            "The same ranks, with FSDP2's comm objects (or None).")
       .def(
           "all_gather",

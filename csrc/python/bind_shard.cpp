@@ -402,6 +402,7 @@ void bind_shard(py::module_& module) {
                     &Root::set_gradient_budget)
       .def("reduce_accumulated", &Root::reduce_accumulated, NoGil())
       .def("optimizer_stepped", &Root::optimizer_stepped)
+      .def_property_readonly("optimizer_steps", &Root::optimizer_steps)
       .def_property_readonly("entered_units", &Root::entered_units)
       .def("abort", &Root::abort, NoGil(), py::arg("drop_gradients") = true);
 
@@ -425,7 +426,8 @@ void bind_shard(py::module_& module) {
              hooks.move_inputs_to(device);
            })
       .def("pre", &ForwardHooks::pre)
-      .def("post", &ForwardHooks::post);
+      .def("post", &ForwardHooks::post, py::arg("module"), py::arg("args"),
+           py::arg("output"), py::arg("casts_output") = true);
 }
 
 }  // namespace lowtide::python

@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <optional>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
 
 #include "comm/tensor_lists.h"
@@ -89,17 +90,16 @@ std::vector<at::Tensor> blocks(const at::Tensor& flat, std::int64_t rows,
 
 }  // namespace
 
-CustomCollectives::CustomCollectives(std::shared_ptr<Collectives> base,
-                                     py::object group, py::object all_gather,
-                                     py::object reduce_scatter)
+CustomCollectives::CustomCollectives(
+    std::shared_ptr<comm::C10dCollectives> base, py::object all_gather,
+    py::object reduce_scatter)
     : base_(std::move(base)),
-      group_(std::move(group)),
       all_gather_(std::move(all_gather)),
       reduce_scatter_(std::move(reduce_scatter)) {}
 
 CustomCollectives::~CustomCollectives() {
   const py::gil_scoped_acquire gil;
-  group_ = all_gather_ = reduce_scatter_ = py::object();
+  all_gather_ = reduce_scatter_ = py::object();
 }
 
 at::Tensor CustomCollectives::allocate(const py::object& object,
@@ -136,9 +136,9 @@ std::unique_ptr<Pending> CustomCollectives::all_gather(
   }
   auto work = std::make_unique<CustomWork>(wire(input), input);
   work->start([&] {
-    return all_gather_(py::arg("output_tensor") = output,
-                       py::arg("input_tensor") = input,
-                       py::arg("group") = group_, py::arg("async_op") = false);
+    return all_gather_(
+        py::arg("output_tensor") = output, py::arg("input_tensor") = input,
+        py::arg("group") = base_->group()->get(), py::arg("async_op") = false);
   });
   for (const auto& out : lists.outs) {
     work->outs.push_back(out.view({size(), -1}));
@@ -180,8 +180,8 @@ std::unique_ptr<Pending> CustomCollectives::reduce_scatter_coalesced(
   work->start([&] {
     return reduce_scatter_(py::arg("output_tensor") = output,
                            py::arg("input_tensor") = input,
-                           py::arg("group") = group_, py::arg("op") = op,
-                           py::arg("async_op") = false);
+                           py::arg("group") = base_->group()->get(),
+                           py::arg("op") = op, py::arg("async_op") = false);
   });
   for (const auto& one : lists.outs) work->outs.push_back(one.view({1, -1}));
   work->results = blocks(output, 1, lists.outs);

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/c10d_collectives.h"
 #include "comm/collectives.h"
 #include "comm/wire.h"
 
@@ -19,9 +20,8 @@ namespace lowtide::python {
 // wire (wire.h) on a device with streams, or return a Work.
 class CustomCollectives final : public comm::Collectives {
  public:
-  // `group`: the torch.distributed.ProcessGroup that `base` stands for.
-  CustomCollectives(std::shared_ptr<comm::Collectives> base,
-                    pybind11::object group, pybind11::object all_gather,
+  CustomCollectives(std::shared_ptr<comm::C10dCollectives> base,
+                    pybind11::object all_gather,
                     pybind11::object reduce_scatter);
   ~CustomCollectives() override;
 
@@ -52,11 +52,10 @@ class CustomCollectives final : public comm::Collectives {
   // Null on a device without streams.
   std::shared_ptr<comm::Wire> wire(const at::Tensor& like);
 
-  std::shared_ptr<comm::Collectives> base_;
+  std::shared_ptr<comm::C10dCollectives> base_;
   std::shared_ptr<comm::Wire> wire_;  // made when first used
-  pybind11::object group_;
-  pybind11::object all_gather_;      // None: base's
-  pybind11::object reduce_scatter_;  // None: base's
+  pybind11::object all_gather_;       // None: base's
+  pybind11::object reduce_scatter_;   // None: base's
 };
 
 }  // namespace lowtide::python

@@ -122,7 +122,7 @@ py::object ForwardHooks::pre(py::handle module, py::handle args,
 }
 
 py::object ForwardHooks::post(py::handle module, py::handle /*args*/,
-                              py::handle output) {
+                              py::handle output, bool casts_output) {
   std::vector<at::Tensor> watched;
   if (at::GradMode::is_enabled()) {
     watched = tensors_requiring_grad(output);
@@ -133,7 +133,7 @@ py::object ForwardHooks::post(py::handle module, py::handle /*args*/,
     const py::gil_scoped_release no_gil;
     ends = unit_->post_forward(watched, place);
   }
-  if (!(ends || casts_.of_each) || !casts_.outputs) {
+  if (!casts_output || !(ends || casts_.of_each) || !casts_.outputs) {
     return py::none();
   }
   py::object cast = map_tensors(output, [this](const at::Tensor& tensor) {

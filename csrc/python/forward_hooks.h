@@ -40,9 +40,9 @@ class ForwardHooks {
   pybind11::object pre(pybind11::handle module, pybind11::handle args,
                        pybind11::handle kwargs);
   // nn.Module.register_forward_hook: returns the output, or None when it is
-  // unchanged.
+  // unchanged.  `casts_output`: to the outputs' dtype, if there is one.
   pybind11::object post(pybind11::handle module, pybind11::handle args,
-                        pybind11::handle output);
+                        pybind11::handle output, bool casts_output);
 
  private:
   pybind11::object prepare_inputs(pybind11::handle tree, bool cast) const;

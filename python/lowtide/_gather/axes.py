@@ -14,12 +14,8 @@ from lowtide._base.memory import device_memory
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh
 
-# Axes have the name of their group and a device for a key. The group itself tells
-# whether it is still that one: names come again after destroy_process_group.
-_axes: dict[
-    tuple[str, torch.device],
-    tuple[dist.ProcessGroup, _C.GatherAxis, _C.Collectives],
-] = {}
+# By the name of their group and a device.
+_axes: dict[tuple[str, torch.device], tuple[_C.GatherAxis, _C.Collectives]] = {}
 
 
 def process_group(group: Group, *, who: str) -> dist.ProcessGroup:
@@ -50,15 +46,15 @@ def _axis_and_collectives(
 ) -> tuple[_C.GatherAxis, _C.Collectives]:
     key = (group.group_name, device)
     known = _axes.get(key)
-    if known is not None and known[0] is group:
-        return known[1:]
+    if known is not None and known[1].is_over(group):
+        return known
     collectives = _C.Collectives(group.group_name, device)
     axis = _C.GatherAxis(
         collectives,
         device_memory(device),
         compare=functools.partial(_compare, group.group_name, device),
     )
-    _axes[key] = (group, axis, collectives)
+    _axes[key] = (axis, collectives)
     return axis, collectives
 
 

@@ -245,10 +245,10 @@ class FSDPModule(TorchFSDPModule):
                 )
         groups = state.groups
         state.custom_all_gather = (
-            GroupBufferAllGather(groups.gather_process_group()) if enable else None
+            GroupBufferAllGather(groups.gather.process_group) if enable else None
         )
         state.custom_reduce_scatter = (
-            GroupBufferReduceScatter(groups.reduce_process_group()) if enable else None
+            GroupBufferReduceScatter(groups.reduce.process_group) if enable else None
         )
         state.use_groups()
 

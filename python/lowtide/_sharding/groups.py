@@ -19,7 +19,6 @@ import contextlib
 import dataclasses
 import datetime
 import os
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,42 +30,23 @@ from lowtide import _C
 from lowtide._base.failures import name_failed_ranks
 
 
-class Borrowed:
-    """A process group of torch's ([Note: Whose a group is] in borrowed_group.h)."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = weakref.ref(group)
-
-    def __call__(self) -> dist.ProcessGroup:
-        group = self._group()
-        if group is None:
-            raise RuntimeError(
-                "lowtide: process group: expected the one that the model was sharded "
-                "over, got none: it was destroyed. Call destroy_process_group after "
-                "the last step, or shard a new model over a new group."
-            )
-        return group
-
-    def same(self, group: dist.ProcessGroup | None) -> bool:
-        return group is not None and self._group() is group
-
-
 @dataclasses.dataclass(frozen=True)
 class Groups:
     gather: _C.Collectives
     reduce: _C.Collectives
     replicas: _C.Collectives | None
     host: _C.HostChannel | None  # over all ranks of the mesh
-    # The process groups that these issue on.
-    gather_process_group: Borrowed
-    reduce_process_group: Borrowed
-    host_process_group: Borrowed | None
+
+    def are_of(self, groups: list[dist.ProcessGroup]) -> bool:
+        """Whether the mesh has these: names come again after destroy_process_group."""
+        mine = [self.gather] if self.replicas is None else [self.replicas, self.gather]
+        return len(mine) == len(groups) and all(
+            one.is_over(group) for one, group in zip(mine, groups, strict=True)
+        )
 
 
-# Communicators have the names of the mesh's groups for a key, so every unit on a mesh
-# shares them. The groups themselves tell whether they are still those: names come again
-# after destroy_process_group.
-_known: dict[tuple[str, ...], tuple[list[Borrowed], Groups]] = {}
+# By the names of the mesh's groups, so every unit on a mesh shares them.
+_known: dict[tuple[str, ...], Groups] = {}
 
 
 def groups_of(mesh: DeviceMesh, device: torch.device) -> Groups:
@@ -76,10 +56,8 @@ def groups_of(mesh: DeviceMesh, device: torch.device) -> Groups:
     groups = mesh_groups(mesh)
     names = tuple(group.group_name for group in groups)
     known = _known.get(names)
-    if known is not None and all(
-        one.same(other) for one, other in zip(known[0], groups, strict=True)
-    ):
-        return known[1]
+    if known is not None and known.are_of(groups):
+        return known
     name_failed_ranks()
     *replicas, shards = groups
     reduce_group = shards if one_communicator() else _second_group(shards, device)
@@ -91,11 +69,8 @@ def groups_of(mesh: DeviceMesh, device: torch.device) -> Groups:
         _C.Collectives(reduce_group.group_name, device),
         _C.Collectives(replicas[0].group_name, device) if replicas else None,
         _C.HostChannel(host_group.group_name) if host_group is not None else None,
-        Borrowed(shards),
-        Borrowed(reduce_group),
-        Borrowed(host_group) if host_group is not None else None,
     )
-    _known[names] = ([Borrowed(group) for group in groups], made)
+    _known[names] = made
     return made
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lowtide import _C
 from lowtide._sharding.local_parameter import sharded_of
 from lowtide._sharding.owners import became, replacements
 from lowtide._sharding.unit import UnitState
@@ -21,7 +20,6 @@ from lowtide._sharding.unit import UnitState
 _units: "weakref.WeakSet[UnitState]" = weakref.WeakSet()  # of every root
 _known: "weakref.WeakKeyDictionary[Optimizer, _Known]" = weakref.WeakKeyDictionary()
 _num_roots = 0
-_steps: "weakref.WeakKeyDictionary[_C.Root, int]" = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -58,13 +56,12 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         unit = reference()
         if unit is not None and unit.root is not None:
             unit.root.optimizer_stepped()
-            _steps[unit.root] = _steps.get(unit.root, 0) + 1
 
 
 def steps_of(unit: UnitState) -> int:
     """How often parameters of its model were stepped. Foreach and fused optimizers do
     not count their writes to a DTensor as versions."""
-    return _steps.get(unit.root, 0) if unit.root is not None else 0
+    return unit.root.optimizer_steps if unit.root is not None else 0
 
 
 def _look_at(

@@ -393,13 +393,11 @@ class UnitState:
         gather, reduce = self.groups.gather, self.groups.reduce
         if self.custom_all_gather is not None:
             gather = gather.with_custom(
-                group=self.groups.gather_process_group(),
                 all_gather=self.custom_all_gather,
                 reduce_scatter=None,
             )
         if self.custom_reduce_scatter is not None:
             reduce = reduce.with_custom(
-                group=self.groups.reduce_process_group(),
                 all_gather=None,
                 reduce_scatter=self.custom_reduce_scatter,
             )

@@ -5,7 +5,6 @@ from collections.abc import Callable, Generator
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
 
 from lowtide import _C
 from lowtide._base.classes import class_name
@@ -83,28 +82,11 @@ def gathered_whole(
 ) -> Tensor:
     """``loss(hidden)`` as if it were the forward of ``head``: gathered before it,
     freed after it, its gradient reduced once. A unit that casts what its modules
-    return to 16 bit does not cast the loss."""
+    return to fewer bits does not cast the loss."""
     prepared = state.hooks.pre(head, (hidden,), {})
     args = (hidden,) if prepared is None else prepared[0]
     output = loss(args[0])
     cast_to = state.policy.output_dtype
-    as_bits = cast_to is not None and 2 * cast_to.itemsize == output.itemsize
-    if as_bits:
-        output = _Bits.apply(output.unsqueeze(0), cast_to)
-    changed = state.hooks.post(head, args, output)
-    output = output if changed is None else changed
-    return _Bits.apply(output, torch.float32).squeeze(0) if as_bits else output
-
-
-class _Bits(torch.autograd.Function):
-    """The same bytes under another dtype, of the gradient, too."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.dtype = tensor.dtype
-        return tensor.view(dtype).clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.contiguous().view(ctx.dtype), None
+    widens = cast_to is not None and cast_to.itemsize >= output.itemsize
+    changed = state.hooks.post(head, args, output, casts_output=widens)
+    return output if changed is None else changed

@@ -40,14 +40,13 @@ class Axis:
 
     def collectives(self, device: torch.device) -> _C.Collectives:
         known = _collectives.get((self.group_name, device.type))
-        if known is None or known[0] is not self.group:
-            known = self.group, _C.Collectives(self.group_name, device)
+        if known is None or not known.is_over(self.group):
+            known = _C.Collectives(self.group_name, device)
             _collectives[self.group_name, device.type] = known
-        return known[1]
+        return known
 
 
-# Names of groups come again after destroy_process_group; the group tells.
-_collectives: dict[tuple[str, str], tuple[dist.ProcessGroup, _C.Collectives]] = {}
+_collectives: dict[tuple[str, str], _C.Collectives] = {}
 
 
 class _Current(threading.local):

@@ -223,10 +223,16 @@ def destroy_all_but_the_model(folder: Path) -> tuple[int, int, int, str]:
     lowtide.fully_shard(model, mesh=mesh)
     model(torch.ones(2, 4)).sum().backward()
     lowtide.save(folder / "saved", model, process_group=mesh.get_group())
+    of_axes = dist.new_group()
+    with lowtide.sequence_parallel.gather_policy(regather="all", min_bytes=0):
+        x = torch.ones(2, 4, requires_grad=True)
+        gather = lowtide.sequence_parallel.sp_all_gather
+        gather(x, of_axes, name="tokens").sum().backward()
+    lowtide.spmd.axes.resolve(of_axes).collectives(torch.device("cpu"))
     most = threads_of_gloo()
     for group in set(distributed_c10d._world.pg_map) - before:
         destroy_group(group)
-    del mesh, group
+    del mesh, group, of_axes
     with pytest.raises(RuntimeError) as error:
         model(torch.ones(2, 4))
     return first, most, threads_of_gloo(), str(error.value)
@@ -239,7 +245,7 @@ def test_groups_end_with_destroy_process_group(pool_of, tmp_path):
         pool_of(2).run(destroy_all_but_the_model, tmp_path)
     ):
         # The mesh's own, of two threads, is kept by torch's DeviceMesh.
-        assert (most, last) == (first + 8, first + 2)
+        assert (most, last) == (first + 10, first + 2)
         assert text == (
             "lowtide: process group: expected the one that the model was sharded over, "
             f"got none: it was destroyed (rank {rank} of 2). Call "
@@ -256,8 +262,8 @@ SHARED_RUN = Run(world_size=2, microbatches=2, num_steps=2)
 def train_and_count(run: Run) -> tuple[Trace, bool]:
     """The run, and whether gathers and reductions had the same group."""
     trace = train_sharded("lowtide", run)
-    known = [made for _, made in groups._known.values()]
-    one = all(g.gather_process_group() is g.reduce_process_group() for g in known)
+    known = [*groups._known.values()]
+    one = all(g.gather.process_group is g.reduce.process_group for g in known)
     return trace, one and bool(known)
 
 

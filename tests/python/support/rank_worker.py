@@ -84,11 +84,11 @@ def drop_groups() -> None:
     groups = sys.modules.get("lowtide._sharding.groups")
     kept = {world}
     if groups is not None:
-        for names, (theirs, made) in list(groups._known.items()):
-            if len(theirs) == 1 and theirs[0].same(world):
-                kept.add(made.reduce_process_group())
-                if made.host_process_group is not None:
-                    kept.add(made.host_process_group())
+        for names, made in list(groups._known.items()):
+            if made.are_of([world]):
+                kept.add(made.reduce.process_group)
+                if made.host is not None:
+                    kept.add(made.host.process_group)
             else:
                 del groups._known[names]
     if "torch.distributed.tensor" in sys.modules:
