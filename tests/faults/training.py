@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from support.breaking import BreaksAt
+from support.saving import shards
 from support.systems import get_system
 
 STEPS, FAILING = 4, 1
@@ -185,17 +186,4 @@ class Training:
         self.in_optimizer = BreaksAt(at, how)
 
     def state(self) -> dict[str, torch.Tensor | None]:
-        found: dict[str, Any] = {"generator": torch.get_rng_state()}
-        for name, p in self.model.named_parameters():
-            found[name], found[f"{name}.grad"] = p, p.grad
-            for key, value in self.optimizer.state.get(p, {}).items():
-                found[f"{name}.{key}"] = value
-        return {
-            name: None if value is None else _local(value).clone()
-            for name, value in found.items()
-        }
-
-
-def _local(value: Any) -> torch.Tensor:
-    value = value.detach()
-    return value.to_local() if hasattr(value, "to_local") else value
+        return shards(self.model, self.optimizer)

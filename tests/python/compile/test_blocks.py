@@ -3,11 +3,8 @@ whether they were compiled before or after sharding."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -18,12 +15,7 @@ from support.training import adamw, local_params
 CONFIG = ModelConfig(num_layers=2)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def wrapper(model: nn.Module, backend: str) -> None:

@@ -6,12 +6,11 @@ by name."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_fw_bw_and_get_code
@@ -27,18 +26,7 @@ BACKENDS = ("aot_eager", "inductor")
 MICROBATCHES = 3
 
 
-@pytest.fixture(scope="module", autouse=True)
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> None:
-    torch._dynamo.reset()
-    counters.clear()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class Block(nn.Module):

@@ -24,6 +24,7 @@ from support.bits import assert_same_tensors
 from support.bombs import Bombs, Boom
 from support.breaking import BreaksAt
 from support.ranks import RankPool
+from support.saving import shards
 
 STEPS, FAILING = 4, 1
 
@@ -68,27 +69,13 @@ class Training:
         self.optimizer.zero_grad()
 
     def state(self) -> dict[str, torch.Tensor | None]:
-        found: dict[str, Any] = {"generator": torch.get_rng_state()}
-        for name, p in self.model.named_parameters():
-            found[name], found[f"{name}.grad"] = p, p.grad
-            for key, value in self.optimizer.state.get(p, {}).items():
-                found[f"{name}.{key}"] = value
-        found |= dict(self.model.named_buffers())
-        return {
-            name: None if value is None else _local(value).clone()
-            for name, value in found.items()
-        }
+        return shards(self.model, self.optimizer)
 
     def all_steps(self, skip: int | None = None) -> dict[str, torch.Tensor | None]:
         for number in range(STEPS):
             if number != skip:
                 self.whole_step(number)
         return self.state()
-
-
-def _local(value: Any) -> torch.Tensor:
-    value = value.detach()
-    return value.to_local() if hasattr(value, "to_local") else value
 
 
 def is_last() -> bool:
@@ -304,6 +291,27 @@ def interrupt_while_undoing() -> list[tuple[Any, Any]]:
 
 def test_an_interrupt_waits_for_what_is_undone(pool_of):
     check(pool_of(1).run(interrupt_while_undoing))
+
+
+def step_in_groups_of_one() -> bool:
+    """Ranks that decide alone: of the last one's the step does not happen."""
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.ones(1, 2)).sum().backward()
+    before = shards(model, optimizer)
+    block = lowtide.step(model, optimizer, process_group=alone[dist.get_rank()])
+    with contextlib.suppress(Boom), block:
+        optimizer.step()
+        if is_last():
+            raise Boom("alone")
+    changed = not torch.equal(model.weight, before["weight"])
+    assert changed == block.happened
+    return changed
+
+
+def test_ranks_of_another_group_do_not_take_part(pool_of):
+    assert pool_of(2).run(step_in_groups_of_one) == [True, False]
 
 
 # -- memory ---------------------------------------------------------------------------
