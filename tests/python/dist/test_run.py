@@ -69,6 +69,7 @@ def test_a_policy_is_the_blocks_and_leaves_the_bits(tmp_path):
     assert re.search(r"^input +offload +\d+", said, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_logits_of_a_script_are_deferred_as_by_hand(tmp_path):
     """Its losses are taken outside of the model's forward; at its end it sums logits
     that somebody has to make."""

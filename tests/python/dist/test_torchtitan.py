@@ -148,7 +148,13 @@ def losses(
     return trainer.metrics_processor.logged, outputs.count(DeferredLogits)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        pytest.param(False, id="eager"),
+        pytest.param(True, id="compiled", marks=pytest.mark.slow),
+    ],
+)
 def test_its_loss_needs_no_logits(tmp_path, compiled):
     """Compiled, it compiles the loss, too."""
     with RankPool(2) as pool:

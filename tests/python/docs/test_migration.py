@@ -6,11 +6,16 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import re
+import types
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    _fully_shard,
+)
 from torch.distributed.fsdp import fully_shard as fsdp2
 
 import lowtide
@@ -74,6 +79,17 @@ def test_every_argument_of_fsdp1_has_a_row():
     parameters = inspect.signature(FullyShardedDataParallel.__init__).parameters
     rows = first_column(page("fsdp1"), "Arguments of `FullyShardedDataParallel`")
     assert rows == [name for name in parameters if name != "self"]
+
+
+def test_every_name_of_our_own_is_listed():
+    listed = page("fsdp2").split("lowtide's own are ")[1].split("; and four")[0]
+    ours = {
+        name
+        for name in lowtide.__all__
+        if name not in _fully_shard.__all__
+        and not isinstance(getattr(lowtide, name), types.ModuleType)
+    }
+    assert set(re.findall(r"`(\w+)`", listed)) == ours
 
 
 @pytest.mark.parametrize("name", PAGES)
