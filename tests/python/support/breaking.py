@@ -21,12 +21,18 @@ def interrupt() -> None:
 
 class BreaksAt(TorchDispatchMode):
     """Calls ``how`` where operator number ``at`` that writes in place would be called;
-    counts them."""
+    counts them. What torch.compile made is not looked into: under a mode that does,
+    Dynamo skips the code, then and for ever after, and the steps around a broken one
+    are no longer those of the run that they are compared with."""
 
     def __init__(self, at: int | None, how: Any = boom) -> None:
         super().__init__()
         self.at, self.how = at, how
         self.count = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
