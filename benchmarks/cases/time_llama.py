@@ -127,7 +127,8 @@ CASE = Case(
 batch 1, sequence 8192, full checkpointing, bf16 compute, fp32 reduction, fused AdamW,
 gradients clipped; both systems with their default settings, blocks, embedding and head
 units of their own; a head that FSDP2 applies to chunks is held from the first to the
-last. Nothing was measured on a GPU.
+last. What an H200 took beside this clock:
+[gpu_check.md](gpu_check.md).
 
 *exposed*: a collective runs while the compute stream waits for another stream. *loss*
 is the head and the loss. What is assumed is in [time.md](time.md). *bar*: what we set

@@ -1,9 +1,10 @@
 """Measures lowtide on one NVIDIA GPU beside FSDP2 and beside bars; docs/gpu_check.md.
 
-    check.py [--list] [--tiny] [--out DIR] [STEP ...]
+    check.py [--list] [--tiny] [--out DIR] [--read DIR] [STEP ...]
 
 A step that fails is a row that says why, and the others go on. Exit status 1 if one
-failed or a bar was missed.
+failed or a bar was missed. ``--read``: nothing is measured; rows of the figures of
+another run, of the steps that it has.
 """
 
 from __future__ import annotations
@@ -28,14 +29,18 @@ for directory in (GPU, GPU.parent, GPU.parent / "programs"):
 import bars  # noqa: E402
 import launch  # noqa: E402
 import measure_cases as cases  # noqa: E402
+import measure_clock as clock  # noqa: E402
+import measure_frameworks as frameworks  # noqa: E402
 import measure_ledger as ledger  # noqa: E402
 import measure_llama as llama  # noqa: E402
 import measure_parts as parts  # noqa: E402
+import measure_plan as plan  # noqa: E402
 import results  # noqa: E402
 import tables  # noqa: E402
 from case import Row  # noqa: E402
 from scale import FULL, TINY, Scale  # noqa: E402
 
+ENVIRONMENT = "environment"  # beside the figures of the steps
 STEP_SECONDS = 600  # that one of its programs may take
 HOW = """\
 One GPU. Memory: rank 0 of 8 on torch's `fake` group, the highest of the third step.
@@ -50,10 +55,19 @@ class Programs:
         return self._read(name, arguments, gpu=True)
 
     def dry(self, name: str, *arguments: object) -> Any:
-        """Over the dry driver instead of the GPU."""
+        """Over the dry driver instead of the GPU, as one of its kind."""
         from lowtide.phantom.dry.launch import Machine
 
-        return self._read(name, arguments, machine=Machine())
+        return self._read(name, arguments, machine=Machine(gpu=kind_of_gpu()))
+
+    def clocked(self, name: str, *arguments: object) -> Any:
+        """The same, on the phantom's clock."""
+        return self.dry("clocked.py", name, *arguments)
+
+    def ranks(self, world: int, name: str, *arguments: object) -> Any:
+        """All of a world, sharing the GPU; what rank 0 prints."""
+        said = launch.run_ranks(world, name, *arguments, timeout=STEP_SECONDS)
+        return json.loads(said.splitlines()[-1])
 
     def together(
         self, calls: Sequence[Sequence[object]], *, at_once: int = 3
@@ -66,6 +80,17 @@ class Programs:
     def _read(self, name: str, arguments: Sequence[object], **where: Any) -> Any:
         printed = launch.run(name, *map(str, arguments), timeout=STEP_SECONDS, **where)
         return json.loads(printed.splitlines()[-1])
+
+
+def kind_of_gpu() -> str:
+    """The phantom's name of the GPU that is there."""
+    import torch
+
+    from lowtide.phantom.dry.launch import GPUS, Machine
+
+    named = torch.cuda.get_device_name(0).lower().replace(" ", "")
+    kinds = (kind for kind in GPUS if all(part in named for part in kind.split("-")))
+    return next(kinds, Machine().gpu)
 
 
 @dataclass(frozen=True)
@@ -94,6 +119,10 @@ def steps(scale: Scale) -> list[Step]:
             *(llama.bits, llama.bits_rows),
         ),
         Step(
+            *("ranks", "the same of ranks that share the GPU"),
+            *(llama.ranks, llama.ranks_rows),
+        ),
+        Step(
             *("graphs", "losses and parameters of CUDA graphs"),
             *(llama.graphs, llama.variants_rows),
         ),
@@ -113,6 +142,10 @@ def steps(scale: Scale) -> list[Step]:
         Step(
             *("kernels", "bandwidth of the operators"),
             *(parts.kernels, parts.kernels_rows),
+        ),
+        Step(
+            *("step-kernels", "what a step's kernels take, by kind"),
+            *(parts.step_kernels, parts.step_kernels_rows),
         ),
         Step(
             *("case1-memory", "peaks with flat gradients"),
@@ -138,20 +171,41 @@ def steps(scale: Scale) -> list[Step]:
             *("ledger", "ledger, and the same step dry"),
             *(ledger.ledger, ledger.ledger_rows),
         ),
+        Step(
+            *("clock", "times beside the phantom's clock"),
+            *(clock.clock, clock.clock_rows),
+        ),
+        Step(
+            *("frameworks", "examples of frameworks under lowtide run"),
+            *(frameworks.frameworks, frameworks.frameworks_rows),
+        ),
+        Step(
+            *("plan", "bytes of programs of others beside the phantom's"),
+            *(plan.plan, plan.plan_rows),
+        ),
     ]
 
 
 def rows_of(step: Step, scale: Scale, programs: Programs, out: Path) -> list[Row]:
-    """The figures as they came are kept beside the result."""
+    """The figures as they came are kept in ``out``."""
     try:
         figures = step.measure(scale, programs)
     except Exception as error:
         traceback.print_exc()
         return [bars.row("lowtide", step.what, None, "", "missing", last_line(error))]
-    path = out / "figures" / f"{step.name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(figures, indent=1) + "\n")
+    keep(out, step.name, figures)
     return list(step.read(figures))
+
+
+def keep(folder: Path, name: str, figures: Any) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def kept(folder: Path, name: str) -> Any:
+    """None: that run does not have it."""
+    path = folder / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 def last_line(error: Exception) -> str:
@@ -160,13 +214,15 @@ def last_line(error: Exception) -> str:
     return " ... ".join(dict.fromkeys((lines[0], lines[-1]))) if lines else repr(error)
 
 
-def store(rows: Sequence[Row], out: Path) -> None:
+def describe() -> dict[str, str | int]:
     import environment
     import torch
 
-    described = environment.describe()
-    described["GPU"] = torch.cuda.get_device_name(0)
-    described["CUDA"] = torch.version.cuda or "none"
+    gpu, cuda = torch.cuda.get_device_name(0), torch.version.cuda or "none"
+    return environment.describe() | {"GPU": gpu, "CUDA": cuda}
+
+
+def store(rows: Sequence[Row], described: dict[str, Any], out: Path) -> None:
     result = results.Result(
         case=bars.NAME,
         describe="On one GPU, by `bash benchmarks/gpu_check.sh`.",
@@ -190,6 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--tiny", action="store_true", help="sizes of a dry run: figures mean nothing"
     )
     parser.add_argument("--out", type=Path, default=REPOSITORY / "out/gpu_check")
+    parser.add_argument("--read", type=Path, help="figures/ of another run")
     options = parser.parse_args(arguments)
     scale = TINY if options.tiny else FULL
     known = {step.name: step for step in steps(scale)}
@@ -200,12 +257,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{step.name:<18}{step.what}")
         return 0
     rows: list[Row] = []
+    figures = options.read or options.out / "figures"
+    if options.read is None:
+        keep(figures, ENVIRONMENT, describe())
+    described = kept(figures, ENVIRONMENT)
     for name in options.step or known:
-        print(f"-- {name}: {known[name].what}", flush=True)
-        of_step = rows_of(known[name], scale, Programs(), options.out)
-        print("\n".join(tables.table(of_step)), flush=True)
+        step = known[name]
+        if options.read is None:
+            print(f"-- {name}: {step.what}", flush=True)
+            of_step = rows_of(step, scale, Programs(), figures)
+            print("\n".join(tables.table(of_step)), flush=True)
+        else:
+            found = kept(figures, name)
+            of_step = [] if found is None else list(step.read(found))
         rows += of_step
-        store(rows, options.out)
+        store(rows, described, options.out)
     bad = [f"bar missed: {quantity}" for quantity in bars.missed(rows)]
     bad += [f"failed: {r.quantity}: {r.note}" for r in rows if r.kind == "missing"]
     print("\n".join(bad))

@@ -96,15 +96,17 @@ def residual_peaks_rows(figures: Figures) -> Iterator[Row]:
 
 def residual_speed(scale: Scale, programs: Programs) -> Figures:
     rounds = max(scale.rounds // 3, RESIDUAL_ROUNDS)
-    return programs("residual_speed.py", "speed", *scale.residual, rounds)
+    figures = programs("residual_speed.py", "speed", *scale.residual, rounds)
+    return {"rows": scale.residual[1], **figures}
 
 
 def residual_speed_rows(figures: Figures) -> Iterator[Row]:
+    rows = f"{figures['rows']:,} rows"
     for system, ms in figures["ms"].items():
-        yield row(system, "case 2: step", median(ms), "ms", "measured", FP32)
+        yield row(system, f"case 2: step, {rows}", median(ms), "ms", "measured", FP32)
     for system, ratio in figures["ratio"].items():
         yield from with_bar(
-            f"case 2: step time, {system} beside {ratio['base']}",
+            f"case 2: step time, {rows}, {system} beside {ratio['base']}",
             ratio["median"],
             bars.STEP_TIME,
             note=f"{spread(ratio)}; {FP32}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from statistics import median
 
 import bars
@@ -20,19 +21,20 @@ def llama_memory(checkpoint: str, scale: Scale, programs: Programs) -> Figures:
     keys, calls = [], []
     for segments in scale.segments:
         for system in LLAMA_SYSTEMS:
-            loss = "vocabulary" if "vocabulary" in system else scale.llama_loss
             keys.append((segments, system))
-            calls.append(
-                (
-                    *("llama_memory.py", *scale.llama),
-                    *("--system", system.split(",")[0], "--loss", loss),
-                    *("--checkpoint", checkpoint, *FLAGS[segments]),
-                )
-            )
+            calls.append((*memory_call(scale, checkpoint, system), *FLAGS[segments]))
     figures: Figures = {segments: {} for segments in scale.segments}
     for (segments, system), seen in zip(keys, programs.together(calls), strict=True):
         figures[segments][system] = steady(seen)
     return figures
+
+
+def memory_call(scale: Scale, checkpoint: str, system: str) -> tuple[str, ...]:
+    loss = "vocabulary" if "vocabulary" in system else scale.llama_loss
+    return (
+        *("llama_memory.py", *scale.llama, "--system", system.split(",")[0]),
+        *("--loss", loss, "--checkpoint", checkpoint),
+    )
 
 
 def steady(seen: Figures) -> Figures:
@@ -68,6 +70,27 @@ def llama_memory_rows(checkpoint: str, figures: Figures) -> Iterator[Row]:
 
 def bits(scale: Scale, programs: Programs) -> Figures:
     return programs("bits.py", *scale.compared, "--loss", scale.llama_loss)
+
+
+# Ranks and replicas (HSDP) that share the GPU. The order in which NCCL sums is its own
+# from three ranks on: what FSDP2 itself does not repeat, nobody can.
+SHARED = {"2 ranks": (2, 1), "4 ranks": (4, 1), "2 x 2 ranks": (4, 2)}
+
+
+def ranks(scale: Scale, programs: Programs) -> Figures:
+    """Several ranks on one GPU, which NCCL allows from 2.30 on."""
+    loss = ("--loss", scale.llama_loss)
+    figures: Figures = {}
+    for name, (world, replicas) in SHARED.items():
+        options = ("--world", world, "--replicas", replicas, *loss)
+        figures[name] = programs.ranks(world, "bits.py", *scale.ranks, *options)
+    return figures
+
+
+def ranks_rows(figures: Figures) -> Iterator[Row]:
+    for name, seen in figures.items():
+        for r in variants_rows(seen):
+            yield replace(r, quantity=f"{r.quantity}, {name} on one GPU")
 
 
 def graphs(scale: Scale, programs: Programs) -> Figures:

@@ -34,6 +34,18 @@ def kernels_rows(figures: Figures) -> Iterator[Row]:
             yield row("lowtide", f"kernel beside copy: {name}", share, "", "measured")
 
 
+def step_kernels(scale: Scale, programs: Programs) -> Figures:
+    options = (*scale.llama, "--loss", scale.llama_loss, "--rounds", scale.rounds)
+    return programs("step_kernels.py", *options)
+
+
+def step_kernels_rows(figures: Figures) -> Iterator[Row]:
+    """World 1: a reduction is a copy there, and lowtide copies what it lands."""
+    for system, seen in figures.items():
+        for kind, ms in seen["kinds"].items():
+            yield row(system, f"of a step's kernels: {kind}", ms, "ms", "measured")
+
+
 def host_units(scale: Scale, programs: Programs) -> Figures:
     return programs("host_units.py", scale.host_layers, scale.host_steps)
 

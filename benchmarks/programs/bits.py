@@ -1,13 +1,14 @@
 """Losses and parameters of training steps, bit by bit beside FSDP2's, as JSON; on one
-rank, with torch's deterministic algorithms.
+rank, or on those of torchrun's environment, each with data of its own; with torch's
+deterministic algorithms.
 
     bits.py --num-layers 2 --sequence 1024 --loss chunked:4 [--cpu | --captured]
 
 Options are those of llama_memory.py. Of each variant: in how many steps the loss
 differs, and how many elements of the parameters do at the end. FSDP2 itself is among
-them, trained once more: what differs there is not deterministic. Then the error of a
-weight's gradient in both modes, beside a product in fp64. ``--captured``: the variants
-in CUDA graphs instead.
+them, trained once more: what differs there is not deterministic. Then, of one rank, the
+error of a weight's gradient in both modes, beside a product in fp64. ``--captured``:
+the variants in CUDA graphs instead.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 from llama_memory import parser
 from llama_speed import build
-from stage import start_one_rank
+from stage import start_real_ranks
 from torch import Tensor, nn
 
 NUM_STEPS, WARM_UP = 6, 3
@@ -70,7 +71,7 @@ def train(args: Namespace, variant: Variant) -> Trained:
     model = build(args, variant.system, prepare)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
     vocabulary = model.tok_embeddings.weight.shape[0]
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
     shape = (NUM_STEPS, 1, args.sequence + 1)
     data = torch.randint(vocabulary, shape, generator=generator).to(args.device)
     tokens = torch.empty_like(data[0])
@@ -142,6 +143,14 @@ def differences(ours: Trained, theirs: Trained) -> dict[str, int]:
     }
 
 
+def of_all_ranks(counts: dict[str, int], device: str) -> dict[str, int]:
+    if dist.get_world_size() == 1:
+        return counts
+    total = torch.tensor(list(counts.values()), device=device)
+    dist.all_reduce(total)
+    return dict(zip(counts, total.tolist(), strict=True))
+
+
 def beside_fsdp2(
     args: Namespace, variants: Mapping[str, Variant]
 ) -> dict[str, dict[str, int]]:
@@ -150,7 +159,8 @@ def beside_fsdp2(
         theirs = trained(args, Variant("fsdp2", microbatches))
         for name, variant in variants.items():
             if variant.microbatches == microbatches:
-                found[name] = differences(trained(args, variant), theirs)
+                counts = differences(trained(args, variant), theirs)
+                found[name] = of_all_ranks(counts, args.device)
     return found
 
 
@@ -189,11 +199,11 @@ def main() -> None:
     # With warn_only, flash attention's backward would stay as it is.
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
-    start_one_rank(args.device)
+    start_real_ranks(args.device)
     figures: dict[str, Any] = {
         "beside FSDP2": beside_fsdp2(args, CAPTURED if args.captured else EAGER)
     }
-    if not args.captured:
+    if not args.captured and dist.get_world_size() == 1:
         figures["gradient errors"] = gradient_errors(args.device)
     print(json.dumps(figures))
     dist.destroy_process_group()

@@ -22,7 +22,7 @@ from flat_gradients_reserved import (
     model_of,
     variant_step,
 )
-from stage import start_one_rank
+from stage import start_real_ranks
 from timing import in_turns
 
 import lowtide
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     args = parser.parse_args()
     config = WIDTHS[args.widths]
-    start_one_rank()
+    start_real_ranks()
     torch.set_default_device("cuda")
     models: dict[str, Any] = {
         name: lowtide_model(config, **settings) for name, settings in LOWTIDE.items()

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,3 +65,69 @@ def run(
     if done.returncode != 0:
         raise RuntimeError(f"{program}: exit {done.returncode}\n{done.stderr[-3000:]}")
     return done.stdout
+
+
+def run_ranks(world: int, program: str, *arguments: object, timeout: float) -> str:
+    """The program once a rank, all on the first GPU, which NCCL allows from 2.30 on;
+    what rank 0 printed. ``LOWTIDE_NCCL`` names another library than torch's. When one
+    fails the others are ended: RuntimeError with the end of its errors."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    base = os.environ | ENVIRONMENT
+    base |= {
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    }
+    if nccl := os.environ.get("LOWTIDE_NCCL"):
+        base["LD_PRELOAD"] = nccl
+    line = command(program, *arguments)
+    with ExitStack() as stack:
+        files = [
+            stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(world)
+        ]
+        said = stack.enter_context(tempfile.TemporaryFile("w+"))
+        ranks = [
+            subprocess.Popen(
+                line,
+                env=base | {"RANK": str(rank)},
+                stdout=said if rank == 0 else subprocess.DEVNULL,
+                stderr=errors,
+            )
+            for rank, errors in enumerate(files)
+        ]
+        try:
+            failed = first_failure(ranks, timeout)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        if failed is not None:
+            files[failed].seek(0)
+            raise RuntimeError(
+                f"{program}: rank {failed} of {world}: "
+                f"exit {ranks[failed].returncode}\n{files[failed].read()[-3000:]}"
+            )
+        said.seek(0)
+        return said.read()
+
+
+def first_failure(
+    processes: Sequence[subprocess.Popen[bytes]], timeout: float
+) -> int | None:
+    """The number of the first that fails, or of one that still runs after
+    ``timeout`` seconds."""
+    ends = time.monotonic() + timeout
+    left = set(range(len(processes)))
+    while left:
+        for number in sorted(left):
+            status = processes[number].poll()
+            if status is not None:
+                left.discard(number)
+            if status or (status is None and time.monotonic() > ends):
+                return number
+        time.sleep(0.05)
+    return None

@@ -197,7 +197,7 @@ def shard_by_unit(model: Any, args: argparse.Namespace) -> nn.Module:
 
         shape = (args.replicas, args.world // args.replicas)
         names = ("replicate", "shard")
-        settings["mesh"] = init_device_mesh("cuda", shape, mesh_dim_names=names)
+        settings["mesh"] = init_device_mesh(args.device, shape, mesh_dim_names=names)
     shard = partial(fully_shard, **settings)
     for layer in model.layers:
         shard(layer)

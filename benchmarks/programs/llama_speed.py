@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from llama_memory import build as build_model
 from llama_memory import parser, shard_by_unit
-from stage import start_one_rank
+from stage import start_real_ranks
 from timing import in_turns, ratio
 from torch import nn
 
@@ -77,7 +77,7 @@ def flops(model: nn.Module, sequence: int) -> int:
 
 def main() -> None:
     args = options()
-    start_one_rank()
+    start_real_ranks()
     models = {system: build(args, system) for system in SYSTEMS}
     vocabulary = models["lowtide"].tok_embeddings.weight.shape[0]
     shape = (1, args.sequence + 1)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from residual_full_scale import NUM_TOKENS, Trained, build, measure
-from stage import start, start_one_rank
+from stage import start, start_real_ranks
 from timing import in_turns, ratio
 
 from lowtide import memory_report
@@ -52,7 +52,7 @@ def step_of(model: Trained, tokens: torch.Tensor) -> Callable[[], None]:
 
 
 def speed(num_layers: int, rows: int, width: int, rounds: int) -> dict[str, Any]:
-    start_one_rank()
+    start_real_ranks()
     tokens = torch.randint(NUM_TOKENS, (rows,), device="cuda")
     models = {}
     for system in TIMED:

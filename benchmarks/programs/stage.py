@@ -1,5 +1,6 @@
 """Where a program of this folder runs: over the dry driver as one rank of a world, on a
-GPU beside ranks that are not there, or as one rank alone."""
+GPU beside ranks that are not there, as one rank alone, or as one of several that share
+a GPU."""
 
 from __future__ import annotations
 
@@ -23,13 +24,16 @@ def start(world: int, *, expandable: bool = False) -> None:
         init_fake_group(world)
 
 
-def start_one_rank(device: str = "cuda") -> None:
-    """World 1 on NCCL, or on gloo for the CPU."""
+def start_real_ranks(device: str = "cuda") -> None:
+    """On NCCL, or on gloo for the CPU: the ranks of torchrun's environment, all on the
+    first GPU, or world 1."""
     of: dict[str, Any] = {"backend": "gloo"}
     if device == "cuda":
         of = {"backend": "nccl", "device_id": torch.device("cuda", 0)}
         without_cudnn_attention()
-    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **of)
+    if "WORLD_SIZE" not in os.environ:
+        of |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(**of)
 
 
 def without_cudnn_attention() -> None:

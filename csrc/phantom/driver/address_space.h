@@ -25,8 +25,12 @@ inline std::optional<int> device_of(const void* pointer) {
   return device_of(reinterpret_cast<Address>(pointer));
 }
 
-// Ranges of one device, the lowest that fits first, in steps of 2 MiB.  Not
-// thread-safe.
+// Ranges of one device, in steps of 2 MiB, in the order that CUDA's driver
+// gives (580.159 on an H200, read off by benchmarks/programs/addresses.py): the
+// lowest that fits of what is reserved; where none does, as much as is asked
+// for is reserved below all the rest, in steps of 32 MiB, and 512 MiB at first.
+// Of free blocks of one size torch's allocator takes the one with the lowest
+// address, so what it reserves depends on them.  Not thread-safe.
 class AddressSpace {
  public:
   explicit AddressSpace(int device)
@@ -46,7 +50,13 @@ class AddressSpace {
   std::optional<Range> around(Address address) const;
 
  private:
+  // The lowest place in what is reserved.
+  std::optional<Address> gap_of(std::size_t bytes) const;
+  // False when no addresses are left for it.
+  bool reserve(std::size_t bytes);
+
   Address first_;
+  std::map<Address, std::size_t> reservations_;  // without gaps, up to the end
   std::map<Address, std::size_t> ranges_;
 };
 

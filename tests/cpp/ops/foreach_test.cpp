@@ -93,10 +93,11 @@ TEST_P(ForeachTest, BelowAutogradCopiesOfRowsHaveTheSameBits) {
   }
 }
 
-TEST_P(ForeachTest, AVersionCounterSeesACopyThatIsNotBelowAutograd) {
-  const auto to = values({4, 4});
+// On CUDA the operator alone counts (operators.cpp).
+TEST(ForeachCpuTest, AVersionCounterSeesACopyThatIsNotBelowAutograd) {
+  const auto to = at::randn({4, 4});
   const auto before = to._version();
-  foreach_copy({to}, {values({4, 4})});
+  foreach_copy({to}, {at::randn({4, 4})});
   EXPECT_EQ(to._version(), before + 1);
 }
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import bits
+import launch
 import pytest
 import torch
 
@@ -38,6 +39,30 @@ def test_no_bit_differs_on_the_cpu() -> None:
     assert figures["beside FSDP2"] == dict.fromkeys(ON_CPU, none)
     errors = figures["gradient errors"]
     assert 0 < errors["fused"] < 1e-6 < 1e-4 < errors["exact"]
+
+
+SMALL = ("--cpu", "--config", "tiny", "--sequence", "64", "--loss", "chunked:2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "replicas"), [(2, 1), (4, 2)])
+def test_nor_does_one_of_several_ranks(world: int, replicas: int) -> None:
+    options = ("--world", world, "--replicas", replicas)
+    printed = launch.run_ranks(world, "bits.py", *SMALL, *options, timeout=240)
+    figures: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    none = {"losses": 0, "parameters": 0}
+    assert figures["beside FSDP2"] == dict.fromkeys(ON_CPU, none)
+
+
+def test_a_rank_that_fails_is_named_and_the_others_are_ended(tmp_path: Path) -> None:
+    program = tmp_path / "fails.py"
+    program.write_text(
+        "import os, time\n"
+        "if os.environ['RANK'] == '1': raise SystemExit('of rank 1')\n"
+        "time.sleep(600)\n"
+    )
+    with pytest.raises(RuntimeError, match=r"rank 1 of 3: exit 1\nof rank 1"):
+        launch.run_ranks(3, str(program), timeout=60)
 
 
 def test_differences_are_counted() -> None:

@@ -12,10 +12,14 @@ from typing import Any
 import bars
 import check
 import measure_cases
+import measure_clock
+import measure_frameworks
 import measure_ledger
 import measure_llama
 import measure_parts
+import measure_plan
 import pytest
+import results
 from figures import spread
 from scale import TINY
 from timing import ratio as ratio_of
@@ -52,6 +56,7 @@ def case2_memory(device: float) -> dict[str, Any]:
 def case2_speed(ratio: float) -> dict[str, Any]:
     spread = {"median": ratio, "low": 0.9, "high": 1.1, "share": "all"}
     return {
+        "rows": 8,
         "ms": {name: [1.0] for pair in BASES.items() for name in pair},
         "ratio": {name: spread | {"base": base} for name, base in BASES.items()},
     }
@@ -205,6 +210,68 @@ def test_a_step_that_fails_is_a_row_that_says_why(
     (row,) = check.rows_of(step, TINY, check.Programs(), tmp_path)
     assert (row.kind, row.quantity) == ("missing", "step time")
     assert row.note == "x.py: exit 1 ... OutOfMemoryError: 80 GiB"
+
+
+def test_the_clock_stands_beside_what_was_measured() -> None:
+    times = {"product: a": 2.0, "product: b": 1.0, "small": 4.0}
+    said = {"product: a": 4.0, "product: b": 8.0, "small": 1.0}
+    rows = list(measure_clock.clock_rows({"operators": {"CUDA": times, "clock": said}}))
+    values = {r.quantity: r.value for r in rows if r.quantity.endswith("of CUDA's")}
+    assert values == {
+        "operators, product: of CUDA's": pytest.approx(4),  # of 2 and 8
+        "operators, small: of CUDA's": pytest.approx(0.25),
+    }
+
+
+def test_a_plan_is_off_by_a_share_of_what_was_measured() -> None:
+    seen = {"max_allocated": 4 * GIB, "max_reserved": 8 * GIB}
+    said = {"max_allocated": 4 * GIB, "max_reserved": 7 * GIB}
+    rows = list(measure_plan.plan_rows({"x": {"CUDA": seen, "dry": said}}))
+    errors = {r.quantity: r.value for r in rows if r.system == "error in %"}
+    assert errors == {"x: max allocated": 0, "x: max reserved": -12.5}
+
+
+def test_lines_that_differ_or_lack_are_counted() -> None:
+    lines = ["loss 1", "loss 2", "parameters a"]
+    said = {
+        "fsdp2": lines,
+        "fsdp2 again": lines,
+        "lowtide": ["loss 1", "loss 3"],
+    }
+    rows = list(measure_frameworks.frameworks_rows({"peft": said}))
+    assert [r.value for r in rows if r.system in ("lowtide", "fsdp2")] == [0, 2]
+    (missed,) = bars.missed(rows)
+    assert missed == "peft, lowtide: lines of 3 that differ from FSDP2's"
+    assert measure_frameworks.of_training(["a", *lines, "{'loss': 1}"]) == lines
+
+
+@pytest.mark.parametrize(
+    ("named", "kind"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A100 80GB PCIe", "a100-80"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("Tesla V100", "h100"),
+    ],
+)
+def test_the_dry_gpu_is_of_the_kind_that_is_there(
+    monkeypatch: pytest.MonkeyPatch, named: str, kind: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda index: named)
+    assert check.kind_of_gpu() == kind
+
+
+def test_figures_of_another_run_are_read_without_a_gpu(tmp_path: Path) -> None:
+    figures, out = tmp_path / "figures", tmp_path / "out"
+    check.keep(figures, "environment", {"GPU": "of another machine"})
+    check.keep(figures, "links", {"h2d": 1.0, "d2h": 2.0, "both": 2.5})
+    assert check.main(["--read", str(figures), "--out", str(out)]) == 0
+    result = results.read(out / "gpu_check.json")
+    assert result.environment == {"GPU": "of another machine"}
+    assert [r.value for r in result.rows] == [1.0, 2.0, 2.5]
+    assert "of another machine" in (out / "gpu_check.md").read_text()
 
 
 # -- the command, with programs that only say that they were called --------------------

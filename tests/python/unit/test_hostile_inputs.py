@@ -8,7 +8,9 @@ import os
 import pickle
 import resource
 import stat
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -229,3 +231,18 @@ def test_a_folder_that_others_could_fill_is_refused(
         place.chmod(0o777)
     with pytest.raises(RuntimeError, match="that no other may write, got something"):
         launch._place()
+
+
+def test_threads_that_find_no_folder_all_make_it(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(launch.tempfile, "gettempdir", lambda: str(tmp_path))
+    together, symlink_to = threading.Barrier(2, timeout=10), Path.symlink_to
+
+    def at_once(link: Path, target: Path) -> None:
+        symlink_to(link, target)
+        together.wait()
+
+    monkeypatch.setattr(Path, "symlink_to", at_once)
+    with ThreadPoolExecutor() as threads:
+        (folder,) = set(threads.map(lambda _: launch._place(), range(2)))
+    names = {"libcuda.so.1", "libcuda.so", "libnvidia-ml.so.1"}
+    assert {path.name for path in folder.iterdir()} == names

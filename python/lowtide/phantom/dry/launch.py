@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -192,7 +193,7 @@ def _place() -> Path:
     for name in ("libcuda.so.1", "libcuda.so", "libnvidia-ml.so.1"):
         link = place / name
         if not link.is_symlink() or link.readlink() != DRIVER:
-            fresh = link.with_suffix(f".{os.getpid()}")
+            fresh = link.with_suffix(f".{uuid.uuid4().hex}")  # threads come here, too
             fresh.symlink_to(DRIVER)
             fresh.replace(link)
     return place
