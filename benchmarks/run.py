@@ -61,10 +61,9 @@ Every figure of [benchmarks/](../benchmarks), from the JSON files in
 running it, as the case says; *simulated*: run on
 [torch's CUDA over a driver that computes nothing](design/phantom.md), the same every
 time; *arithmetic*: computed from shapes; *published*: a figure of the report the case
-comes from. What a GPU said is in
-[gpu_check.md](gpu_check.md) and nowhere here. Times were taken on a small machine that others
-used at the same time: compare the columns of a row, not rows of different
-days.
+comes from. What a GPU said is in [gpu_check.md](gpu_check.md) and nowhere here. Times
+were taken on a small machine that others used at the same time: compare the columns of
+a row, not rows of different days.
 
 """
 

@@ -1,8 +1,8 @@
 """Figures of real devices, links and hosts, for :func:`lowtide.phantom.timeline`.
 
 Datasheet figures are peaks; the shares of them that kernels reach are assumptions,
-named with each; docs/time.md has what an H200 took beside them. Replace a field to ask what another figure
-would give: ``dataclasses.replace(H100, product_efficiency=0.6)``.
+named with each; docs/time.md has what an H200 took beside them. Replace a field to ask
+what another figure would give: ``dataclasses.replace(H100, product_efficiency=0.6)``.
 """
 
 import dataclasses
