@@ -9,6 +9,7 @@
 #include <optional>
 #include <utility>
 
+#include "activation/transfer.h"
 #include "comm/collectives.h"
 #include "comm/host_channel.h"
 #include "device/make_runtime.h"
@@ -20,6 +21,7 @@
 #include "shard/graph/linear_node.h"
 #include "shard/planned_step.h"
 #include "shard/root.h"
+#include "shard/sleeping_bytes.h"
 #include "shard/unit.h"
 
 namespace py = pybind11;
@@ -165,6 +167,20 @@ py::dict planned_peaks(const std::vector<std::shared_ptr<shard::Unit>>& units,
                   "sharded_gradients"_a = peaks.sharded_gradients);
 }
 
+std::shared_ptr<shard::SleepingBytes> put_to_sleep(
+    const std::vector<std::pair<std::string, at::Tensor>>& tensors,
+    const activation::Transfers& transfers) {
+  std::vector<shard::SleepingBytes::Named> named;
+  named.reserve(tensors.size());
+  for (const auto& [name, tensor] : tensors) {
+    named.push_back({tensor, name});
+  }
+  const auto& memories = transfers.memories();
+  const py::gil_scoped_release no_gil;
+  return std::make_shared<shard::SleepingBytes>(named, memories.device,
+                                                memories.host);
+}
+
 void bind_device_memory(py::module_& module) {
   py::class_<memory::DeviceMemory, std::shared_ptr<memory::DeviceMemory>>(
       module, "DeviceMemory")
@@ -278,6 +294,9 @@ void bind_shard(py::module_& module) {
           "accumulating",
           [](const Unit& unit) { return unit.gradients().accumulating(); })
       .def("drop_waiting_gradient", &Unit::drop_waiting_gradient)
+      .def_property_readonly(
+          "waiting_buffers",
+          [](const Unit& unit) { return unit.gradients().waiting_buffers(); })
       .def(
           "waiting_gradient",
           [](Unit& unit, std::int32_t i) {
@@ -392,6 +411,14 @@ void bind_shard(py::module_& module) {
       .def("put", &RowStream::put, NoGil(), py::arg("block"),
            py::arg("gradient"))
       .def("end", &RowStream::end, NoGil());
+
+  using shard::SleepingBytes;
+  py::class_<SleepingBytes, std::shared_ptr<SleepingBytes>>(module,
+                                                            "SleepingBytes")
+      .def(py::init(&put_to_sleep), py::arg("tensors"), py::arg("transfers"))
+      .def("wake", &SleepingBytes::wake, NoGil())
+      .def("holds", &SleepingBytes::holds, py::arg("tensor"))
+      .def_property_readonly("bytes", &SleepingBytes::bytes);
 
   using shard::Root;
   py::class_<Root, std::shared_ptr<Root>>(module, "Root")
