@@ -24,7 +24,7 @@ from stage import start, start_one_rank
 from torch import nn
 
 import lowtide
-from lowtide._activation.regions import transfers
+from lowtide.sleeping import host_pool
 
 TOKENS = 256
 
@@ -56,9 +56,7 @@ def held() -> dict[str, int]:
     return {
         "reserved": torch.cuda.memory_reserved(),
         "allocated": torch.cuda.memory_allocated(),
-        "page-locked": transfers(torch.device("cuda", 0)).pool_figures()[
-            "pinned_bytes"
-        ],
+        "page-locked": host_pool(torch.device("cuda", 0)).figures()["pinned_bytes"],
     }
 
 

@@ -9,7 +9,6 @@
 #include <optional>
 #include <utility>
 
-#include "activation/transfer.h"
 #include "comm/collectives.h"
 #include "comm/host_channel.h"
 #include "device/make_runtime.h"
@@ -18,6 +17,7 @@
 #include "python/bindings.h"
 #include "python/forward_hooks.h"
 #include "python/module_view.h"
+#include "python/pool_figures.h"
 #include "shard/graph/linear_node.h"
 #include "shard/planned_step.h"
 #include "shard/root.h"
@@ -169,16 +169,15 @@ py::dict planned_peaks(const std::vector<std::shared_ptr<shard::Unit>>& units,
 
 std::shared_ptr<shard::SleepingBytes> put_to_sleep(
     const std::vector<std::pair<std::string, at::Tensor>>& tensors,
-    const activation::Transfers& transfers) {
+    std::shared_ptr<memory::DeviceMemory> device,
+    const std::shared_ptr<memory::PinnedPool>& host) {
   std::vector<shard::SleepingBytes::Named> named;
   named.reserve(tensors.size());
   for (const auto& [name, tensor] : tensors) {
     named.push_back({tensor, name});
   }
-  const auto& memories = transfers.memories();
   const py::gil_scoped_release no_gil;
-  return std::make_shared<shard::SleepingBytes>(named, memories.device,
-                                                memories.host);
+  return std::make_shared<shard::SleepingBytes>(named, std::move(device), host);
 }
 
 void bind_device_memory(py::module_& module) {
@@ -194,6 +193,19 @@ void bind_device_memory(py::module_& module) {
           },
           py::arg("category"), py::arg("name"))
       .def("set_poison", &memory::DeviceMemory::set_poison, py::arg("poison"));
+
+  py::class_<memory::PinnedPool, std::shared_ptr<memory::PinnedPool>>(
+      module, "PinnedPool", "Page-locked bytes that device memory waits in.")
+      .def(py::init([](const memory::DeviceMemory& device,
+                       std::int64_t cap_bytes, std::string holds) {
+             return std::make_shared<memory::PinnedPool>(
+                 device.shared_runtime(), std::make_shared<memory::Ledger>(),
+                 cap_bytes, std::move(holds));
+           }),
+           py::arg("device"), py::kw_only(), py::arg("cap_bytes"),
+           py::arg("holds"))
+      .def_property_readonly("ledger", &memory::PinnedPool::ledger)
+      .def("figures", &pool_figures);
 }
 
 }  // namespace
@@ -415,7 +427,8 @@ void bind_shard(py::module_& module) {
   using shard::SleepingBytes;
   py::class_<SleepingBytes, std::shared_ptr<SleepingBytes>>(module,
                                                             "SleepingBytes")
-      .def(py::init(&put_to_sleep), py::arg("tensors"), py::arg("transfers"))
+      .def(py::init(&put_to_sleep), py::arg("tensors"), py::arg("device"),
+           py::arg("host"))
       .def("wake", &SleepingBytes::wake, NoGil())
       .def("holds", &SleepingBytes::holds, py::arg("tensor"))
       .def_property_readonly("bytes", &SleepingBytes::bytes);

@@ -32,11 +32,11 @@ std::optional<std::string>& read_error_of(const c10::Storage& storage) {
       .custom_data_ptr_error_msg_;
 }
 
-const char* address(const c10::Storage& storage) {
+const char* address_of(const c10::Storage& storage) {
   return static_cast<const char*>(data_or_null(storage));
 }
 
-std::int64_t bytes_of(const c10::Storage& storage) {
+std::int64_t num_bytes_of(const c10::Storage& storage) {
   return static_cast<std::int64_t>(storage.nbytes());
 }
 
@@ -65,7 +65,7 @@ SleepingBytes::SleepingBytes(const std::vector<Named>& tensors,
   runtime.wait(Stream::offload, runtime.record(Stream::compute));
   for (const auto& block : blocks_) {
     const auto& all = block.shown.front();
-    runtime.copy(Stream::offload, host_bytes(block), address(all.storage),
+    runtime.copy(Stream::offload, host_bytes(block), address_of(all.storage),
                  static_cast<std::size_t>(all.bytes), device::Copy::to_host);
   }
   runtime.wait(Stream::compute, runtime.record(Stream::offload));
@@ -76,12 +76,9 @@ SleepingBytes::SleepingBytes(const std::vector<Named>& tensors,
   }
 }
 
-bool SleepingBytes::takes(const c10::Storage& storage) const {
-  auto* impl = storage.unsafeGetStorageImpl();
+bool SleepingBytes::has_bytes(const c10::Storage& storage) const {
   return storage.device() == memory_->runtime().device() &&
-         data_or_null(storage) != nullptr && bytes_of(storage) > 0 &&
-         (impl->allocator() != nullptr ||
-          memory::DeviceMemory::asked_for(impl->_mutable_data_ptr_no_checks()));
+         data_or_null(storage) != nullptr && num_bytes_of(storage) > 0;
 }
 
 void SleepingBytes::add(const Named& named) {
@@ -93,13 +90,21 @@ void SleepingBytes::add(const Named& named) {
   const auto& all = within != nullptr ? *within : storage;
   const auto found = block_of_.find(all.unsafeGetStorageImpl());
   if (found == block_of_.end()) {
-    if (!takes(all)) {
+    if (!has_bytes(all)) {
       return;
     }
-    blocks_.emplace_back().asked = memory::DeviceMemory::asked_for(
-        all.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks());
+    auto* impl = all.unsafeGetStorageImpl();
+    auto asked =
+        memory::DeviceMemory::asked_for(impl->_mutable_data_ptr_no_checks());
+    if (!asked && (impl->allocator() == nullptr || impl->received_cuda())) {
+      throw InvalidArgument(base::error_text(
+          named.name, "bytes that torch or lowtide allocated, to sleep",
+          "those of another library or process",
+          "Let the others go first, or leave its part awake with parts=."));
+    }
+    blocks_.emplace_back().asked = std::move(asked);
     show(blocks_.back(), all, named.name);
-    bytes_ += bytes_of(all);
+    bytes_ += num_bytes_of(all);
   }
   if (within != nullptr) {
     show(blocks_[block_of_.at(all.unsafeGetStorageImpl())], storage,
@@ -110,9 +115,9 @@ void SleepingBytes::add(const Named& named) {
 void SleepingBytes::show(Block& block, const c10::Storage& storage,
                          const std::string& name) {
   const auto* begin =
-      address(block.shown.empty() ? storage : block.shown.front().storage);
+      address_of(block.shown.empty() ? storage : block.shown.front().storage);
   block.shown.push_back(
-      {storage, name, address(storage) - begin, bytes_of(storage), {}});
+      {storage, name, address_of(storage) - begin, num_bytes_of(storage), {}});
   block_of_.emplace(storage.unsafeGetStorageImpl(),
                     static_cast<std::size_t>(&block - blocks_.data()));
 }

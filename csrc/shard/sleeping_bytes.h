@@ -38,9 +38,10 @@ class SleepingBytes {
 
   // Copies on `offload`, waits, and gives the bytes back, all of a storage that
   // any of `tensors` shows a part of.  Left out are tensors on other devices
-  // than `memory`'s, without bytes, asleep, and those whose bytes neither torch
-  // nor lowtide allocated.  Nothing has changed if it throws: the host has no
-  // memory, or a graph is being captured.
+  // than `memory`'s, without bytes, and asleep.  Nothing has changed if it
+  // throws: InvalidArgument for bytes that neither torch nor lowtide allocated
+  // or that another process has; the host has no memory; a graph is being
+  // captured.
   SleepingBytes(const std::vector<Named>& tensors,
                 std::shared_ptr<memory::DeviceMemory> memory,
                 const std::shared_ptr<memory::PinnedPool>& host);
@@ -72,7 +73,7 @@ class SleepingBytes {
   };
 
   void add(const Named& named);
-  bool takes(const c10::Storage& storage) const;
+  bool has_bytes(const c10::Storage& storage) const;
   void show(Block& block, const c10::Storage& storage, const std::string& name);
   static void hide(Shown& shown);
   static bool needed(const Block& block);

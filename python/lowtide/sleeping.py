@@ -1,6 +1,7 @@
 """``lowtide.sleep`` and ``lowtide.wake``: a model's memory on the device, lent to
 another program between two steps."""
 
+import functools
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,14 +9,16 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from lowtide import _C
-from lowtide._activation.regions import transfers
+from lowtide._activation.regions import pinned_cap
 from lowtide._base.backward import in_backward
+from lowtide._base.memory import device_memory
 from lowtide._sharding.local_parameter import sharded_of
 from lowtide._sharding.unit import UnitState, unit_state
 
@@ -26,6 +29,15 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 _Named = tuple[str, Tensor]
 _Holder = nn.Module | Optimizer
+
+
+@functools.cache
+def host_pool(device: torch.device) -> _C.PinnedPool:
+    """What sleeps waits in it; kept for the next time."""
+    return _C.PinnedPool(
+        device_memory(device), cap_bytes=pinned_cap(), holds="models that sleep"
+    )
+
 
 # What sleeps, by whose it is.
 _asleep: "weakref.WeakKeyDictionary[_Holder, dict[Part, list[_C.SleepingBytes]]]"
@@ -56,22 +68,27 @@ def sleep(
             optimizer's. What sleeps already stays asleep.
 
     Raises:
-        RuntimeError: In backward, and in the capture of a CUDA graph. Where the host
-            has no memory for a part, c10's error names what was wanted; that part and
-            those behind it are awake.
+        ValueError: For a tensor whose bytes neither torch nor lowtide allocated, or
+            another process has.
+        RuntimeError: In backward, in the capture of a CUDA graph, and where the host
+            has no memory.
+        The part that raised and those behind it are awake.
     """
     optimizers, parts = _checked("sleep", optimizer, parts)
     device = _device_of(model)
     if device.type != "cpu":
         torch.accelerator.synchronize(device)  # copies of a save, say
-    for state in _units(model):
-        if state.unit is not None:
-            state.unit.reshard()
-    for holder, part, tensors in _parts_of(model, optimizers, parts):
-        sleeping = _C.SleepingBytes(list(tensors), transfers(device))
-        if sleeping.bytes > 0:
-            _asleep.setdefault(holder, {}).setdefault(part, []).append(sleeping)
-    _guard_steps()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    try:
+        for holder, part, tensors in _parts_of(model, optimizers, parts):
+            memory, host = device_memory(device), host_pool(device)
+            sleeping = _C.SleepingBytes(list(tensors), memory, host)
+            if sleeping.bytes > 0:
+                _asleep.setdefault(holder, {}).setdefault(part, []).append(sleeping)
+    finally:
+        _guard_steps()
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
 
@@ -169,6 +186,9 @@ def _gradients(model: nn.Module) -> Iterator[_Named]:
     for name, p in model.named_parameters():
         yield from _leaves(f"{name}.grad", p.grad)
     for state in _units(model):
+        for parameter in state.parameters:
+            if parameter.full is not None:  # where schedules of pipelines leave them
+                yield from _leaves(f"{parameter.name}.grad", parameter.full.grad)
         if state.unit is not None:
             for buffer in state.unit.waiting_buffers:
                 yield f"gradients of unit '{state.name}' between microbatches", buffer

@@ -1,6 +1,7 @@
 #include "shard/sleeping_bytes.h"
 
 #include <ATen/ops/arange.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/util/Exception.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -171,6 +172,20 @@ TEST_F(SleepingBytesTest, TorchsOwnBytesComeFromItsAllocatorAgain) {
   sleeping->wake();
   EXPECT_EQ(state[7].item<float>(), 7);
   EXPECT_THAT(runtime_->violations(), IsEmpty());
+}
+
+// Whoever gave them would not hear of it.
+TEST_F(SleepingBytesTest, BytesOfOthersAreRefusedByName) {
+  const auto all = master();
+  std::vector<float> theirs(kNumel);
+  const auto state = at::from_blob(theirs.data(), {kNumel});
+  EXPECT_THAT(
+      [&] {
+        sleep({{of(all), "all"}, {state, "state"}});
+      },
+      testing::Throws<InvalidArgument>(testing::Property(
+          &InvalidArgument::what, HasSubstr("lowtide: state: expected"))));
+  EXPECT_TRUE(of(all).equal(at::arange(kNumel, at::kFloat)));
 }
 
 }  // namespace LOWTIDE_FILE

@@ -16,13 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 import lowtide
 from lowtide import sleeping
-from lowtide._activation.regions import transfers
 from lowtide._base.memory import device_memory, ledger
-from support.bits import assert_same_tensors
+from lowtide.sleeping import host_pool
+from support.bits import assert_same_tensors, same_bits
 from support.model import batch, loss_fn
+from support.models import MODELS
 from support.optimizers import OPTIMIZERS, WIDE, compiling, config_of, everything
 from support.saving import SMALL, backward, make
 from support.training import local
@@ -204,6 +206,12 @@ def not_of_lowtide(sharded: bool) -> None:
                 assert_same_tensors(everything(model, optimizer), before, "a nap")
             optimizer.step()
             optimizer.zero_grad()
+        if sharded and naps:  # the root stays gathered
+            with torch.no_grad():
+                model(batch(SMALL, 1, 0, dist.get_rank())[0])
+            lowtide.sleep(model, optimizer)
+            assert all(isinstance(p, DTensor) for p in model.parameters())
+            lowtide.wake(model, optimizer)
         return everything(model, optimizer)
 
     assert_same_tensors(run(True), run(False), "the end")
@@ -212,6 +220,72 @@ def not_of_lowtide(sharded: bool) -> None:
 @pytest.mark.parametrize("sharded", [True, False])
 def test_a_model_that_lowtide_does_not_shard_sleeps(pool_of, sharded):
     pool_of(2).run(not_of_lowtide, sharded)
+
+
+def of_torchao() -> tuple[Any, torch.optim.Optimizer, Callable[[int], torch.Tensor]]:
+    """Weights that keep their values themselves, and send others."""
+    from torchao import quantize_
+    from torchao.prototype.quantized_training import int8_mixed_precision_training
+
+    model: Any = nn.Sequential(
+        *(nn.Sequential(nn.Linear(64, 64, bias=False), nn.Tanh()) for _ in range(3))
+    )
+    quantize_(model, int8_mixed_precision_training())
+    for unit in (*model, model):
+        lowtide.fully_shard(unit)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def loss(step: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(step)
+        return model(torch.randn(4, 64, generator=generator)).sum()
+
+    return model, optimizer, loss
+
+
+def of_transformers() -> tuple[
+    Any, torch.optim.Optimizer, Callable[[int], torch.Tensor]
+]:
+    """Logits are deferred: the loss streams the head's rows."""
+    model = MODELS["llama"].build()
+    model.config.use_cache = False
+    with contextlib.redirect_stdout(io.StringIO()):
+        lowtide.wrap(model, activations=lowtide.ActivationPolicy(offload=["input"]))
+    parameters = lowtide.local_parameters(model)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
+    def loss(step: int) -> torch.Tensor:
+        return MODELS["llama"].loss(model, torch.Generator().manual_seed(step))
+
+    return model, optimizer, loss
+
+
+def of_others(make: Callable[[], Any]) -> None:
+    def run(naps: bool) -> tuple[list[float], list[torch.Tensor]]:
+        held, losses = leased(), []
+        torch.manual_seed(0)
+        model, optimizer, loss_of = make()
+        for step in range(STEPS):
+            loss = loss_of(step)
+            losses.append(loss.item())
+            loss.backward()
+            if naps:
+                del loss
+                with asleep(model, optimizer, held=held):
+                    with pytest.raises(RuntimeError, match="is awake|are awake"):
+                        loss_of(step)
+            optimizer.step()
+            optimizer.zero_grad()
+        model.reshard()
+        return losses, [leaf.clone() for leaf in leaves(model, optimizer)]
+
+    (losses, ours), (expected_losses, expected) = run(True), run(False)
+    assert losses == expected_losses
+    assert all(map(same_bits, ours, expected)) and len(ours) == len(expected)
+
+
+@pytest.mark.parametrize("make", [of_torchao, of_transformers])
+def test_what_others_made_sleeps(pool_of, make):
+    pool_of(2).run(of_others, make)
 
 
 # -- who does not let it sleep --------------------------------------------------------
@@ -389,16 +463,16 @@ def again_and_again() -> None:
         figures = []
         for _ in range(3):
             lowtide.sleep(model, optimizer)
-            asleep = transfers(CPU).host_ledger.total_live
+            asleep = host_pool(CPU).ledger.total_live
             lowtide.wake(model, optimizer)
-            figures.append((asleep, transfers(CPU).pool_figures()["pinned_bytes"]))
-            assert transfers(CPU).host_ledger.total_live == 0
+            figures.append((asleep, host_pool(CPU).figures()["pinned_bytes"]))
+            assert host_pool(CPU).ledger.total_live == 0
         assert len(set(figures)) == 1, figures
         lowtide.sleep(model, optimizer)
         del model, optimizer
         gc.collect()
         assert not sleeping._asleep
-        assert transfers(CPU).host_ledger.total_live == 0
+        assert host_pool(CPU).ledger.total_live == 0
 
 
 def test_host_memory_is_kept_for_the_next_time(pool_of):
