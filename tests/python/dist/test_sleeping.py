@@ -113,7 +113,7 @@ def train(
             assert all(map(torch.equal, views, seen))
             pairs.append((everything(model, optimizer), before))
 
-    with compiling(name):
+    with compiling(name, []):
         for step in range(STEPS):
             one_step(model, optimizer, step, nap, config=config)
     return everything(model, optimizer), pairs

@@ -44,6 +44,7 @@ def break_a_step(
     end."""
     last = dist.get_rank() == dist.get_world_size() - 1
     config = config_of(name)
+    calls: list[None] = []
 
     def run(broken: bool, at: int | None) -> tuple[dict[str, Any], int]:
         torch.manual_seed(dist.get_rank())
@@ -56,6 +57,7 @@ def break_a_step(
                 before = everything(model, optimizer)
                 known = set(optimizer.state)
                 breaks = BreaksAt(at if last else None, how)
+                calls.clear()
                 expected = (Boom, KeyboardInterrupt) if last else StepUndone
                 with pytest.raises(expected) as raised:
                     broken_step(model, optimizer, breaks, last and at is None)
@@ -69,6 +71,9 @@ def break_a_step(
                 assert set(optimizer.state) == known
                 pairs.append((everything(model, optimizer), before))
                 count = breaks.count
+                if at is None:  # it came to its end, compiled as without the mode
+                    whole = len([*model.parameters()])
+                    assert len(calls) == (whole if "compiled" in name else 0)
             if step != at_step or then == "again":
                 with lowtide.step(model, optimizer):
                     optimizer.step()
@@ -77,7 +82,7 @@ def break_a_step(
         return everything(model, optimizer), count
 
     pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    with compiling(name):
+    with compiling(name, calls):
         end, count = run(True, None)  # at the end of the step
         assert count >= 2 or not last
         expected, _ = run(False, None)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import lowtide
@@ -67,15 +68,29 @@ def config_of(name: str) -> ModelConfig:
     return WIDE if name.startswith("torchao") else SMALL
 
 
-def compiling(name: str) -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def compiling(name: str, calls: list[None]) -> Iterator[None]:
     """torchao compiles the step of one parameter. Not compiled it can break in the
     middle of it; compiled it does between two, and the backend's kernels are no matter
-    here: inductor's C++ compilers would take minutes."""
+    here: inductor's C++ compilers would take minutes. ``calls`` gets an item for each
+    call of what was compiled."""
+
+    def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
+        compiled = lookup_backend("aot_eager")(graph, inputs)
+
+        def call(*arguments: Any) -> Any:
+            calls.append(None)
+            return compiled(*arguments)
+
+        return call
+
     if name == "torchao":
-        return torch.compiler.set_stance("force_eager")
-    return mock.patch(
-        "torch.compile", functools.partial(torch.compile, backend="aot_eager")
-    )
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    else:
+        compiles = functools.partial(torch.compile, backend=backend)
+        with mock.patch("torch.compile", compiles):
+            yield
 
 
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
