@@ -114,6 +114,13 @@ c10::DataPtr DeviceMemory::lease(Category category, std::string_view name,
   return {data, lease.release(), &release, runtime_->device()};
 }
 
+std::optional<DeviceMemory::Asked> DeviceMemory::asked_for(
+    const c10::DataPtr& bytes) {
+  if (bytes.get_deleter() != &release) return std::nullopt;
+  const auto& lease = *static_cast<const Lease*>(bytes.get_context());
+  return Asked{lease.category, lease.name};
+}
+
 void DeviceMemory::fail_next_lease(Category category, std::string name) {
   const std::lock_guard lock(mutex_);
   fault_ = Fault{category, std::move(name)};

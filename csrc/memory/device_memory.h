@@ -31,6 +31,13 @@ class DeviceMemory {
   c10::DataPtr lease(Category category, std::string_view name,
                      std::int64_t bytes);
 
+  // What was asked for where `bytes` came from; nothing for bytes of others.
+  struct Asked {
+    Category category;
+    std::string name;
+  };
+  static std::optional<Asked> asked_for(const c10::DataPtr& bytes);
+
   device::Runtime& runtime() const { return *runtime_; }
   const std::shared_ptr<device::Runtime>& shared_runtime() const {
     return runtime_;

@@ -44,10 +44,12 @@ void HostSlot::give_back() {
 }
 
 PinnedPool::PinnedPool(std::shared_ptr<device::Runtime> runtime,
-                       std::shared_ptr<Ledger> ledger, std::int64_t cap_bytes)
+                       std::shared_ptr<Ledger> ledger, std::int64_t cap_bytes,
+                       std::string holds)
     : runtime_(std::move(runtime)),
       ledger_(std::move(ledger)),
-      cap_bytes_(cap_bytes) {
+      cap_bytes_(cap_bytes),
+      holds_(std::move(holds)) {
   LOWTIDE_INVARIANT(runtime_ != nullptr && ledger_ != nullptr,
                     "a pinned pool has a runtime and a ledger");
 }
@@ -135,7 +137,7 @@ PinnedBytes PinnedPool::register_bytes(std::int64_t num_bytes) {
 std::string PinnedPool::shortage(std::int64_t num_bytes,
                                  const std::string& remedy) const {
   return base::error_text(
-      "host memory for activations",
+      base::concat("host memory for ", holds_),
       base::concat("at most ", cap_bytes_,
                    " page-locked bytes, and the system to give them"),
       base::concat("a request for ", num_bytes, " more"), remedy);

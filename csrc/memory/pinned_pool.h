@@ -76,9 +76,11 @@ class HostSlot {
 class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
  public:
   // At most `cap_bytes` are page-locked at once.  `ledger` counts the slots in
-  // use, as activations, by name; it is not the device's.
+  // use, as activations, by name; it is not the device's.  `holds`: what is in
+  // the slots, for messages.
   PinnedPool(std::shared_ptr<device::Runtime> runtime,
-             std::shared_ptr<Ledger> ledger, std::int64_t cap_bytes);
+             std::shared_ptr<Ledger> ledger, std::int64_t cap_bytes,
+             std::string holds = "activations");
   // Waits for the copies.
   ~PinnedPool();
 
@@ -116,6 +118,7 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
   const std::shared_ptr<device::Runtime> runtime_;
   const std::shared_ptr<Ledger> ledger_;
   const std::int64_t cap_bytes_;
+  const std::string holds_;
   mutable std::mutex mutex_;
   BySize free_;
   BySize free_in_graphs_;

@@ -13,6 +13,7 @@
 #include "python/bindings.h"
 #include "python/call_key.h"
 #include "python/checkpointed_call.h"
+#include "python/pool_figures.h"
 #include "python/saved_tensor_hooks.h"
 
 namespace py = pybind11;
@@ -53,16 +54,6 @@ py::dict region_figures(CheckpointedCall& call) {
     dict[py::str(name)] = as_dict(figures);
   }
   return dict;
-}
-
-py::dict pool_figures(const PinnedPool& pool) {
-  const auto figures = pool.figures();
-  return py::dict("cap_bytes"_a = pool.cap_bytes(),
-                  "pinned_bytes"_a = figures.pinned_bytes,
-                  "num_registrations"_a = figures.num_registrations,
-                  "registration_ns"_a = figures.registration_ns,
-                  "pageable_bytes"_a = figures.pageable_bytes,
-                  "peak_pageable_bytes"_a = figures.peak_pageable_bytes);
 }
 
 py::dict transfer_figures(const Transfers& transfers) {

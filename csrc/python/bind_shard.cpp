@@ -17,9 +17,11 @@
 #include "python/bindings.h"
 #include "python/forward_hooks.h"
 #include "python/module_view.h"
+#include "python/pool_figures.h"
 #include "shard/graph/linear_node.h"
 #include "shard/planned_step.h"
 #include "shard/root.h"
+#include "shard/sleeping_bytes.h"
 #include "shard/unit.h"
 
 namespace py = pybind11;
@@ -165,6 +167,19 @@ py::dict planned_peaks(const std::vector<std::shared_ptr<shard::Unit>>& units,
                   "sharded_gradients"_a = peaks.sharded_gradients);
 }
 
+std::shared_ptr<shard::SleepingBytes> put_to_sleep(
+    const std::vector<std::pair<std::string, at::Tensor>>& tensors,
+    std::shared_ptr<memory::DeviceMemory> device,
+    const std::shared_ptr<memory::PinnedPool>& host) {
+  std::vector<shard::SleepingBytes::Named> named;
+  named.reserve(tensors.size());
+  for (const auto& [name, tensor] : tensors) {
+    named.push_back({tensor, name});
+  }
+  const py::gil_scoped_release no_gil;
+  return std::make_shared<shard::SleepingBytes>(named, std::move(device), host);
+}
+
 void bind_device_memory(py::module_& module) {
   py::class_<memory::DeviceMemory, std::shared_ptr<memory::DeviceMemory>>(
       module, "DeviceMemory")
@@ -178,6 +193,19 @@ void bind_device_memory(py::module_& module) {
           },
           py::arg("category"), py::arg("name"))
       .def("set_poison", &memory::DeviceMemory::set_poison, py::arg("poison"));
+
+  py::class_<memory::PinnedPool, std::shared_ptr<memory::PinnedPool>>(
+      module, "PinnedPool", "Page-locked bytes that device memory waits in.")
+      .def(py::init([](const memory::DeviceMemory& device,
+                       std::int64_t cap_bytes, std::string holds) {
+             return std::make_shared<memory::PinnedPool>(
+                 device.shared_runtime(), std::make_shared<memory::Ledger>(),
+                 cap_bytes, std::move(holds));
+           }),
+           py::arg("device"), py::kw_only(), py::arg("cap_bytes"),
+           py::arg("holds"))
+      .def_property_readonly("ledger", &memory::PinnedPool::ledger)
+      .def("figures", &pool_figures);
 }
 
 }  // namespace
@@ -278,6 +306,9 @@ void bind_shard(py::module_& module) {
           "accumulating",
           [](const Unit& unit) { return unit.gradients().accumulating(); })
       .def("drop_waiting_gradient", &Unit::drop_waiting_gradient)
+      .def_property_readonly(
+          "waiting_buffers",
+          [](const Unit& unit) { return unit.gradients().waiting_buffers(); })
       .def(
           "waiting_gradient",
           [](Unit& unit, std::int32_t i) {
@@ -392,6 +423,15 @@ void bind_shard(py::module_& module) {
       .def("put", &RowStream::put, NoGil(), py::arg("block"),
            py::arg("gradient"))
       .def("end", &RowStream::end, NoGil());
+
+  using shard::SleepingBytes;
+  py::class_<SleepingBytes, std::shared_ptr<SleepingBytes>>(module,
+                                                            "SleepingBytes")
+      .def(py::init(&put_to_sleep), py::arg("tensors"), py::arg("device"),
+           py::arg("host"))
+      .def("wake", &SleepingBytes::wake, NoGil())
+      .def("holds", &SleepingBytes::holds, py::arg("tensor"))
+      .def_property_readonly("bytes", &SleepingBytes::bytes);
 
   using shard::Root;
   py::class_<Root, std::shared_ptr<Root>>(module, "Root")

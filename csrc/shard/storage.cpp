@@ -39,6 +39,8 @@ c10::Allocator* fixed_size() {
   return &allocator;
 }
 
+void drop_owner(void* context) { delete static_cast<c10::Storage*>(context); }
+
 }  // namespace
 
 void set_read_error(const c10::Storage& storage, std::string error) {
@@ -106,15 +108,23 @@ std::int64_t RepointedStorage::use_count() const {
   return static_cast<std::int64_t>(storage_.use_count());
 }
 
-c10::Storage sub_storage(const c10::Storage& owner, std::int64_t offset,
-                         std::int64_t bytes) {
+c10::DataPtr bytes_within(const c10::Storage& owner, std::int64_t offset) {
   auto* data = static_cast<char*>(owner.mutable_data()) + offset;
   auto keep_alive = std::make_unique<c10::Storage>(owner);
-  c10::DataPtr pointer(
-      data, keep_alive.release(),
-      [](void* context) { delete static_cast<c10::Storage*>(context); },
-      owner.device());
-  return owning_storage(std::move(pointer), bytes);
+  return {data, keep_alive.release(), &drop_owner, owner.device()};
+}
+
+c10::Storage sub_storage(const c10::Storage& owner, std::int64_t offset,
+                         std::int64_t bytes) {
+  return owning_storage(bytes_within(owner, offset), bytes);
+}
+
+const c10::Storage* owner_of(const c10::Storage& storage) {
+  const auto& bytes =
+      storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
+  return bytes.get_deleter() == &drop_owner
+             ? static_cast<const c10::Storage*>(bytes.get_context())
+             : nullptr;
 }
 
 at::Tensor strided_view(const at::Tensor& base, at::IntArrayRef sizes,

@@ -80,6 +80,10 @@ class RepointedStorage {
 // alive.
 c10::Storage sub_storage(const c10::Storage& owner, std::int64_t offset,
                          std::int64_t bytes);
+// The bytes of a storage within `owner`, as sub_storage shows them.
+c10::DataPtr bytes_within(const c10::Storage& owner, std::int64_t offset);
+// The storage that `storage` is within; null if it has bytes of its own.
+const c10::Storage* owner_of(const c10::Storage& storage);
 
 // A tensor over part of `base`'s storage, without the dispatcher: what
 // base.as_strided(sizes, strides, offset) gives, `offset` in elements from the

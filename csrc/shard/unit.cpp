@@ -141,7 +141,17 @@ void Unit::replan() {
 
 // --- parameters -------------------------------------------------------------
 
+void Unit::require_awake() const {
+  if (buffers().asleep()) {
+    throw Error(base::error_text(
+        base::concat("unit '", *name_, "'"), "parameters that are awake",
+        "a forward or a gather while they sleep",
+        "Call lowtide.wake(model) on every rank first."));
+  }
+}
+
 void Unit::gather() {
+  require_awake();
   const auto steps = root_ ? root_->optimizer_steps() : 0;
   const bool backward = base::in_backward();
   if (parameters_.here()) {
@@ -194,6 +204,7 @@ void Unit::gather_ahead() {
 // Outputs are watched of every module, for some may not run.
 Unit::ForwardCall Unit::pre_forward(std::size_t module) {
   const base::TraceRange trace("lowtide::pre_forward", *name_);
+  require_awake();
   const bool rows = rows_.looks_up();
   if (base::in_backward()) {
     // A recomputation; its backward follows.
@@ -482,6 +493,7 @@ void Unit::on_inputs_done(const torch::autograd::Node* node) {
 // --- rows -------------------------------------------------------------------
 
 void Unit::on_rows_begin(RowPass pass) {
+  require_awake();
   if (!root_) {
     throw Error(base::error_text(
         base::concat("unit '", *name_, "'"),

@@ -194,6 +194,7 @@ class Unit final : public BackwardReceiver,
   ParameterBuffers& buffers() { return parameters_.buffers(); }
   const ParameterBuffers& buffers() const { return parameters_.buffers(); }
   ParameterLeaves& leaves() { return parameters_.leaves(); }
+  void require_awake() const;
   void wait_for_gather();  // compute may read the parameters afterwards
   void end_forward(bool keep = false);  // it stays gathered
 

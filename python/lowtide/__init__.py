@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         OffloadPolicy,
     )
     from lowtide.saving import load, save
+    from lowtide.sleeping import sleep, wake
     from lowtide.stepping import step
     from lowtide.wrapping import wrap
 
@@ -65,6 +66,8 @@ _PUBLIC = {
     "plan": "lowtide.planning",
     "load": "lowtide.saving",
     "save": "lowtide.saving",
+    "sleep": "lowtide.sleeping",
+    "wake": "lowtide.sleeping",
     "step": "lowtide.stepping",
     "wrap": "lowtide.wrapping",
 }
@@ -92,9 +95,11 @@ __all__ = [
     "sequence_parallel",
     "share_comm_ctx",
     "sharded_optimizer",
+    "sleep",
     "spmd",
     "step",
     "tag",
+    "wake",
     "wrap",
 ]
 

@@ -62,6 +62,10 @@ void GradientSlab::allocate() {
   }
 }
 
+at::Tensor GradientSlab::buffer() const {
+  return flat_view(storage_, at::kByte, 0, bytes_);
+}
+
 at::Tensor GradientSlab::block(std::int32_t p) const {
   const auto i = static_cast<std::size_t>(p);
   return flat_view(storage_, dtype_, offsets_[i], world_size_ * columns_[i]);

@@ -31,6 +31,8 @@ class GradientSlab {
                std::shared_ptr<memory::DeviceMemory> memory);
 
   bool allocated() const { return static_cast<bool>(storage_); }
+  // All of it, which must be allocated, as bytes.
+  at::Tensor buffer() const;
   bool touched(std::int32_t i) const {
     return touched_[static_cast<std::size_t>(i)];
   }

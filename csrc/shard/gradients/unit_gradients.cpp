@@ -390,6 +390,15 @@ bool UnitGradients::waiting() const {
   return accumulating_ || !partial_.flats().empty();
 }
 
+std::vector<at::Tensor> UnitGradients::waiting_buffers() const {
+  std::vector<at::Tensor> buffers;
+  for (const auto& lane : lanes_) {
+    if (lane.slab.allocated()) buffers.push_back(lane.slab.buffer());
+  }
+  for (const auto& flat : partial_.flats()) buffers.push_back(flat.row);
+  return buffers;
+}
+
 UnitGradients::Waiting UnitGradients::waiting(std::int32_t i) const {
   Waiting waiting;
   waiting.accumulating = accumulating_;

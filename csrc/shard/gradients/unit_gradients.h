@@ -233,6 +233,8 @@ class UnitGradients {
   // Between backwards: gradients of some parameter wait for a reduction, over
   // the shards or over the replicas.
   bool waiting() const;
+  // The flat buffers that those wait in.
+  std::vector<at::Tensor> waiting_buffers() const;
   // Between backwards: what waits of i, for who keeps it elsewhere and brings
   // it back into a unit over as many ranks.  Undefined: nothing.
   struct Waiting {

@@ -112,7 +112,9 @@ void ParameterBuffers::build_parameters() {
                              layout_[i].gathered_bytes);
     auto full = storage.view(info.compute_dtype, info.sizes,
                              c10::contiguous_strides(info.sizes));
-    parameters_.push_back({std::move(storage), std::move(full)});
+    parameters_.push_back({std::move(storage), std::move(full),
+                           sub_storage(master_, layout_[i].shard_offset,
+                                       layout_[i].shard_bytes)});
   }
   set_read_errors();
 }
@@ -208,9 +210,8 @@ at::Tensor ParameterBuffers::local_shard(std::size_t i) const {
   const auto sizes =
       info.local_sizes(layout_.world_size(), layout_[i].local_rows(rank_));
   const BelowAutograd guard;
-  return flat_view(sub_storage(master_, layout_[i].shard_offset,
-                               layout_[i].shard_bytes),
-                   info.storage_dtype, 0, layout_[i].local_numel(rank_))
+  return flat_view(parameters_[i].shard, info.storage_dtype, 0,
+                   layout_[i].local_numel(rank_))
       .view(sizes);
 }
 

@@ -50,6 +50,7 @@ class ParameterBuffers {
   // This rank's rows of parameter i, [local_rows, ...], in the master.  At
   // offset 0 of a storage of its own: torch tells a DTensor without data from
   // one with data by a data pointer that includes the storage offset.
+  // One storage for all of them, which may sleep (sleeping_bytes.h).
   at::Tensor local_shard(std::size_t i) const;
   // Rows [begin, end) of this rank's padded piece, flat, in the storage dtype;
   // rows beyond the parameter are zero.
@@ -59,6 +60,11 @@ class ParameterBuffers {
   const at::Tensor& full(std::size_t i) const { return parameters_[i].full; }
   const RepointedStorage& storage(std::size_t i) const {
     return parameters_[i].storage;
+  }
+
+  // The master's bytes wait on the host.
+  bool asleep() const {
+    return shard_bytes() > 0 && data_or_null(master_) == nullptr;
   }
 
   // Copies this rank's rows of a full tensor / a local tensor into the master.
@@ -115,6 +121,7 @@ class ParameterBuffers {
   struct Parameter {
     RepointedStorage storage;
     at::Tensor full;
+    c10::Storage shard;  // within the master
   };
   struct Copies {
     std::vector<at::Tensor> to;

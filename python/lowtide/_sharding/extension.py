@@ -98,6 +98,8 @@ class _Extended:
         if isinstance(sent, Tensor):
             sent = (sent,)
         sent = [_plain(tensor) for tensor in sent]
+        for tensor in sent:
+            tensor.data_ptr()  # of one that sleeps raises, before anything is sent
         dtypes = [tensor.dtype for tensor in sent]
         numels = [tensor.numel() for tensor in sent]
         if self.sizes and (dtypes, numels) != (

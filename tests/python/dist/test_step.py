@@ -2,116 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import lowtide
 from lowtide.stepping import StepUndone
 from support.bits import assert_same_tensors
 from support.bombs import Boom
 from support.breaking import BreaksAt, boom, interrupt
-from support.model import ModelConfig
-from support.saving import SMALL, backward, make
-from support.training import local
+from support.optimizers import (
+    OPTIMIZERS,
+    WIDE,
+    compiling,
+    config_of,
+    everything,
+    is_quantized,
+)
+from support.saving import backward, make
 
 STEPS = 3
-# torchao quantizes the states of shards with at least 4096 elements.
-WIDE = ModelConfig(dim=64, num_layers=1, num_heads=2, kv_dim=2, ffn=256)
-
-
-def groups(model: Any) -> list[dict[str, Any]]:
-    """Two, so that a fused step has a middle."""
-    parameters = list(model.parameters())
-    return [{"params": parameters[:5]}, {"params": parameters[5:], "lr": 3e-3}]
-
-
-def adamw(**options: Any) -> Callable[[Any], torch.optim.Optimizer]:
-    return lambda model: torch.optim.AdamW(groups(model), lr=1e-2, **options)
-
-
-def of_local_parameters(model: Any) -> torch.optim.Optimizer:
-    parameters = lowtide.local_parameters(model)
-    return torch.optim.AdamW(
-        [{"params": parameters[:5]}, {"params": parameters[5:]}], lr=1e-2, fused=True
-    )
-
-
-def of_torchao(model: Any) -> torch.optim.Optimizer:
-    from torchao.optim import AdamW8bit
-
-    return AdamW8bit(model.parameters(), lr=1e-2, block_size=8)
-
-
-def of_transformers(model: Any) -> torch.optim.Optimizer:
-    from transformers.optimization import Adafactor
-
-    return Adafactor(lowtide.local_parameters(model), lr=1e-2, relative_step=False)
-
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "one by one": adamw(foreach=False),
-    "foreach": adamw(foreach=True),
-    "amsgrad": adamw(foreach=True, amsgrad=True),
-    "fused": adamw(fused=True),
-    "local parameters": of_local_parameters,
-    "momentum": lambda m: torch.optim.SGD(groups(m), lr=1e-2, momentum=0.9),
-    "torchao": of_torchao,
-    "torchao, compiled": of_torchao,
-    "transformers": of_transformers,
-}
-
-
-def config_of(name: str) -> ModelConfig:
-    return WIDE if name.startswith("torchao") else SMALL
-
-
-def compiling(name: str) -> contextlib.AbstractContextManager[Any]:
-    """torchao compiles the step of one parameter. Not compiled it can break in the
-    middle of it; compiled it does between two, and the backend's kernels are no matter
-    here: inductor's C++ compilers would take minutes."""
-    if name == "torchao":
-        return torch.compiler.set_stance("force_eager")
-    return mock.patch(
-        "torch.compile", functools.partial(torch.compile, backend="aot_eager")
-    )
-
-
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """This rank's: of the model, the generator and all that an optimizer knows."""
-    found: dict[str, Any] = {"generator": torch.get_rng_state()}
-    for name, buffer in model.named_buffers():
-        found[name] = buffer.clone()
-    for name, p in model.named_parameters():
-        found[name] = p
-        found[f"{name}.grad"] = p.grad
-    for number, group in enumerate(optimizer.param_groups):
-        for key in group.keys() - {"params"}:
-            found[f"group {number}.{key}"] = torch.frombuffer(
-                bytearray(repr(group[key]).encode()), dtype=torch.uint8
-            )
-        for i, p in enumerate(group["params"]):
-            for key, value in optimizer.state.get(p, {}).items():
-                found[f"state {number}.{i}.{key}"] = value
-    return {name: plain(found[name]) for name in sorted(found)}
-
-
-def plain(value: Any) -> torch.Tensor | None:
-    """A copy of this rank's rows, of quantized ones as floats."""
-    if not isinstance(value, torch.Tensor):
-        return None if value is None else torch.as_tensor(value)
-    value = local(value)
-    if is_quantized(value):
-        value = value.dequantize()
-    return value.clone()
 
 
 def broken_step(
@@ -131,6 +44,7 @@ def break_a_step(
     end."""
     last = dist.get_rank() == dist.get_world_size() - 1
     config = config_of(name)
+    calls: list[None] = []
 
     def run(broken: bool, at: int | None) -> tuple[dict[str, Any], int]:
         torch.manual_seed(dist.get_rank())
@@ -143,6 +57,7 @@ def break_a_step(
                 before = everything(model, optimizer)
                 known = set(optimizer.state)
                 breaks = BreaksAt(at if last else None, how)
+                calls.clear()
                 expected = (Boom, KeyboardInterrupt) if last else StepUndone
                 with pytest.raises(expected) as raised:
                     broken_step(model, optimizer, breaks, last and at is None)
@@ -156,6 +71,9 @@ def break_a_step(
                 assert set(optimizer.state) == known
                 pairs.append((everything(model, optimizer), before))
                 count = breaks.count
+                if at is None:  # it came to its end, compiled as without the mode
+                    whole = len([*model.parameters()])
+                    assert len(calls) == (whole if "compiled" in name else 0)
             if step != at_step or then == "again":
                 with lowtide.step(model, optimizer):
                     optimizer.step()
@@ -164,7 +82,7 @@ def break_a_step(
         return everything(model, optimizer), count
 
     pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    with compiling(name):
+    with compiling(name, calls):
         end, count = run(True, None)  # at the end of the step
         assert count >= 2 or not last
         expected, _ = run(False, None)
@@ -176,12 +94,6 @@ def break_a_step(
 
 def states(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [value for state in optimizer.state.values() for value in state.values()]
-
-
-def is_quantized(value: Any) -> bool:
-    if not isinstance(value, torch.Tensor):
-        return False
-    return is_traceable_wrapper_subclass(local(value))
 
 
 def check(results: list[list[tuple[dict[str, Any], dict[str, Any]]]]) -> None:

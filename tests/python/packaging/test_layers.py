@@ -52,6 +52,7 @@ PYTHON_LAYERS = {
     "losses": 3,
     "memory": 3,
     "optimizing": 3,
+    "sleeping": 3,
     "phantom": 3,
     "sequence_parallel": 3,
     "spmd": 3,

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from launch import run
 
+from lowtide.phantom.dry.launch import Machine
+
+SLOW = pytest.mark.slow
 SCRIPT = Path(__file__).parent / "scripts/sleep_and_wake.py"
 
 
@@ -52,3 +57,38 @@ def test_a_forward_asleep_says_to_wake_it():
         "RuntimeError: lowtide: unit '0': expected parameters on cuda:0, got "
         "0.0.weight on cpu, 0.0.bias on cpu. Call model.to('cuda') before the forward."
     ) in done.stderr
+
+
+WORLD, WIDTH, LAYERS, STEPS = 8, 1024, 4, 2
+MIB = 1 << 20
+NUMEL = LAYERS * (8 * WIDTH * WIDTH + 2 * WIDTH)  # products and norms of the blocks
+# Parameters and gradients, whole and as shards, in fp32; two states are like shards.
+WHOLE, SHARDS = 4 * NUMEL, 4 * NUMEL // WORLD
+# What a step of those below has beside its parameters: the accumulated gradients, the
+# reduced ones, and two states.
+HELD = [WHOLE, SHARDS, 2 * SHARDS] + [WHOLE + 2 * SHARDS, 3 * SHARDS, 2 * SHARDS]
+# cuBLAS keeps two workspaces of 32 MiB; the program an input and a loss.
+STAYS = 65 * MIB
+# What the allocator has around them: of expandable segments pages of 20 MiB.
+AROUND = {False: 4 * MIB, True: 40 * MIB}
+
+
+@pytest.mark.parametrize("expandable", [False, pytest.param(True, marks=SLOW)])
+def test_reserved_memory_falls_to_nearly_nothing(monkeypatch, expandable):
+    """And comes back as it was; host memory of the first step serves the second."""
+    settings = f"expandable_segments:{expandable}"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+    arguments = map(str, (WORLD, WIDTH, LAYERS, STEPS))
+    program = ("sleep_and_wake.py", *arguments)
+    naps = json.loads(run(*program, machine=Machine(world=WORLD), timeout=120))["naps"]
+    assert len(naps) == len(HELD)
+    for nap, held in zip(naps, HELD, strict=True):
+        awake, asleep, woken = nap["awake"], nap["asleep"], nap["woken"]
+        assert asleep["allocated"] <= STAYS
+        assert asleep["reserved"] <= STAYS + AROUND[expandable]
+        # Padding of the slabs and of blocks of the allocator aside.
+        lent = awake["allocated"] - asleep["allocated"]
+        assert SHARDS + held <= lent <= SHARDS + held + 4 * MIB
+        assert woken["allocated"] == awake["allocated"]
+        assert woken["page-locked"] == asleep["page-locked"] >= lent - 4 * MIB
+    assert naps[4]["woken"]["page-locked"] == naps[-1]["woken"]["page-locked"]

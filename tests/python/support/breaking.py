@@ -22,8 +22,8 @@ def interrupt() -> None:
 class BreaksAt(TorchDispatchMode):
     """Calls ``how`` where operator number ``at`` that writes in place would be called;
     counts them. What torch.compile made is not looked into: under a mode that does,
-    Dynamo skips the code, then and for ever after, and the steps around a broken one
-    are no longer those of the run that they are compared with."""
+    Dynamo runs the code as it stands, and traces what that calls instead, tracebacks
+    of DTensor's fake tensors included, which it refuses."""
 
     def __init__(self, at: int | None, how: Any = boom) -> None:
         super().__init__()

@@ -1,0 +1,250 @@
+"""``lowtide.sleep`` and ``lowtide.wake``: a model's memory on the device, lent to
+another program between two steps."""
+
+import functools
+import itertools
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.hooks import RemovableHandle
+
+from lowtide import _C
+from lowtide._activation.regions import pinned_cap
+from lowtide._base.backward import in_backward
+from lowtide._base.memory import device_memory
+from lowtide._sharding.local_parameter import sharded_of
+from lowtide._sharding.unit import UnitState, unit_state
+
+__all__ = ["PARTS", "Part", "sleep", "wake"]
+
+Part = Literal["parameters", "gradients", "states"]
+PARTS: tuple[Part, ...] = get_args(Part)
+
+_Named = tuple[str, Tensor]
+_Holder = nn.Module | Optimizer
+
+
+@functools.cache
+def host_pool(device: torch.device) -> _C.PinnedPool:
+    """What sleeps waits in it; kept for the next time."""
+    return _C.PinnedPool(
+        device_memory(device), cap_bytes=pinned_cap(), holds="models that sleep"
+    )
+
+
+# What sleeps, by whose it is.
+_asleep: "weakref.WeakKeyDictionary[_Holder, dict[Part, list[_C.SleepingBytes]]]"
+_asleep = weakref.WeakKeyDictionary()
+_guard: RemovableHandle | None = None  # of optimizers' steps, while anything sleeps
+
+
+def sleep(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] = (),
+    *,
+    parts: Iterable[Part] = PARTS,
+) -> None:
+    """Gives back what ``model`` and ``optimizer`` have on the device, between two steps
+    and on every rank: gathered parameters are dropped; shards, buffers, gradients
+    (those too that microbatches without sync have left) and states are copied to
+    page-locked host memory, by a stream of lowtide's, and their bytes go back to the
+    device. Returns when they have.
+
+    All tensors stay the objects they are: parameters, their views, what optimizers and
+    state dicts hold. Whoever reads or writes one meanwhile raises, naming it, and so do
+    a forward and an optimizer's step. What is not on the model's device stays, and so
+    do communicators and what the program holds beside model and optimizer.
+
+    Args:
+        model: Sharded by lowtide or not.
+        parts: Of ``"parameters"`` (and buffers), ``"gradients"`` and ``"states"``, the
+            optimizer's. What sleeps already stays asleep.
+
+    Raises:
+        ValueError: For a tensor whose bytes neither torch nor lowtide allocated, or
+            another process has.
+        RuntimeError: In backward, in the capture of a CUDA graph, and where the host
+            has no memory.
+        The part that raised and those behind it are awake.
+    """
+    optimizers, parts = _checked("sleep", optimizer, parts)
+    device = _device_of(model)
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)  # copies of a save, say
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    try:
+        for holder, part, tensors in _parts_of(model, optimizers, parts):
+            memory, host = device_memory(device), host_pool(device)
+            sleeping = _C.SleepingBytes(list(tensors), memory, host)
+            if sleeping.bytes > 0:
+                _asleep.setdefault(holder, {}).setdefault(part, []).append(sleeping)
+    finally:
+        _guard_steps()
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
+
+
+def wake(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] = (),
+    *,
+    parts: Iterable[Part] = PARTS,
+) -> None:
+    """Brings back, bit for bit, what :func:`sleep` has given away of ``model`` and
+    ``optimizer``: the same tensors and views, at other addresses. What nobody holds any
+    more, as gradients after ``zero_grad()``, does not come back. Call it on every rank;
+    nothing happens where nothing sleeps. A CUDA graph that the program has captured has
+    the old addresses: capture it again.
+
+    Args:
+        parts: As in :func:`sleep`; the others sleep on. ``("parameters",)`` is enough
+            for a forward without grad, or to hand weights on.
+
+    Raises:
+        torch.OutOfMemoryError: Where the device has no memory for a part; it sleeps
+            on, and may be woken when there is some.
+        RuntimeError: In backward, and in the capture of a CUDA graph.
+    """
+    optimizers, parts = _checked("wake", optimizer, parts)
+    for holder, part, tensors in _parts_of(model, optimizers, parts):
+        leaves = [tensor for _, tensor in tensors]
+        for owner, sleeping in list(_asleep.items()):
+            for each in list(sleeping.get(part, ())):
+                if owner is holder or any(map(each.holds, leaves)):
+                    each.wake()
+                    sleeping[part].remove(each)
+            if not any(sleeping.values()):
+                del _asleep[owner]
+    _guard_steps()
+
+
+def _checked(
+    who: str, optimizer: Optimizer | Sequence[Optimizer], parts: Iterable[Part]
+) -> tuple[list[Optimizer], list[Part]]:
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
+    parts = [parts] if isinstance(parts, str) else [*parts]  # type: ignore[list-item]
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise ValueError(
+            f"lowtide: {who}: expected parts of {', '.join(PARTS)}, got "
+            f"{', '.join(map(repr, unknown))}. Leave parts out for all."
+        )
+    if in_backward():
+        raise RuntimeError(
+            f"lowtide: {who}: expected no backward that runs, got one. Call it between "
+            "two steps, or two microbatches."
+        )
+    return optimizers, [part for part in PARTS if part in parts]
+
+
+# -- what there is of a model ---------------------------------------------------------
+
+
+def _units(model: nn.Module) -> list[UnitState]:
+    """Each once."""
+    states = map(unit_state, model.modules())
+    return list(dict.fromkeys(state for state in states if state is not None))
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """The units', or where the first parameter of a model without any is."""
+    for state in _units(model):
+        return state.device
+    devices = (leaf.device for p in model.parameters() for _, leaf in _leaves("", p))
+    return next(devices, torch.device("cpu"))
+
+
+def _parts_of(
+    model: nn.Module, optimizers: list[Optimizer], parts: list[Part]
+) -> Iterator[tuple[_Holder, Part, Iterator[_Named]]]:
+    if "parameters" in parts:
+        yield model, "parameters", _parameters(model)
+    if "gradients" in parts:
+        yield model, "gradients", _gradients(model)
+    if "states" in parts:
+        names = {id(p): name for name, p in model.named_parameters()}
+        for optimizer in optimizers:
+            yield optimizer, "states", _states(optimizer, names)
+
+
+def _parameters(model: nn.Module) -> Iterator[_Named]:
+    for name, tensor in itertools.chain(
+        model.named_parameters(), model.named_buffers()
+    ):
+        yield from _leaves(name, tensor)
+
+
+def _gradients(model: nn.Module) -> Iterator[_Named]:
+    for name, p in model.named_parameters():
+        yield from _leaves(f"{name}.grad", p.grad)
+    for state in _units(model):
+        for parameter in state.parameters:
+            if parameter.full is not None:  # where schedules of pipelines leave them
+                yield from _leaves(f"{parameter.name}.grad", parameter.full.grad)
+        if state.unit is not None:
+            for buffer in state.unit.waiting_buffers:
+                yield f"gradients of unit '{state.name}' between microbatches", buffer
+
+
+def _states(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[_Named]:
+    for number, (p, state) in enumerate(optimizer.state.items()):
+        of = names.get(id(sharded_of(p)), f"parameter {number}")
+        if isinstance(state, Mapping):
+            for key, value in state.items():
+                yield from _leaves(f"state '{key}' of {of}", value)
+        else:
+            yield from _leaves(f"state of {of}", state)
+
+
+def _leaves(name: str, value: Any) -> Iterator[_Named]:
+    """The plain tensors in it, also those that tensor subclasses are made of."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _leaves(name, each)
+    elif isinstance(value, Tensor):
+        if is_traceable_wrapper_subclass(value):
+            for inner in value.__tensor_flatten__()[0]:
+                yield from _leaves(name, getattr(value, inner))
+        else:
+            yield name, value
+
+
+# -- optimizers' steps ----------------------------------------------------------------
+
+
+def _guard_steps() -> None:
+    """A step would count itself, say, before it reads what sleeps."""
+    global _guard
+    if _asleep and _guard is None:
+        _guard = register_optimizer_step_pre_hook(_require_awake)
+    elif not _asleep and _guard is not None:
+        _guard.remove()
+        _guard = None
+
+
+def _require_awake(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    sleeping = [
+        each for parts in _asleep.values() for part in parts.values() for each in part
+    ]
+    parameters = [sharded_of(p) for g in optimizer.param_groups for p in g["params"]]
+    for name, leaf in itertools.chain(
+        *(_leaves("a parameter", p) for p in parameters),
+        *(_leaves("a gradient", p.grad) for p in parameters),
+        _states(optimizer, {}),
+    ):
+        if any(each.holds(leaf) for each in sleeping):
+            raise RuntimeError(
+                f"lowtide: {type(optimizer).__name__}: expected a model and states "
+                f"that are awake for a step, got {name} that sleeps. Call "
+                "lowtide.wake(model, optimizer) on every rank first."
+            )
