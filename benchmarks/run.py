@@ -51,6 +51,7 @@ CASES = (
     "published",
     "unedited_trainer",
     "foreign_scripts",
+    "soak",
 )
 
 DOCS_HEAD = """\

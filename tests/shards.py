@@ -55,6 +55,7 @@ SHARDS = (
     pytest_shard("rest", 6),
     pytest_shard("phantom", 8),
     pytest_shard("faults", 4),
+    pytest_shard("soak", 10, jobs=0),
     pytest_shard("frameworks", 8, jobs=0),
     pytest_shard("install", 10, jobs=0),
     pytest_shard("unity", 10, jobs=0),

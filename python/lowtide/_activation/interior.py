@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide import _C
+from lowtide._base import debugging
 
 # How much the other values of an operator may add to a named one.  Attention returns
 # its softmax's logarithms with its output; a split returns everything.
@@ -85,6 +86,7 @@ class Skip:
     several: bool
     others: dict[int, Any]  # place -> what is not a tensor
     random_state: list[tuple[torch.Generator, Tensor]]
+    stored: debugging.Stored | None  # as they were, when debugging
 
 
 class _Mode(TorchDispatchMode):
@@ -245,6 +247,7 @@ class Recorder(_Mode):
             produced.several,
             others,
             produced.random_state,
+            debugging.Stored(outputs) if debugging.enabled() else None,
         )
 
 
@@ -276,6 +279,8 @@ class Replayer(_Mode):
         for generator, state in skip.random_state:
             generator.set_state(state)
         values: list[Any] = self._frame.stored(skip.number)
+        if skip.stored is not None:
+            skip.stored.require_same(values, self._frame.who, f"{skip.name!r}, value")
         for place, value in sorted(skip.others.items()):
             values.insert(place, value)
         return tuple(values) if skip.several else values[0]

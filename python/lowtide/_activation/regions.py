@@ -15,10 +15,11 @@ import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+from torch.utils._pytree import tree_leaves
 
 from lowtide import _C
 from lowtide._activation.interior import Recorder, Replayer
-from lowtide._base import environment
+from lowtide._base import debugging, environment
 from lowtide._base.backward import PerBackward, in_backward
 from lowtide._base.classes import class_name
 from lowtide._base.memory import device_memory
@@ -74,8 +75,9 @@ class RegionState:
         self.compiled_call: Callable[..., Any] | None = None
         self.policy_key = repr(self.policy)
         policies_by_key[self.policy_key] = self.policy
+        who = f"checkpoint({self.module_name})"
         return _C.Region(
-            who=f"checkpoint({self.module_name})",
+            who=who,
             names=self.policy.treatments(),
             min_bytes=self.policy.min_bytes,
             prefetch=self.policy.prefetch,
@@ -83,7 +85,7 @@ class RegionState:
             book=book(),
             transfers_of=transfers,
             callbacks=_C.RegionCallbacks(
-                call=call,
+                call=_comparing(call, who) if debugging.enabled() else call,
                 surroundings=_device_context,
                 recorder=Recorder,
                 replayer=Replayer,
@@ -129,7 +131,25 @@ def attach(module: nn.Module, policy: ActivationPolicy) -> RegionState:
 
 def run_region(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """A call of a checkpointed module; in a graph ``compiled`` replaces it."""
+    if debugging.enabled():
+        kwargs = kwargs | {_STORED: debugging.Stored(tree_leaves((args, kwargs)))}
     return module.__dict__[REGION].region.run(module, args, kwargs)
+
+
+# The argument that a region of debugging keeps beside the others.
+_STORED = "_lowtide_stored"
+
+
+def _comparing(call: Callable[..., Any], who: str) -> Callable[..., Any]:
+    """``call``, which requires the arguments of the first when it is made again."""
+
+    def compared(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        stored: debugging.Stored = kwargs.pop(_STORED)
+        if in_backward():
+            stored.require_same(tree_leaves((args, kwargs)), who, "argument")
+        return call(module, *args, **kwargs)
+
+    return compared
 
 
 def _is_state(module: nn.Module, tensor: torch.Tensor) -> bool:

@@ -5,6 +5,7 @@ import functools
 import torch
 
 from lowtide import _C
+from lowtide._base import debugging
 
 
 @functools.cache
@@ -14,4 +15,6 @@ def ledger(device: torch.device) -> _C.Ledger:
 
 @functools.cache
 def device_memory(device: torch.device) -> _C.DeviceMemory:
-    return _C.DeviceMemory(device, ledger(device))
+    memory = _C.DeviceMemory(device, ledger(device))
+    memory.set_poison(debugging.enabled())
+    return memory

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lowtide import _C
+from lowtide._base import replay_log
 from lowtide._base.classes import class_name, original_class
 from lowtide._base.memory import device_memory
 from lowtide._sharding.agreement import require_agreement
@@ -15,6 +16,7 @@ from lowtide._sharding.extension import agree
 from lowtide._sharding.late import warn_of_additions
 from lowtide._sharding.misread import explain_errors
 from lowtide._sharding.optimizers import watch_optimizers
+from lowtide._sharding.replay import log_root
 from lowtide._sharding.ties import move_shared_parameters
 from lowtide._sharding.unit import UnitState, unit_state
 
@@ -76,6 +78,8 @@ def build_root(state: UnitState) -> None:
         other.tree = [weakref.ref(state) for state in states]
         other.apply_prefetch()
     watch_optimizers(states)
+    if replay_log.enabled():
+        log_root(state, states)
     if not state.explains_errors:
         state.explains_errors = True
         explain_errors(state)

@@ -5,13 +5,15 @@ A rank that has come to the end of a step counts itself in the default group's s
 and the one that makes the count complete writes that the step happened. A rank that
 raises writes what it raised, in the same place. What is written first is everybody's
 answer: nobody waits for a rank that failed, one that waits can give up, and no device
-and no communicator is asked. Steps have numbers, which ranks count alike.
+and no communicator is asked. Steps of a process group have numbers, which its ranks
+count alike; one that is made anew counts from nothing, as ranks that join it do.
 """
 
 import contextlib
 import dataclasses
 import datetime
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import torch
@@ -21,8 +23,19 @@ from lowtide._base.failures import text_of
 
 _HAPPENED = "happened"
 _LONGEST_SLEEP = 0.05  # seconds between two looks
-_numbers: dict[str, int] = {}  # of the next step, by group
-_kept: dict[str, int] = {}  # of the first whose keys are still in the store
+
+
+@dataclasses.dataclass
+class _Steps:
+    """Of a process group."""
+
+    next: int = 0
+    first_kept: int = 0  # whose keys are still in the store
+
+
+_steps_of: weakref.WeakKeyDictionary[dist.ProcessGroup, _Steps] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,14 +60,14 @@ class Decision:
         group = process_group if process_group is not None else dist.group.WORLD
         assert group is not None
         self.rank, self.size = group.rank(), group.size()
-        self._name = group.group_name
-        self._number = _numbers.get(self._name, 0)
+        self._steps = _steps_of.setdefault(group, _Steps())
+        self._number = self._steps.next
+        self._steps.next += 1
         self._timeout = _timeout(group)
         self._store = dist.PrefixStore(
-            f"lowtide/step/{self._name}",
+            f"lowtide/step/{group.group_name}",
             dist.distributed_c10d._get_default_store(),
         )
-        _numbers[self._name] = self._number + 1
 
     def done(
         self,
@@ -111,8 +124,8 @@ class Decision:
 
     def _forget_earlier(self) -> None:
         """Nobody asks for earlier steps: all ranks are in this one."""
-        first = _kept.get(self._name, 0)
-        _kept[self._name] = max(first, self._number)
+        first = self._steps.first_kept
+        self._steps.first_kept = max(first, self._number)
         if self.rank == 0:
             with contextlib.suppress(RuntimeError):  # a store may have no such method
                 for number in range(first, self._number):

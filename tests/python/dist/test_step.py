@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from support.optimizers import (
     everything,
     is_quantized,
 )
+from support.ranks import RankPool
 from support.saving import backward, make
 
 STEPS = 3
@@ -109,3 +112,36 @@ def check(results: list[list[tuple[dict[str, Any], dict[str, Any]]]]) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_broken_step_did_not_happen(pool_of, world_size, name, how, at_step, then):
     check(pool_of(world_size).run(break_a_step, name, how, at_step, then))
+
+
+def steps_of_worlds(folder: str) -> list[bool]:
+    """The third rank comes when the others have stepped without it."""
+    rank, happened = int(os.environ["RANK"]), []
+    for size in (2, 3):
+        store = dist.FileStore(f"{folder}/world of {size}", size)
+        if rank >= size:
+            continue
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=10),
+        )
+        model = nn.Linear(4, 4)
+        lowtide.fully_shard(model)
+        optimizer = torch.optim.AdamW(lowtide.local_parameters(model))
+        for _ in range(2):
+            block = lowtide.step(model, optimizer)
+            with block:
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+            happened.append(block.happened)
+        dist.destroy_process_group()
+    return happened
+
+
+def test_a_rank_that_joins_a_new_world_steps_with_the_others(tmp_path):
+    with RankPool(3, group=False) as pool:
+        first, second, third = pool.run(steps_of_worlds, str(tmp_path), timeout=60)
+    assert (first, second, third) == ([True] * 4, [True] * 4, [True] * 2)
