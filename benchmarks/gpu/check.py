@@ -13,7 +13,7 @@ import argparse
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -222,7 +222,10 @@ def describe() -> dict[str, str | int]:
     return environment.describe() | {"GPU": gpu, "CUDA": cuda}
 
 
-def store(rows: Sequence[Row], described: dict[str, Any], out: Path) -> None:
+def write(
+    of_steps: Mapping[str, Sequence[Row]], described: dict[str, Any], out: Path
+) -> None:
+    rows = [row for of_step in of_steps.values() for row in of_step]
     result = results.Result(
         case=bars.NAME,
         describe="On one GPU, by `bash benchmarks/gpu_check.sh`.",
@@ -233,7 +236,26 @@ def store(rows: Sequence[Row], described: dict[str, Any], out: Path) -> None:
         rows=tuple(rows),
     )
     results.write(result, out)
-    (out / "gpu_check.md").write_text("\n".join(tables.section(result)) + "\n")
+    (out / "gpu_check.md").write_text(page(of_steps, described))
+
+
+def page(of_steps: Mapping[str, Sequence[Row]], described: dict[str, Any]) -> str:
+    """A table a step: their systems differ."""
+    lines = [HOW, ""]
+    for name, rows in of_steps.items():
+        lines += [f"### {name}", "", *tables.table(rows), ""]
+    said = ", ".join(f"{what} {value}" for what, value in described.items())
+    return "\n".join([*lines, f"Obtained with {said}.", ""])
+
+
+def read(figures: Path) -> dict[str, list[Row]]:
+    """Rows of another run's figures, by step."""
+    found = {step.name: kept(figures, step.name) for step in steps(FULL)}
+    return {
+        step.name: list(step.read(found[step.name]))
+        for step in steps(FULL)
+        if found[step.name] is not None
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -256,22 +278,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for step in known.values():
             print(f"{step.name:<18}{step.what}")
         return 0
-    rows: list[Row] = []
-    figures = options.read or options.out / "figures"
-    if options.read is None:
-        keep(figures, ENVIRONMENT, describe())
-    described = kept(figures, ENVIRONMENT)
-    for name in options.step or known:
-        step = known[name]
-        if options.read is None:
-            print(f"-- {name}: {step.what}", flush=True)
-            of_step = rows_of(step, scale, Programs(), figures)
-            print("\n".join(tables.table(of_step)), flush=True)
-        else:
-            found = kept(figures, name)
-            of_step = [] if found is None else list(step.read(found))
-        rows += of_step
-        store(rows, described, options.out)
+    of_steps: dict[str, list[Row]] = {}
+    if options.read is not None:
+        described, of_steps = kept(options.read, ENVIRONMENT), read(options.read)
+        write(of_steps, described, options.out)
+    else:
+        described = describe()
+        keep(options.out / "figures", ENVIRONMENT, described)
+        for name in options.step or known:
+            print(f"-- {name}: {known[name].what}", flush=True)
+            rows = rows_of(known[name], scale, Programs(), options.out / "figures")
+            print("\n".join(tables.table(rows)), flush=True)
+            of_steps[name] = rows
+            write(of_steps, described, options.out)
+    rows = [row for of_step in of_steps.values() for row in of_step]
     bad = [f"bar missed: {quantity}" for quantity in bars.missed(rows)]
     bad += [f"failed: {r.quantity}: {r.note}" for r in rows if r.kind == "missing"]
     print("\n".join(bad))

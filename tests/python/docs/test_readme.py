@@ -5,7 +5,7 @@ import re
 import sys
 from pathlib import Path
 
-import results
+import check
 import tables
 
 from support.commands import one_agent, run_together
@@ -58,8 +58,10 @@ def test_every_kind_of_figure_is_explained() -> None:
 
 
 def test_what_a_gpu_said_is_what_is_stored() -> None:
-    stored = results.read(ROOT / "benchmarks/results/gpu_check.json")
-    page = (ROOT / "docs/gpu_check.md").read_text()
-    shown = "\n".join([*tables.table(stored.rows), "", tables.obtained_with(stored)])
-    assert tables.replace_region(page, shown) == page
-    assert f"One {stored.environment['GPU'].split()[-1]} has run" in README.read_text()
+    stored = ROOT / "benchmarks" / "results" / "gpu_check"
+    described = check.kept(stored, check.ENVIRONMENT)
+    page = (ROOT / "docs" / "gpu_check.md").read_text()
+    assert (
+        tables.replace_region(page, check.page(check.read(stored), described)) == page
+    )
+    assert f"One {described['GPU'].split()[-1]} has run" in README.read_text()
