@@ -1,10 +1,22 @@
-// cuDNN's graphs: every one has one engine, which wants no workspace.
+// cuDNN's graphs: every one has one engine, which wants the workspace that the
+// observer says (observer/cudnn_workspace.h), or none.
 #include <cudnn_backend.h>
 
 #include <cstdint>
 #include <cstring>
 
+namespace {
+
+thread_local std::int64_t workspace = 0;
+
+}  // namespace
+
 extern "C" {
+
+__attribute__((visibility("default"))) void lowtide_dry_cudnn_workspace(
+    std::int64_t bytes) {
+  workspace = bytes;
+}
 
 cudnnStatus_t cudnnBackendGetAttribute(cudnnBackendDescriptor_t,
                                        cudnnBackendAttributeName_t name,
@@ -17,6 +29,9 @@ cudnnStatus_t cudnnBackendGetAttribute(cudnnBackendDescriptor_t,
   } else if (name == CUDNN_ATTR_OPERATIONGRAPH_ENGINE_GLOBAL_COUNT) {
     found = 1;
     if (result && wanted > 0) *static_cast<std::int64_t*>(result) = 1;
+  } else if (name == CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE) {
+    found = 1;
+    if (result && wanted > 0) *static_cast<std::int64_t*>(result) = workspace;
   } else if (result && wanted > 0) {
     // Bytes of workspace and of shared memory among them.
     const std::size_t size = type == CUDNN_TYPE_INT64   ? 8

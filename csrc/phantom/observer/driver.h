@@ -54,6 +54,13 @@ inline void driver_leaves(const phantom::Work& work) {
         work.is_attention ? 1 : 0);
 }
 
+// Of the plans that cuDNN makes from here on, on this thread.
+inline void driver_asks_workspace(std::int64_t bytes) {
+  static auto* const ask =
+      driver_function<void(std::int64_t)>("lowtide_dry_cudnn_workspace");
+  ask(bytes);
+}
+
 // Null where there are no bytes; asking such a storage itself may raise.
 inline const void* first_byte(const c10::Storage& storage) {
   return storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get();

@@ -14,6 +14,7 @@
 
 #include "phantom/observer/assumptions.h"
 #include "phantom/observer/balanced_choices.h"
+#include "phantom/observer/cudnn_workspace.h"
 #include "phantom/observer/driver.h"
 #include "phantom/observer/known_values.h"
 #include "phantom/observer/operator_traits.h"
@@ -101,6 +102,7 @@ struct Call : at::ObserverContext {
   std::optional<OperatorWork> work;  // while time is kept
   bool is_foreign = false;
   bool fills_for_others = false;
+  bool has_workspace = false;  // of cuDNN's
 };
 
 // Before the operator runs: what it copies from the host is kept again.
@@ -110,6 +112,10 @@ std::unique_ptr<at::ObserverContext> before_operator(
   if (driver_keeps_time() && OperatorWork::is_known_of(function)) {
     driver_enters(function.name());
     call->work.emplace(function);
+  }
+  if (const auto bytes = cudnn_workspace(function)) {
+    driver_asks_workspace(*bytes);
+    call->has_workspace = true;
   }
   note_copy(function);
   call->fills_for_others = fills_for_others(function);
@@ -127,6 +133,7 @@ void after_operator(const at::RecordFunction& function,
   if (context == nullptr) return;  // its beginning raised, which torch says
   const auto& call = *static_cast<const Call*>(context);
   if (call.work) driver_leaves(call.work->with_results(function));
+  if (call.has_workspace) driver_asks_workspace(0);
   foreign_depth -= call.is_foreign ? 1 : 0;
   if (call.known && call.known->after(function)) return;
   const auto& traits = traits_of(function);

@@ -304,6 +304,33 @@ def test_a_device_that_is_full_says_what_cuda_says(tmp_path):
     assert "total capacity of 1024.00 MiB" in done.stderr
 
 
+def test_cudnns_attention_has_the_workspace_of_a_gpu(tmp_path):
+    """32 heads of queries, 8 or 32 of keys: what an H200 took for the first; the
+    frontend's part is a gradient of the queries in fp32 and a number for each row."""
+    (tmp_path / "attention.py").write_text(
+        "import json, torch\n"
+        "from torch.nn.attention import SDPBackend, sdpa_kernel\n"
+        "from torch.nn.functional import scaled_dot_product_attention\n"
+        "def of(heads):\n"
+        "    q, k, v = (\n"
+        "        torch.zeros(1, h, 8192, 128, dtype=torch.bfloat16, device='cuda',\n"
+        "                    requires_grad=True) for h in (32, heads, heads))\n"
+        "    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):\n"
+        "        out = scaled_dot_product_attention(\n"
+        "            q, k, v, is_causal=True, enable_gqa=True)\n"
+        "    grad = torch.zeros_like(out)\n"
+        "    torch.cuda.memory._record_memory_history(context=None)\n"
+        "    out.backward(grad)\n"
+        "    trace = torch.cuda.memory._snapshot()['device_traces'][0]\n"
+        "    torch.cuda.memory._record_memory_history(enabled=None)\n"
+        "    return max(e['size'] for e in trace if e['action'] == 'alloc')\n"
+        "print(json.dumps([of(8), of(32)]))"
+    )
+    frontend = (32 * 8192 * 128 + 32 * 8192) * 4
+    done = run(str(tmp_path / "attention.py"))
+    assert json.loads(done.stdout) == [269_484_288, frontend + 256]
+
+
 # A function of each library that nothing here has a use for, and what its library calls
 # an error.
 MISSING = {
