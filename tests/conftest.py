@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from support import selection
@@ -9,6 +11,12 @@ from support import selection
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     selection.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Whom a shell starts in the background ignores interrupts, which tests raise."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)

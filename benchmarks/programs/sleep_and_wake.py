@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from stage import start, start_one_rank
+from stage import start, start_real_ranks
 from torch import nn
 
 import lowtide
@@ -86,7 +86,7 @@ def main(world: int, width: int, num_layers: int, steps: int) -> dict[str, Any]:
     if world > 1:
         start(world)
     else:
-        start_one_rank()
+        start_real_ranks()
     naps: list[dict[str, Any]] = []
 
     def nap(model: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -206,6 +206,8 @@ def work(connection: Connection, settings: dict[str, Any]) -> None:
 
 def main() -> None:
     die_with_parent()
+    # Whom a shell starts in the background ignores it, with all that it starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in PRELOADED:
         importlib.import_module(name)
     # Ranks collect garbage after every task: not a quarter of a million objects of
