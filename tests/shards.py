@@ -51,7 +51,7 @@ def sanitized(name: str, minutes: float, *, takes_turns: bool = True) -> Shard:
 
 
 SHARDS = (
-    *(pytest_shard(f"dist-{i}", 5) for i in range(1, 4)),
+    *(pytest_shard(f"dist-{i}", minutes) for i, minutes in enumerate((5, 5, 10), 1)),
     pytest_shard("rest", 6),
     pytest_shard("phantom", 8),
     pytest_shard("faults", 4),
