@@ -180,6 +180,10 @@ def steps(scale: Scale) -> list[Step]:
             *(frameworks.frameworks, frameworks.frameworks_rows),
         ),
         Step(
+            *("addresses", "where memory lies"),
+            *(parts.addresses, parts.addresses_rows),
+        ),
+        Step(
             *("plan", "bytes of programs of others beside the phantom's"),
             *(plan.plan, plan.plan_rows),
         ),
@@ -248,13 +252,13 @@ def page(of_steps: Mapping[str, Sequence[Row]], described: dict[str, Any]) -> st
     return "\n".join([*lines, f"Obtained with {said}.", ""])
 
 
-def read(figures: Path) -> dict[str, list[Row]]:
-    """Rows of another run's figures, by step."""
-    found = {step.name: kept(figures, step.name) for step in steps(FULL)}
+def read(folder: Path, names: Sequence[str] = ()) -> dict[str, list[Row]]:
+    """Rows of another run's figures, by step: of those named, or of all."""
     return {
-        step.name: list(step.read(found[step.name]))
+        step.name: list(step.read(figures))
         for step in steps(FULL)
-        if found[step.name] is not None
+        if step.name in (names or (step.name,))
+        and (figures := kept(folder, step.name)) is not None
     }
 
 
@@ -280,7 +284,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     of_steps: dict[str, list[Row]] = {}
     if options.read is not None:
-        described, of_steps = kept(options.read, ENVIRONMENT), read(options.read)
+        described = kept(options.read, ENVIRONMENT)
+        of_steps = read(options.read, options.step)
         write(of_steps, described, options.out)
     else:
         described = describe()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
 
 import bars
+import launch
 from bars import row, with_bar
 from case import Row
 from figures import FLAGS, GIB, Figures, Programs, spread
@@ -72,19 +74,33 @@ def bits(scale: Scale, programs: Programs) -> Figures:
     return programs("bits.py", *scale.compared, "--loss", scale.llama_loss)
 
 
+SHARING = (2, 30)  # of NCCL, from which on it is allowed
 # Ranks and replicas (HSDP) that share the GPU. The order in which NCCL sums is its own
 # from three ranks on: what FSDP2 itself does not repeat, nobody can.
 SHARED = {"2 ranks": (2, 1), "4 ranks": (4, 1), "2 x 2 ranks": (4, 2)}
 
 
 def ranks(scale: Scale, programs: Programs) -> Figures:
-    """Several ranks on one GPU, which NCCL allows from 2.30 on."""
+    """Several ranks on one GPU."""
+    require_sharing()
     loss = ("--loss", scale.llama_loss)
     figures: Figures = {}
     for name, (world, replicas) in SHARED.items():
         options = ("--world", world, "--replicas", replicas, *loss)
         figures[name] = programs.ranks(world, "bits.py", *scale.ranks, *options)
     return figures
+
+
+def require_sharing() -> None:
+    import torch
+
+    here = torch.cuda.nccl.version()
+    if here < SHARING and launch.NCCL not in os.environ:
+        raise RuntimeError(
+            f"ranks: expected NCCL {'.'.join(map(str, SHARING))} or later, which lets "
+            f"ranks share a GPU, got {'.'.join(map(str, here))} with this torch. Set "
+            f"{launch.NCCL} to the file libnccl.so.2 of a later nvidia-nccl package."
+        )
 
 
 def ranks_rows(figures: Figures) -> Iterator[Row]:

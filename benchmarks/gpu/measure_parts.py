@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from bars import row
@@ -10,6 +11,10 @@ from figures import Figures, Programs
 from scale import Scale
 
 DIRECTIONS = {"h2d": "to the device", "d2h": "to the host", "both": "both at once"}
+
+
+# Whose shifts may differ: what the process reserves first and two pairs behind.
+RESERVATIONS = 3
 
 
 def links(scale: Scale, programs: Programs) -> Figures:
@@ -44,6 +49,21 @@ def step_kernels_rows(figures: Figures) -> Iterator[Row]:
     for system, seen in figures.items():
         for kind, ms in seen["kinds"].items():
             yield row(system, f"of a step's kernels: {kind}", ms, "ms", "measured")
+
+
+def addresses(scale: Scale, programs: Programs) -> Figures:
+    return {"CUDA": programs("addresses.py"), "dry": programs.dry("addresses.py")}
+
+
+def addresses_rows(figures: Figures) -> Iterator[Row]:
+    """What a reservation lies beside is the process's own; within it places count."""
+    shifts = Counter(
+        here - dry
+        for (_, here), (_, dry) in zip(figures["CUDA"], figures["dry"], strict=True)
+    )
+    most = sum(count for _, count in shifts.most_common(RESERVATIONS))
+    quantity = f"calls of {shifts.total()} that are answered as dry, but for a shift"
+    yield row("CUDA", quantity, most, "", "measured")
 
 
 def host_units(scale: Scale, programs: Programs) -> Figures:

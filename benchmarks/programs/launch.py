@@ -22,6 +22,7 @@ REPOSITORY = PROGRAMS.parents[1]
 # The package that this process would import, whatever else is installed.
 (PACKAGE,) = importlib.util.find_spec("lowtide").submodule_search_locations
 PATHS = (REPOSITORY / "tests" / "python", Path(PACKAGE).parent, PROGRAMS)
+NCCL = "LOWTIDE_NCCL"
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -82,7 +83,7 @@ def run_ranks(world: int, program: str, *arguments: object, timeout: float) -> s
         "MASTER_PORT": str(port),
         "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     }
-    if nccl := os.environ.get("LOWTIDE_NCCL"):
+    if nccl := os.environ.get(NCCL):
         base["LD_PRELOAD"] = nccl
     line = command(program, *arguments)
     with ExitStack() as stack:

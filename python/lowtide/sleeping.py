@@ -59,8 +59,9 @@ def sleep(
 
     All tensors stay the objects they are: parameters, their views, what optimizers and
     state dicts hold. Whoever reads or writes one meanwhile raises, naming it, and so do
-    a forward and an optimizer's step. What is not on the model's device stays, and so
-    do communicators and what the program holds beside model and optimizer.
+    a forward, an optimizer's step and a backward that adds to gradients asleep, which
+    drops the step as any exception in it does. What is not on the model's device stays,
+    and so do communicators and what the program holds beside model and optimizer.
 
     Args:
         model: Sharded by lowtide or not.

@@ -6,7 +6,9 @@ and the one that makes the count complete writes that the step happened. A rank 
 raises writes what it raised, in the same place. What is written first is everybody's
 answer: nobody waits for a rank that failed, one that waits can give up, and no device
 and no communicator is asked. Steps of a process group have numbers, which its ranks
-count alike; one that is made anew counts from nothing, as ranks that join it do.
+count alike; one that is made anew counts from nothing, as ranks that join it do. The
+store may be the one of the group before, so the last rank that has its answer leaves
+nothing of a step there.
 """
 
 import contextlib
@@ -23,17 +25,8 @@ from lowtide._base.failures import text_of
 
 _HAPPENED = "happened"
 _LONGEST_SLEEP = 0.05  # seconds between two looks
-
-
-@dataclasses.dataclass
-class _Steps:
-    """Of a process group."""
-
-    next: int = 0
-    first_kept: int = 0  # whose keys are still in the store
-
-
-_steps_of: weakref.WeakKeyDictionary[dist.ProcessGroup, _Steps] = (
+# Of the next step, by group.
+_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -60,9 +53,8 @@ class Decision:
         group = process_group if process_group is not None else dist.group.WORLD
         assert group is not None
         self.rank, self.size = group.rank(), group.size()
-        self._steps = _steps_of.setdefault(group, _Steps())
-        self._number = self._steps.next
-        self._steps.next += 1
+        self._number = _numbers.get(group, 0)
+        _numbers[group] = self._number + 1
         self._timeout = _timeout(group)
         self._store = dist.PrefixStore(
             f"lowtide/step/{group.group_name}",
@@ -118,19 +110,15 @@ class Decision:
         with _store_errors():
             key = f"{self._number}/answer"
             answer = _read(self._store.compare_set(key, "", text).decode())
-            if answer.happened:
-                self._forget_earlier()
+        self._forget()
         return answer
 
-    def _forget_earlier(self) -> None:
-        """Nobody asks for earlier steps: all ranks are in this one."""
-        first = self._steps.first_kept
-        self._steps.first_kept = max(first, self._number)
-        if self.rank == 0:
-            with contextlib.suppress(RuntimeError):  # a store may have no such method
-                for number in range(first, self._number):
-                    self._store.delete_key(f"{number}/done")
-                    self._store.delete_key(f"{number}/answer")
+    def _forget(self) -> None:
+        """Once all ranks have their answer. Whoever keeps the store may have ended."""
+        with contextlib.suppress(RuntimeError):
+            if self._store.add(f"{self._number}/read", 1) == self.size:
+                for what in ("done", "answer", "read"):
+                    self._store.delete_key(f"{self._number}/{what}")
 
 
 class _StoreGone(RuntimeError):

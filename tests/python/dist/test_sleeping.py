@@ -291,6 +291,36 @@ def test_what_others_made_sleeps(pool_of, make):
 # -- who does not let it sleep --------------------------------------------------------
 
 
+def add_to_gradients_asleep(synced: bool) -> None:
+    """Gradients alone sleep, and a microbatch adds to them: it raises on every rank,
+    and the step is begun anew, as after any exception."""
+
+    def run(disturbed: bool) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model, optimizer = make(config=EVEN)
+        for again in (True, False) if disturbed else (False,):
+            model.set_requires_gradient_sync(synced)
+            backward(model, 0, EVEN)
+            model.set_requires_gradient_sync(True)
+            if again:
+                lowtide.sleep(model, optimizer, parts=("gradients",))
+                with pytest.raises(RuntimeError, match="expected one that is awake"):
+                    backward(model, 1, EVEN)
+                lowtide.wake(model, optimizer)
+                lowtide.abort_step(model)
+            else:
+                backward(model, 1, EVEN)
+        optimizer.step()
+        return everything(model, optimizer)
+
+    assert_same_tensors(run(True), run(False), "the end")
+
+
+@pytest.mark.parametrize("synced", [True, False])
+def test_gradients_that_sleep_are_not_added_to(pool_of, synced):
+    pool_of(2).run(add_to_gradients_asleep, synced)
+
+
 def disturb(path: Path) -> dict[str, str]:
     model, optimizer = make(config=EVEN)
     backward(model, 0, EVEN)

@@ -5,16 +5,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import check
+import measure_parts
 import pytest
 
-from support.gpu_check import check_dry
+from support.gpu_check import ROOT, check_dry
 
 pytestmark = pytest.mark.slow
+STORED = ROOT / "benchmarks/results/gpu_check"
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    steps = ("memory-full", "ledger")
+    steps = ("memory-full", "ledger", "addresses")
     return check_dry(tmp_path_factory.mktemp("dry"), *steps)[0]
 
 
@@ -28,6 +31,14 @@ def test_the_dry_step_takes_as_much(seen: dict[str, Any]) -> None:
     both = seen["ledger"]["default"]
     assert both["dry"] == both["cuda"]
     assert both["dry"]["allocated"] > 0
+
+
+def test_memory_lies_where_a_gpu_puts_it(seen: dict[str, Any]) -> None:
+    """An H200, but for what the process had mapped between."""
+    stored = check.kept(STORED, "addresses")
+    assert seen["addresses"]["CUDA"] == stored["dry"]
+    (row,) = measure_parts.addresses_rows(stored)
+    assert (len(stored["CUDA"]), row.value) == (65, 56)
 
 
 def test_the_ledger_has_what_the_allocator_has(seen: dict[str, Any]) -> None:

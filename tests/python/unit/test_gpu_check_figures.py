@@ -263,11 +263,26 @@ def test_the_dry_gpu_is_of_the_kind_that_is_there(
     assert check.kind_of_gpu() == kind
 
 
+def test_ranks_ask_for_an_nccl_that_lets_them_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 28, 9))
+    with pytest.raises(RuntimeError, match=r"expected NCCL 2\.30 .* got 2\.28\.9"):
+        measure_llama.require_sharing()
+    monkeypatch.setenv("LOWTIDE_NCCL", "libnccl.so.2")
+    measure_llama.require_sharing()
+    monkeypatch.delenv("LOWTIDE_NCCL")
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 30, 7))
+    measure_llama.require_sharing()
+
+
 def test_figures_of_another_run_are_read_without_a_gpu(tmp_path: Path) -> None:
     figures, out = tmp_path / "figures", tmp_path / "out"
     check.keep(figures, "environment", {"GPU": "of another machine"})
     check.keep(figures, "links", {"h2d": 1.0, "d2h": 2.0, "both": 2.5})
-    assert check.main(["--read", str(figures), "--out", str(out)]) == 0
+    check.keep(figures, "kernels", {"copy": 1.0})
+    asked = ["--read", str(figures), "--out", str(out), "links"]
+    assert check.main(asked) == 0
     result = results.read(out / "gpu_check.json")
     assert result.environment == {"GPU": "of another machine"}
     assert [r.value for r in result.rows] == [1.0, 2.0, 2.5]
