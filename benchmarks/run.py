@@ -52,6 +52,7 @@ CASES = (
     "unedited_trainer",
     "foreign_scripts",
     "soak",
+    "worlds",
 )
 
 DOCS_HEAD = """\
