@@ -5,8 +5,10 @@
 
 #include <array>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 
 #include "comm/collectives.h"
@@ -206,6 +208,17 @@ void bind_device_memory(py::module_& module) {
            py::arg("holds"))
       .def_property_readonly("ledger", &memory::PinnedPool::ledger)
       .def("figures", &pool_figures);
+}
+
+// By kind, those that there were.
+std::map<std::string, std::int64_t> calls_of(const shard::Root& root,
+                                             const shard::Unit& unit) {
+  const auto counts = root.log().counts(unit.number());
+  std::map<std::string, std::int64_t> calls;
+  for (std::size_t i = 0; i < counts.size(); ++i) {
+    if (counts[i] > 0) calls[shard::StepNote::kKinds[i]] = counts[i];
+  }
+  return calls;
 }
 
 }  // namespace
@@ -444,6 +457,7 @@ void bind_shard(py::module_& module) {
       .def("optimizer_stepped", &Root::optimizer_stepped)
       .def_property_readonly("optimizer_steps", &Root::optimizer_steps)
       .def_property_readonly("entered_units", &Root::entered_units)
+      .def("calls_of", &calls_of, py::arg("unit"))
       .def("abort", &Root::abort, NoGil(), py::arg("drop_gradients") = true);
 
   py::class_<ForwardHooks>(module, "ForwardHooks")

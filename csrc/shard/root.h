@@ -64,6 +64,7 @@ class Root : public std::enable_shared_from_this<Root> {
   Unit* enter_backward(Unit& unit, std::int64_t call);
   GradientStream& stream() { return stream_; }
   StepLog& log() { return ranks_.log(); }
+  const StepLog& log() const { return ranks_.log(); }
 
   // Reduces what backwards without sync have accumulated, outside of any
   // backward: `.grad` is set when it returns.
