@@ -69,6 +69,11 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--expandable", action="store_true")
     parser.add_argument("--gradient-budget", type=int, help="bytes of lowtide's ring")
     parser.add_argument("--compile", action="store_true", help="each block")
+    parser.add_argument(
+        "--in-backward",
+        choices=("unclipped", "exact", "late"),
+        help="the optimizer steps there; clipped so, by norm 1",
+    )
     parser.add_argument("--whole-embedding", action="store_true", help="no rows")
     parser.add_argument("--gather-embedding-in-backward", action="store_true")
     parser.add_argument(
@@ -298,6 +303,13 @@ class Peaks:
 def train(args: argparse.Namespace) -> dict[str, Any]:
     model = WRAP[args.system](build(args), args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    if args.in_backward is not None:
+        clips = {"max_norm": 1.0, "clip": args.in_backward}
+        from lowtide import optimize_in_backward
+
+        optimize_in_backward(
+            model, optimizer, **({} if args.in_backward == "unclipped" else clips)
+        )
     peaks, steps = Peaks(), []
     for _ in range(NUM_STEPS):
         peaks.begin()
@@ -314,7 +326,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
                 peaks.mark("backward")
         if args.system == "fsdp1":
             model.clip_grad_norm_(1.0)
-        else:
+        elif args.in_backward is None:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

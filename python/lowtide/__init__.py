@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         share_comm_ctx,
     )
     from lowtide.clipping import clip_grad_norm_
+    from lowtide.in_backward import optimize_in_backward
     from lowtide.memory import memory_report
     from lowtide.optimizing import local_parameters, sharded_optimizer
     from lowtide.planning import plan
@@ -57,6 +58,7 @@ _PUBLIC = {
     "share_comm_ctx": "lowtide.api",
     "clip_grad_norm_": "lowtide.clipping",
     "local_parameters": "lowtide.optimizing",
+    "optimize_in_backward": "lowtide.in_backward",
     "sharded_optimizer": "lowtide.optimizing",
     "memory_report": "lowtide.memory",
     "ActivationPolicy": "lowtide.policies",
@@ -88,6 +90,7 @@ __all__ = [
     "local_parameters",
     "losses",
     "memory_report",
+    "optimize_in_backward",
     "phantom",
     "plan",
     "register_fsdp_forward_method",

@@ -59,6 +59,7 @@ PYTHON_LAYERS = {
     "planning": 4,  # runs programs: uses every engine, and the phantom
     "saving": 4,
     "stepping": 5,  # remembers as a save does
+    "in_backward": 5,  # lets a save's copies run first
     "wrapping": 4,
     "cli": 5,
     "integrations": 4,
