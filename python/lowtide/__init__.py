@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lowtide.clipping import clip_grad_norm_
     from lowtide.in_backward import optimize_in_backward
     from lowtide.memory import memory_report
+    from lowtide.muon import Muon
     from lowtide.optimizing import local_parameters, sharded_optimizer
     from lowtide.planning import plan
     from lowtide.policies import (
@@ -61,6 +62,7 @@ _PUBLIC = {
     "optimize_in_backward": "lowtide.in_backward",
     "sharded_optimizer": "lowtide.optimizing",
     "memory_report": "lowtide.memory",
+    "Muon": "lowtide.muon",
     "ActivationPolicy": "lowtide.policies",
     "CPUOffloadPolicy": "lowtide.policies",
     "MixedPrecisionPolicy": "lowtide.policies",
@@ -80,6 +82,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "FSDPModule",
     "MixedPrecisionPolicy",
+    "Muon",
     "OffloadPolicy",
     "UnshardHandle",
     "abort_step",

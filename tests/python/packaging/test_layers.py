@@ -51,6 +51,7 @@ PYTHON_LAYERS = {
     "clipping": 3,
     "losses": 3,
     "memory": 3,
+    "muon": 3,
     "optimizing": 3,
     "sleeping": 3,
     "phantom": 3,
