@@ -119,10 +119,18 @@ def selective_checkpoint(layer: nn.Module, x: Tensor, rope: Tensor) -> Tensor:
     return checkpoint(layer, x, rope, use_reentrant=False, context_fn=contexts)
 
 
+def offloaded_checkpoint(layer: nn.Module, x: Tensor, rope: Tensor) -> Tensor:
+    """lowtide's, whose blocks' inputs wait in host memory."""
+    from lowtide import tag
+
+    return layer(tag(x, "residual"), rope)
+
+
 CHECKPOINTS: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
     "none": no_checkpoint,
     "selective": selective_checkpoint,
     "full": full_checkpoint,
+    "offloaded": offloaded_checkpoint,
 }
 
 
@@ -182,6 +190,11 @@ def build(args: argparse.Namespace, device: str = "meta") -> nn.Module:
         config = replace(config, vocab_size=args.vocab_size)
     with torch.device(device):
         model = LlamaWithLoss(config, args.checkpoint, args.loss)
+    if args.checkpoint == "offloaded":
+        from lowtide import ActivationPolicy, checkpoint
+
+        for layer in model.layers:
+            checkpoint(layer, ActivationPolicy(offload=["residual"]))
     if args.compile:
         for layer in model.layers:
             layer.compile(fullgraph=True)
@@ -271,6 +284,27 @@ def tune(model: nn.Module, args: argparse.Namespace) -> None:
         embedding.settings.leaf_module = False
 
 
+# -- the optimizer ----------------------------------------------------------------
+
+
+def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    if args.in_backward is None:
+        return optimizer
+    from lowtide import optimize_in_backward
+
+    clips = args.in_backward != "unclipped"
+    how: dict[str, Any] = {"max_norm": 1.0, "clip": args.in_backward} if clips else {}
+    return optimize_in_backward(model, optimizer, **how)
+
+
+def clip(model: Any, args: argparse.Namespace) -> None:
+    if args.system == "fsdp1":
+        model.clip_grad_norm_(1.0)
+    elif args.in_backward is None:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
 # -- the steps --------------------------------------------------------------------
 
 
@@ -302,14 +336,7 @@ class Peaks:
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
     model = WRAP[args.system](build(args), args)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    if args.in_backward is not None:
-        clips = {"max_norm": 1.0, "clip": args.in_backward}
-        from lowtide import optimize_in_backward
-
-        optimize_in_backward(
-            model, optimizer, **({} if args.in_backward == "unclipped" else clips)
-        )
+    optimizer = make_optimizer(model, args)
     peaks, steps = Peaks(), []
     for _ in range(NUM_STEPS):
         peaks.begin()
@@ -324,10 +351,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
                 loss.backward()
                 del loss, tokens
                 peaks.mark("backward")
-        if args.system == "fsdp1":
-            model.clip_grad_norm_(1.0)
-        elif args.in_backward is None:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        clip(model, args)
         optimizer.step()
         optimizer.zero_grad()
         peaks.mark("optimizer")

@@ -1,4 +1,5 @@
 // Bindings of csrc/shard: construction from Python objects, no logic.
+#include <c10/util/Logging.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -196,7 +197,11 @@ at::Tensor host_tensor(const std::shared_ptr<memory::PinnedPool>& pool,
   void* const data = held->slot.data();
   const auto release = [](void* context) {
     const std::unique_ptr<Held> dying(static_cast<Held*>(context));
-    dying->slot.set_last_use(dying->runtime->record(device::Stream::compute));
+    try {
+      dying->slot.set_last_use(dying->runtime->record(device::Stream::compute));
+    } catch (const std::exception& error) {  // the device is gone, say
+      LOG(WARNING) << error.what();
+    }
   };
   return base::tensor_over(
       base::owning_storage(

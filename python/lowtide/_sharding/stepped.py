@@ -46,6 +46,10 @@ def attach(optimizer: Optimizer) -> tuple[list[Stepped], list[Any], list[Any]]:
     return tuple(getattr(optimizer, name) for name in _LISTS)
 
 
+def is_attached(optimizer: Optimizer) -> bool:
+    return hasattr(optimizer, _LISTS[0])
+
+
 def require_whole(optimizer: Optimizer, who: str) -> None:
     """Raises where a backward stepped some units and did not come to its end."""
     record: list[Stepped] = getattr(optimizer, _LISTS[0], [])
@@ -62,7 +66,7 @@ def require_whole(optimizer: Optimizer, who: str) -> None:
 
 def loaded(optimizer: Optimizer) -> None:
     """States are others: what the step before has left counts no more."""
-    if hasattr(optimizer, _LISTS[0]):
+    if is_attached(optimizer):
         for name in _LISTS:
             getattr(optimizer, name).clear()
         optimizer.grad_norm = None

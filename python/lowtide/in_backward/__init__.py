@@ -295,7 +295,8 @@ class _InBackward:
             step_chosen(optimizer, sorted(by_group.items()))
             for p in sharded:
                 p.grad = None
-        optimizer.grad_norm = total
+        if self._norms:  # else nobody's step: gradients that a state dict sets, say
+            optimizer.grad_norm = total
 
     def _by_late(self) -> Tensor | None:
         """What late clipping scales by, once there is a step before."""
