@@ -23,6 +23,7 @@ INPUTS = {
     "blocks' inputs offloaded": ("--checkpoint", "offloaded"),
 }
 SEGMENTS = {"default": (), "expandable": ("--expandable",)}
+MUONS = ("lowtide", "torch")
 WHERE = "8B, 8 ranks, s 8192"
 
 
@@ -32,6 +33,7 @@ def measure() -> list[Row]:
     return [
         *memory.all_of(lambda each: list(memory_rows(each))),
         *time_rows(time.each),
+        *muon_rows(memory.each, time.each),
     ]
 
 
@@ -61,6 +63,20 @@ def time_rows(each: Each) -> Iterator[Row]:
         yield row("lowtide", quantity, milliseconds, "ms", "simulated")
 
 
+def muon_rows(memory: Each, time: Each) -> Iterator[Row]:
+    row = rows_of(NAME)
+    runs = [(*SETTING, "--loss", "tokens", "--muon", whose) for whose in MUONS]
+    for whose, of_memory, of_time in zip(MUONS, memory(runs), time(runs), strict=True):
+        milliseconds = round(of_time["phases"]["optimizer"]["seconds"] * 1e3, 1)
+        exposed = round(of_time["phases"]["optimizer"]["exposed"] * 1e3, 1)
+        note = f"exposed communication {exposed} ms"
+        quantity = f"Muon's step, clipped, 8B, 8 ranks, H100: {whose}'s"
+        yield row("lowtide", quantity, milliseconds, "ms", "simulated", note)
+        allocated = of_memory["steady"]["moments"]["optimizer"]["allocated"]
+        quantity = f"allocated in Muon's step, {WHERE}: {whose}'s"
+        yield row("lowtide", quantity, round(allocated / GIB, 2), "GiB", "simulated")
+
+
 CASE = Case(
     name=NAME,
     describe="A Llama step whose optimizer steps in backward, simulated.",
@@ -75,7 +91,10 @@ the norm of the step before.
 The bar is missed with blocks' inputs on the device: without any gradient the forward
 alone has 14.9 GiB there. Parameters and Adam's states are 11.2 GiB by arithmetic,
 inputs of 32 blocks 2.0, and the rest is one block's backward: what it recomputes, two
-gathered blocks, its gradients in bf16 and the ring.""",
+gathered blocks, its gradients in bf16 and the ring.
+
+Muon has the blocks' matrices, fused AdamW what is left; its step's time is from the
+clipping on.""",
     run=measure,
     only_by_name="twenty simulated runs take ten minutes",
 )

@@ -70,6 +70,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--gradient-budget", type=int, help="bytes of lowtide's ring")
     parser.add_argument("--compile", action="store_true", help="each block")
     parser.add_argument(
+        "--muon", choices=("lowtide", "torch"), help="for the blocks' matrices"
+    )
+    parser.add_argument(
         "--in-backward",
         choices=("unclipped", "exact", "late"),
         help="the optimizer steps there; clipped so, by norm 1",
@@ -287,7 +290,34 @@ def tune(model: nn.Module, args: argparse.Namespace) -> None:
 # -- the optimizer ----------------------------------------------------------------
 
 
-def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
+class Both:
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+def with_muon(model: Any, name: str) -> Both:
+    import lowtide
+
+    matrices = [p for p in model.layers.parameters() if p.ndim == 2]
+    those = set(map(id, matrices))
+    others = [p for p in model.parameters() if id(p) not in those]
+    muon = {"lowtide": lowtide.Muon, "torch": torch.optim.Muon}[name]
+    return Both(muon(matrices), torch.optim.AdamW(others, fused=True))
+
+
+def make_optimizer(
+    model: nn.Module, args: argparse.Namespace
+) -> torch.optim.Optimizer | Both:
+    if args.muon is not None:
+        return with_muon(model, args.muon)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     if args.in_backward is None:
         return optimizer

@@ -3,12 +3,12 @@
 [Note: Owners of matrices]
 Muon orthogonalises a matrix as a whole. Each has one rank that does, its owner, to
 which the others send their rows of the momentum and which sends the result's rows back:
-two all-to-alls for a batch of matrices. A batch ends where all ranks together would own
-more than a matrix of the largest size each, and within it the heaviest matrix goes to
-the rank that has the least to do. That depends on shapes alone, so all ranks agree. The
-next batch's rows are on their way while this one is orthogonalised. What travels is in
-bf16, to which torch's Newton-Schulz iteration rounds before anything else, so the bits
-are those of the whole matrix; momentum stays sharded.
+two all-to-alls for a batch of matrices of about one size. A batch ends where all ranks
+together would own more than a matrix of the largest size each, and within it the
+heaviest matrix goes to the rank that has the least to do. That depends on shapes alone,
+so all ranks agree. The next batch's rows are on their way while this one is
+orthogonalised. What travels is in bf16, to which torch's Newton-Schulz iteration rounds
+before anything else, so the bits are those of the whole matrix; momentum stays sharded.
 """
 
 import functools
@@ -34,8 +34,8 @@ class Muon(torch.optim.Muon):
     A matrix is orthogonalised by one rank, a few at a time, and its momentum stays
     sharded. Parameters, momentum and states have the bits that ``torch.optim.Muon``
     gives whole matrices with the same gradients; state dicts cross, by
-    ``torch.distributed.checkpoint`` too. torch's own, of ``DTensor``s, does every
-    matrix on every rank.
+    ``torch.distributed.checkpoint`` too. torch's own, of ``DTensor``s, has collectives
+    around every product and other bits.
 
     Serves ``DTensor``s that one dimension of their mesh shards, by rows or columns, and
     others replicate: each replica does the same. Also parameters of
@@ -165,7 +165,8 @@ def _step_sharded(
         ns_steps=settings.ns_steps,
         eps=settings.eps,
     )
-    following = (_Batch(batch, group) for batch in batches(matrices, size))
+    costliest_first = sorted(matrices, key=lambda m: -m.cost)
+    following = (_Batch(batch, group) for batch in batches(costliest_first, size))
     coming, leaving = next(following, None), None
     if coming is not None:
         coming.gather(settings)
@@ -230,7 +231,7 @@ class _Batch:
         ]
 
     def gather(self, settings: _Settings) -> None:
-        rows = [_update_of(m, settings) for of_rank in self._of for m in of_rank]
+        rows = (_update_of(m, settings) for of_rank in self._of for m in of_rank)
         self._begin(rows, self._sent, self._received)
 
     def gathered(self) -> list[Tensor]:
