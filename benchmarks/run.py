@@ -44,6 +44,7 @@ CASES = (
     "host_cost",
     "host_instructions",
     "optimizer_step",
+    "optimizer_in_backward",
     "step_cpu",
     "import_time",
     "plan_cost",

@@ -80,6 +80,11 @@ class Root : public std::enable_shared_from_this<Root> {
   void optimizer_stepped() { ++optimizer_steps_; }
   std::int64_t optimizer_steps() const { return optimizer_steps_; }
 
+  // How many backwards, and reductions outside of any, have begun, and whether
+  // the `number`th of them has come to its end.
+  std::int64_t backwards() const { return backwards_; }
+  bool ended(std::int64_t number) const;
+
   const Units& units() const { return units_; }
   // By number, those of the forward that runs or has run last.
   const std::vector<std::int32_t>& entered_units() const {
@@ -88,6 +93,7 @@ class Root : public std::enable_shared_from_this<Root> {
 
  private:
   void begin_forward(Unit& unit);
+  void count_backward();
   void end_forward();
   void close_backward();
   void require_agreement();
@@ -111,6 +117,9 @@ class Root : public std::enable_shared_from_this<Root> {
   std::int64_t forward_at_step_ = 0;
   std::int64_t optimizer_steps_ = 0;
 
+  std::int64_t backwards_ = 0;
+  std::int64_t ended_backward_ = 0;             // the last that has
+  std::vector<std::int64_t> raised_backwards_;  // those that never will
   std::int64_t backward_ = -1;  // the graph task that was opened
   bool graph_kept_ = false;     // by that task
   // When a backward last kept its graph, in optimizer steps.

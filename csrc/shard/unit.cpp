@@ -315,7 +315,8 @@ StepLog::Numbers Unit::numbers_to_compare() {
   return OwnNumbers{.output_rows = output_rows_,
                     .saved = leaves().ever_saved(),
                     .graphs = graphs,
-                    .listened = leaves().have_gradient_hooks(),
+                    .listened = leaves().have_gradient_hooks() ||
+                                settings_->on_gradients != nullptr,
                     .used_hash = leaves().used_hash(),
                     .calls_without_inputs = calls_.has_calls_without_inputs(
                         root_->optimizer_steps())}
@@ -553,17 +554,19 @@ void Unit::finish_backward() {
 }
 
 // [Note: Hooks on gradients]
-// A post-accumulate hook, an optimizer in backward, wants its gradient as soon
-// as it is there: such a unit lands when its last chunk has left, also on ranks
-// that have no hook, because sums over replicas then leave as well.  All others
-// land when their slots are needed and become `.grad` at the end.
+// A post-accumulate hook, or an optimizer in backward, wants its gradient as
+// soon as it is there: such a unit lands when its last chunk has left, also on
+// ranks that have no hook, because sums over replicas then leave as well.  All
+// others land when their slots are needed and become `.grad` at the end.
 void Unit::publish_gradients() {
-  gradients_.publish(
+  const bool any = gradients_.publish(
       settings_->reduction.unused_too ? leaves().trainable()
                                       : std::vector<bool>(),
       [view = leaves().view()](const auto& which, const auto& locals) {
         return view != nullptr ? view->wrap_gradients(which, locals) : locals;
       });
+  if (any && settings_->on_gradients) settings_->on_gradients();
+  arriving_.taken(settings_->on_gradients != nullptr);
 }
 
 void Unit::end_backward(bool more_backwards, bool graph_kept) {

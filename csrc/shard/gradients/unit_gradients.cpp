@@ -459,10 +459,10 @@ bool UnitGradients::used_all(const Lane& lane) const {
                      [&](auto i) { return used_here(i); });
 }
 
-void UnitGradients::publish(const std::vector<bool>& in_any_case,
+bool UnitGradients::publish(const std::vector<bool>& in_any_case,
                             const ShardedGradients::Wrap& wrap) {
   if (!sharded_.prepared()) {
-    return;
+    return false;
   }
   const auto elsewhere = used_elsewhere_.parameters();
   std::vector<std::int32_t> used;
@@ -475,6 +475,7 @@ void UnitGradients::publish(const std::vector<bool>& in_any_case,
   }
   std::sort(used.begin(), used.end());
   sharded_.publish(used, wrap);
+  return !used.empty();
 }
 
 void UnitGradients::abort() {

@@ -254,7 +254,8 @@ class UnitGradients {
   void end();
   // Those that any rank produced since the last reduction become `.grad`, once
   // they have landed, and those of `in_any_case` (by number; empty: none).
-  void publish(const std::vector<bool>& in_any_case,
+  // Returns whether there are any.
+  bool publish(const std::vector<bool>& in_any_case,
                const ShardedGradients::Wrap& wrap);
   // Whether this rank did for all members of the lane.
   bool used_all(const Lane& lane) const;

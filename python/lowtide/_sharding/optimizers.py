@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from lowtide._sharding import stepped
 from lowtide._sharding.local_parameter import sharded_of
 from lowtide._sharding.owners import became, replacements
 from lowtide._sharding.unit import UnitState, alive
@@ -47,6 +48,8 @@ def _register_once() -> None:
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return  # compiled code counts the writes
+    if stepped.in_unit(optimizer):
+        return  # which counts by itself
     known = _known.get(optimizer)
     stamp = (_num_roots, replacements(), len(optimizer.param_groups))
     if known is None or known.stamp != stamp:

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from lowtide._sharding import stepped
 from lowtide.saving import background, commit, content, folders, staging, verification
 from lowtide.saving.background import Saving, Snapshot
 from lowtide.saving.content import Optimizers
@@ -238,6 +239,8 @@ def _commit(
         for change in reversed(begun):
             change.undo()
         raise
+    for optimizer in live.optimizers:
+        stepped.loaded(optimizer)
 
 
 def _extra(staged: staging.Staged, opened: verification.Opened) -> dict[str, Any]:

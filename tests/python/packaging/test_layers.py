@@ -51,6 +51,7 @@ PYTHON_LAYERS = {
     "clipping": 3,
     "losses": 3,
     "memory": 3,
+    "muon": 3,
     "optimizing": 3,
     "sleeping": 3,
     "phantom": 3,
@@ -59,6 +60,7 @@ PYTHON_LAYERS = {
     "planning": 4,  # runs programs: uses every engine, and the phantom
     "saving": 4,
     "stepping": 5,  # remembers as a save does
+    "in_backward": 5,  # lets a save's copies run first
     "wrapping": 4,
     "integrations": 6,
     "cli": 7,
