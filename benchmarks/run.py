@@ -50,6 +50,7 @@ CASES = (
     "peers",
     "published",
     "unedited_trainer",
+    "experts",
     "foreign_scripts",
     "soak",
 )
