@@ -51,6 +51,7 @@ CASES = (
     "peers",
     "published",
     "unedited_trainer",
+    "experts",
     "foreign_scripts",
     "soak",
     "worlds",
