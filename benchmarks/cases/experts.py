@@ -1,5 +1,5 @@
-"""Networks of experts at 64 ranks: what torchtitan's trainer and a loop over transformers
-take, unedited, under FSDP2 and under `lowtide run`."""
+"""Networks of experts at 64 ranks: torchtitan's trainer and a loop over transformers,
+unedited, under FSDP2 and under `lowtide run`."""
 
 from __future__ import annotations
 
@@ -104,12 +104,13 @@ CASE = Case(
     how="""\
 torchtitan 0.2.2's trainer with its Qwen3, experts over groups of 8 ranks and sharded
 over 8 such groups (its `expert_parallel_degree`), selective checkpointing; and a loop
-over transformers' models after torch's tutorial of FSDP2, whose experts are sharded with
-their layers over all 64 ranks, checkpointed: 4,096 tokens a rank, loss over whole
-logits. As they stand, or under `python -m lowtide run`. `python -m lowtide plan --time`
-says what the process reserves (the most of three steps) and how long the third takes on
-H100s ([time.md](time.md)); routers are taken to choose every expert equally often.
-*deferred logits*: under `lowtide run --defer-logits`. *bar*: what we set out to reach.
+over transformers' models after torch's tutorial of FSDP2, whose experts are sharded
+with their layers over all 64 ranks, Mixtral's eight within each, checkpointed: 4,096
+tokens a rank, loss over whole logits. As they stand, or under `python -m lowtide run`.
+`python -m lowtide plan --time` says what the process reserves (the most of three steps)
+and how long the third takes on H100s ([time.md](time.md)); routers are taken to choose
+every expert equally often. *deferred logits*: under `lowtide run --defer-logits`.
+*bar*: what we set out to reach.
 
 Clone and packages are looked for in the folder that `LOWTIDE_FOREIGN` names, as for
 published.""",
