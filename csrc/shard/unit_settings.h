@@ -7,6 +7,7 @@
 #include <string>
 
 #include "comm/collectives.h"
+#include "memory/host_memory.h"
 #include "shard/gradients/gradient_reduction.h"
 #include "shard/prefetch.h"
 
@@ -28,6 +29,9 @@ struct UnitSettings {
   Prefetch::Listed forward_prefetch;
   Prefetch::Listed backward_prefetch;
   GradientReduction reduction;
+  // Where shards and reduced gradients are, if not on the device; what a unit
+  // is made with holds for it.
+  std::shared_ptr<memory::HostMemory> host;
 
   // Other units run inside this one's forward: its gradients leave last.
   bool encloses_units = false;

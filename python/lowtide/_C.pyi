@@ -112,6 +112,12 @@ class PinnedPool:
     def ledger(self) -> Ledger: ...
     def figures(self) -> dict[str, int]: ...
 
+class HostMemory:
+    def __init__(
+        self, device: DeviceMemory, *, pool: PinnedPool, page_locked: bool
+    ) -> None: ...
+    def wait(self) -> None: ...
+
 class ParameterInfo:
     def __init__(
         self,
@@ -142,6 +148,7 @@ class UnitSettings:
     unshard_in_backward: bool
     encloses_units: bool
     leaf_module: bool
+    host: HostMemory | None
     def __init__(self) -> None: ...
     def prefetch(self, *, forward: list[Unit], backward: list[Unit]) -> None: ...
     @property
