@@ -18,6 +18,7 @@ HostSlot& HostSlot::operator=(HostSlot&& other) {
   pool_ = std::move(other.pool_);
   bytes_ = std::move(other.bytes_);
   num_bytes_ = other.num_bytes_;
+  category_ = other.category_;
   name_ = std::move(other.name_);
   pinned_ = other.pinned_;
   return *this;
@@ -67,18 +68,20 @@ void PinnedPool::synchronize() {
   runtime_->synchronize(device::Stream::reload);
 }
 
-HostSlot PinnedPool::acquire(std::string_view name, std::int64_t num_bytes) {
+HostSlot PinnedPool::acquire(std::string_view name, std::int64_t num_bytes,
+                             Category category, bool page_locked) {
   LOWTIDE_INVARIANT(num_bytes > 0, "a slot has bytes");
   HostSlot slot;
-  {
+  if (page_locked) {
     const std::lock_guard lock(mutex_);
     slot.bytes_ = take_pinned(num_bytes);
   }
   slot.pinned_ = slot.bytes_.data.get() != nullptr;
-  if (!slot.pinned_) slot.bytes_ = pageable(num_bytes);
+  if (!slot.pinned_) slot.bytes_ = pageable(num_bytes, !page_locked);
   slot.num_bytes_ = num_bytes;
+  slot.category_ = category;
   slot.name_ = name;
-  ledger_->add(Category::activations, name, num_bytes);
+  ledger_->add(category, name, num_bytes);
   slot.pool_ = shared_from_this();
   return slot;
 }
@@ -143,7 +146,7 @@ std::string PinnedPool::shortage(std::int64_t num_bytes,
       base::concat("a request for ", num_bytes, " more"), remedy);
 }
 
-PinnedBytes PinnedPool::pageable(std::int64_t num_bytes) {
+PinnedBytes PinnedPool::pageable(std::int64_t num_bytes, bool wanted) {
   if (runtime_->capturing()) {
     throw Error(shortage(
         num_bytes,
@@ -153,7 +156,7 @@ PinnedBytes PinnedPool::pageable(std::int64_t num_bytes) {
   bool report = false;
   {
     const std::lock_guard lock(mutex_);
-    report = !std::exchange(reported_, true);
+    report = !wanted && !std::exchange(reported_, true);
     figures_.pageable_bytes += num_bytes;
     figures_.peak_pageable_bytes =
         std::max(figures_.peak_pageable_bytes, figures_.pageable_bytes);
@@ -178,7 +181,7 @@ PinnedBytes PinnedPool::pageable(std::int64_t num_bytes) {
 
 // Runs wherever the last reference dies, on any thread: never throws.
 void PinnedPool::give_back(HostSlot& slot) {
-  ledger_->remove(Category::activations, slot.name_, slot.num_bytes_);
+  ledger_->remove(slot.category_, slot.name_, slot.num_bytes_);
   if (!slot.pinned_) {
     // A copy of pageable bytes is over when its call returns, but for the
     // wait of the stream before it.

@@ -69,6 +69,7 @@ class HostSlot {
   std::shared_ptr<PinnedPool> pool_;
   PinnedBytes bytes_;
   std::int64_t num_bytes_ = 0;
+  Category category_ = Category::activations;
   std::string name_;
   bool pinned_ = false;
 };
@@ -76,8 +77,8 @@ class HostSlot {
 class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
  public:
   // At most `cap_bytes` are page-locked at once.  `ledger` counts the slots in
-  // use, as activations, by name; it is not the device's.  `holds`: what is in
-  // the slots, for messages.
+  // use, by name; it is not the device's.  `holds`: what is in the slots, for
+  // messages.
   PinnedPool(std::shared_ptr<device::Runtime> runtime,
              std::shared_ptr<Ledger> ledger, std::int64_t cap_bytes,
              std::string holds = "activations");
@@ -86,14 +87,17 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
 
   // `num_bytes` > 0.  Throws c10::Error, with what was wanted and what to do,
   // when the host has none left, and lowtide::Error where a graph capture would
-  // need pageable ones.
-  HostSlot acquire(std::string_view name, std::int64_t num_bytes);
+  // need pageable ones.  Without `page_locked` they are pageable in any case,
+  // and nobody is told.
+  HostSlot acquire(std::string_view name, std::int64_t num_bytes,
+                   Category category = Category::activations,
+                   bool page_locked = true);
 
   struct Figures {
     std::int64_t pinned_bytes = 0;         // registered now, in use or not
     std::int64_t num_registrations = 0;    // since construction
     std::int64_t registration_ns = 0;      // what they took together
-    std::int64_t pageable_bytes = 0;       // in use now, beyond the cap
+    std::int64_t pageable_bytes = 0;       // in use now
     std::int64_t peak_pageable_bytes = 0;  // since construction
   };
   Figures figures() const;
@@ -110,7 +114,7 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
   void make_room();
   PinnedBytes register_bytes(std::int64_t num_bytes);
 
-  PinnedBytes pageable(std::int64_t num_bytes);
+  PinnedBytes pageable(std::int64_t num_bytes, bool wanted);
   std::string shortage(std::int64_t num_bytes, const std::string& remedy) const;
   void give_back(HostSlot& slot);
   void synchronize();

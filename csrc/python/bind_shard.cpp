@@ -17,6 +17,7 @@
 #include "comm/host_channel.h"
 #include "device/make_runtime.h"
 #include "memory/device_memory.h"
+#include "memory/host_memory.h"
 #include "python/all_gather_extension.h"
 #include "python/bindings.h"
 #include "python/forward_hooks.h"
@@ -105,6 +106,13 @@ void attach(shard::Unit& unit, const std::vector<SlotTuple>& slots,
               local_tensors);
 }
 
+// Outside of a step, where the host may write to shards next.
+template <void (shard::Unit::*Method)()>
+void then_wait(shard::Unit& unit) {
+  (unit.*Method)();
+  unit.wait_for_host_copies();
+}
+
 at::Tensor fused_linear(const std::shared_ptr<shard::Unit>& unit,
                         std::int32_t parameter, const at::Tensor& input,
                         const at::Tensor& weight,
@@ -161,7 +169,8 @@ py::dict planned_peaks(const std::vector<std::shared_ptr<shard::Unit>>& units,
                        .inside = inside.at(i),
                        .reshard_after_forward = settings.reshard_after_forward,
                        .gradient_sync = settings.gradient_sync,
-                       .all_reduce = settings.reduction.all_reduce});
+                       .all_reduce = settings.reduction.all_reduce,
+                       .offloaded = settings.host != nullptr});
   }
   const auto peaks = shard::planned_peaks(planned);
   return py::dict("parameters"_a = peaks.parameters,
@@ -169,7 +178,9 @@ py::dict planned_peaks(const std::vector<std::shared_ptr<shard::Unit>>& units,
                   "gather_input"_a = peaks.gather_input,
                   "gradient_stream"_a = peaks.gradient_stream,
                   "gradient_slab"_a = peaks.gradient_slab,
-                  "sharded_gradients"_a = peaks.sharded_gradients);
+                  "sharded_gradients"_a = peaks.sharded_gradients,
+                  "host_parameters"_a = peaks.host_parameters,
+                  "host_gradients"_a = peaks.host_gradients);
 }
 
 std::shared_ptr<shard::SleepingBytes> put_to_sleep(
@@ -240,6 +251,18 @@ void bind_device_memory(py::module_& module) {
       .def("figures", &pool_figures)
       .def("host_tensor", &host_tensor, py::arg("device"), py::arg("name"),
            py::arg("bytes"));
+
+  py::class_<memory::HostMemory, std::shared_ptr<memory::HostMemory>>(
+      module, "HostMemory", "Where offloaded parameters and gradients are.")
+      .def(py::init([](const memory::DeviceMemory& device,
+                       std::shared_ptr<memory::PinnedPool> pool,
+                       bool page_locked) {
+             return std::make_shared<memory::HostMemory>(
+                 device.shared_runtime(), std::move(pool), page_locked);
+           }),
+           py::arg("device"), py::kw_only(), py::arg("pool"),
+           py::arg("page_locked"))
+      .def("wait", &memory::HostMemory::wait, NoGil());
 }
 
 // By kind, those that there were.
@@ -296,6 +319,7 @@ void bind_shard(py::module_& module) {
            [](UnitSettings& settings, const py::object& hook) {
              settings.on_gradients = hook_of<>(hook);
            })
+      .def_readwrite("host", &UnitSettings::host)
       .def(
           "prefetch",
           [](UnitSettings& settings,
@@ -426,8 +450,8 @@ void bind_shard(py::module_& module) {
           },
           py::arg("parameter"))
       .def("gather", &Unit::gather, NoGil())
-      .def("unshard", &Unit::unshard, NoGil())
-      .def("reshard", &Unit::reshard, NoGil());
+      .def("unshard", &then_wait<&Unit::unshard>, NoGil())
+      .def("reshard", &then_wait<&Unit::reshard>, NoGil());
 
   module.def("planned_peaks", &planned_peaks, py::arg("units"),
              py::arg("inside"));

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cstddef>
 #include <functional>
+#include <numeric>
 #include <set>
+#include <utility>
 #include <vector>
 
 #include "shard/schedule.h"
@@ -16,25 +18,41 @@ using PlannedUnits = c10::ArrayRef<PlannedUnit>;
 // Sums that are under way: one comes together, one waits for its place behind
 // the next unit's first chunk, one is with the replicas.
 constexpr std::size_t kSumsAtOnce = 3;
+// Units' gradients on their way to the host: those that come, those that are
+// being reduced, those that are being copied.  Those of a unit around others
+// begin first and are complete last.
+constexpr std::size_t kLeavingAtOnce = 3;
+
+std::int64_t largest(std::vector<std::int64_t> bytes, std::size_t at_once) {
+  std::sort(bytes.begin(), bytes.end(), std::greater<>());
+  bytes.resize(std::min(bytes.size(), at_once));
+  return std::accumulate(bytes.begin(), bytes.end(), std::int64_t{0});
+}
 
 // What `.grad` shows, and what is not summed over replicas yet.
 std::int64_t sharded_gradients_peak(PlannedUnits units) {
   std::int64_t bytes = 0;
   std::vector<std::int64_t> sums;
-  for (const auto& unit : units) {
+  std::vector<std::int64_t> leaving;
+  std::set<std::int32_t> enclosing;
+  for (const auto& unit : units) enclosing.insert(unit.inside);
+  for (std::size_t i = 0; i < units.size(); ++i) {
+    const auto& unit = units[i];
     if (!unit.gradient_sync) continue;
     const auto partial = unit.bytes.partial_gradients;
     if (unit.all_reduce) {
-      bytes += unit.bytes.sharded_gradients;
+      if (unit.offloaded && !enclosing.contains(static_cast<std::int32_t>(i))) {
+        leaving.push_back(unit.bytes.sharded_gradients);
+      } else {
+        bytes += unit.bytes.sharded_gradients;
+      }
       sums.push_back(partial);
     } else {
       bytes += partial != 0 ? partial : unit.bytes.sharded_gradients;
     }
   }
-  std::sort(sums.begin(), sums.end(), std::greater<>());
-  sums.resize(std::min(sums.size(), kSumsAtOnce));
-  for (const auto sum : sums) bytes += sum;
-  return bytes;
+  return bytes + largest(std::move(sums), kSumsAtOnce) +
+         largest(std::move(leaving), kLeavingAtOnce);
 }
 
 // Slots that units share; a unit may replace them by its own, longer ones.
@@ -101,7 +119,11 @@ PlannedPeaks planned_peaks(PlannedUnits units) {
   PlannedPeaks peaks;
   std::int64_t in_place = 0;
   for (const auto& unit : units) {
-    peaks.parameters += unit.bytes.parameters;
+    (unit.offloaded ? peaks.host_parameters : peaks.parameters) +=
+        unit.bytes.parameters;
+    if (unit.offloaded && unit.gradient_sync && unit.all_reduce) {
+      peaks.host_gradients += unit.bytes.sharded_gradients;
+    }
     if (unit.gradient_sync) {
       in_place = std::max(in_place, unit.bytes.gradient_in_place);
     } else {

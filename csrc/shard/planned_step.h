@@ -30,6 +30,7 @@ struct PlannedUnit {
   bool reshard_after_forward = true;
   bool gradient_sync = true;
   bool all_reduce = true;
+  bool offloaded = false;  // shards and gradients are on the host
 };
 
 struct PlannedPeaks {
@@ -39,6 +40,9 @@ struct PlannedPeaks {
   std::int64_t gradient_stream = 0;
   std::int64_t gradient_slab = 0;
   std::int64_t sharded_gradients = 0;
+  // On the host.
+  std::int64_t host_parameters = 0;
+  std::int64_t host_gradients = 0;
 };
 
 PlannedPeaks planned_peaks(c10::ArrayRef<PlannedUnit> units);

@@ -153,6 +153,7 @@ void Root::end_forward() {
       if (ranks_.compares()) require_agreement();
       unit->reshard();
     }
+    unit->wait_for_host_copies();
   }
 }
 
@@ -325,6 +326,7 @@ void Root::close_backward() {
   const bool more_backwards = open_forwards_ > 0;
   for (auto* unit : living(units_)) {
     unit->end_backward(more_backwards, graph_kept_);
+    unit->wait_for_host_copies();
   }
   if (std::exchange(graph_kept_, false)) kept_at_step_ = optimizer_steps_;
   if (!more_backwards) {
@@ -339,7 +341,10 @@ void Root::close_backward() {
 
 void Root::abort(bool drop_gradients) {
   stream_.abort();
-  for (auto* unit : living(units_)) unit->abort(drop_gradients);
+  for (auto* unit : living(units_)) {
+    unit->abort(drop_gradients);
+    unit->wait_for_host_copies();
+  }
   schedule_.abort();
   log().forget();
   posted_backward_ = false;

@@ -85,8 +85,14 @@ std::int64_t RowStream::gathered_bytes() const {
 }
 
 std::int64_t RowStream::input_bytes() const {
-  const auto whole = buffers().input_bytes();
-  return whole > 0 && streams() ? gathered_bytes() / world_size() : whole;
+  if (!streams()) {
+    return buffers().input_bytes();
+  }
+  const auto numel =
+      gathered_bytes() / world_size() / itemsize(info().compute_dtype);
+  const bool staged = buffers().host() != nullptr && !stages_in_gathered();
+  return numel * ((info().casts() ? itemsize(info().compute_dtype) : 0) +
+                  (staged ? itemsize(info().storage_dtype) : 0));
 }
 
 RowStream::~RowStream() { abort(); }
@@ -150,9 +156,22 @@ void RowStream::put(std::int64_t k, at::Tensor gradient) {
 }
 
 void RowStream::end() {
+  bool any = false;
   for (auto& block : blocks_) {
+    any = any || block.number != -1;
     arrive(block);
     release(block);
+  }
+  if (any) wait_for_host_copies();
+}
+
+// A loss may read rows behind the root's forward; where a backward is over the
+// root waits.
+void RowStream::wait_for_host_copies() {
+  const bool after_forward =
+      pass_ == RowPass::forward || pass_ == RowPass::recorded;
+  if (after_forward && buffers().host() != nullptr) {
+    buffers().host()->wait();
   }
 }
 
@@ -161,6 +180,7 @@ void RowStream::issue(std::int64_t k) {
   auto& memory = *memory_;
   receiver_.on_rows_gather(k);
   const auto row_bytes = slice().inner * itemsize(info().compute_dtype);
+  const auto numel = fetched_rows(k) * slice().inner;
   const auto bytes = fetched_rows(k) * row_bytes;
   block.gathered.own(
       memory.lease(memory::Category::gathered, *unit_, world_size() * bytes),
@@ -169,10 +189,19 @@ void RowStream::issue(std::int64_t k) {
     block.input.own(memory.lease(memory::Category::gather_input, *unit_, bytes),
                     bytes);
   }
+  if (buffers().host() != nullptr) {
+    const auto staged = numel * itemsize(info().storage_dtype);
+    if (stages_in_gathered()) {
+      block.staged.bind(block.gathered.mutable_data(), staged);
+    } else {
+      block.staged.own(
+          memory.lease(memory::Category::gather_input, *unit_, staged), staged);
+    }
+  }
   block.pending = issue_gather(
       memory.runtime(),
       [&] {
-        std::vector<at::Tensor> ins{cast_rows(block, k)};
+        std::vector<at::Tensor> ins{cast_rows(block, stage_rows(block, k))};
         std::vector<at::Tensor> outs{
             block.gathered.view(at::kByte, {world_size() * bytes}, {1})};
         return ranks_->all_gather(outs, ins, *unit_);
@@ -181,11 +210,29 @@ void RowStream::issue(std::int64_t k) {
   block.number = k;
 }
 
-// This rank's rows of block k in the compute dtype, as bytes.
-at::Tensor RowStream::cast_rows(Block& block, std::int64_t k) {
-  auto& runtime = memory_->runtime();
+// As ParameterBuffers does: they are cast before the gather writes there.
+bool RowStream::stages_in_gathered() const {
+  return info().casts() && itemsize(info().storage_dtype) <=
+                               world_size() * itemsize(info().compute_dtype);
+}
+
+// This rank's rows of block k, on the device.
+at::Tensor RowStream::stage_rows(Block& block, std::int64_t k) {
   const auto begin = k * rows_at_once_;
-  const auto rows = buffers().padded_rows(0, begin, begin + fetched_rows(k));
+  auto rows = buffers().padded_rows(0, begin, begin + fetched_rows(k));
+  if (buffers().host() == nullptr) {
+    return rows;
+  }
+  memory_->runtime().wait(
+      Stream::gather, buffers().host()->to_device(
+                          block.staged.mutable_data(), rows.const_data_ptr(),
+                          static_cast<std::int64_t>(rows.nbytes())));
+  return block.staged.view(info().storage_dtype, {rows.numel()}, {1});
+}
+
+// `rows` in the compute dtype, as bytes.
+at::Tensor RowStream::cast_rows(Block& block, const at::Tensor& rows) {
+  auto& runtime = memory_->runtime();
   if (info().storage_dtype == info().compute_dtype) {
     return base::bytes_of(rows);
   }
@@ -204,11 +251,13 @@ void RowStream::arrive(Block& block) {
   if (const auto pending = std::move(block.pending)) {
     pending->wait();
   }
+  block.staged.unbind();
   block.input.unbind();
 }
 
 void RowStream::release(Block& block) {
   block.gathered.unbind();
+  block.staged.unbind();
   block.input.unbind();
   block.number = -1;
 }

@@ -131,8 +131,10 @@ class RowStream {
 
  private:
   struct Block {
-    explicit Block(c10::Device device) : gathered(device), input(device) {}
+    explicit Block(c10::Device device)
+        : gathered(device), staged(device), input(device) {}
     RepointedStorage gathered;
+    RepointedStorage staged;  // of rows on the host: their copy
     RepointedStorage input;
     std::unique_ptr<comm::Pending> pending;
     std::int64_t number = -1;
@@ -148,7 +150,10 @@ class RowStream {
   void require_rows() const;
   std::int64_t fetched_rows(std::int64_t k) const;
   void issue(std::int64_t k);
-  at::Tensor cast_rows(Block& block, std::int64_t k);
+  bool stages_in_gathered() const;
+  at::Tensor stage_rows(Block& block, std::int64_t k);
+  at::Tensor cast_rows(Block& block, const at::Tensor& rows);
+  void wait_for_host_copies();
   static void arrive(Block& block);
   static void release(Block& block);
 

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "memory/host_memory.h"
 #include "shard/storage.h"
 
 namespace lowtide::shard {
@@ -78,7 +79,9 @@ SleepingBytes::SleepingBytes(const std::vector<Named>& tensors,
 
 bool SleepingBytes::has_bytes(const c10::Storage& storage) const {
   return storage.device() == memory_->runtime().device() &&
-         data_or_null(storage) != nullptr && num_bytes_of(storage) > 0;
+         data_or_null(storage) != nullptr && num_bytes_of(storage) > 0 &&
+         !memory::HostMemory::leased(
+             storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks());
 }
 
 void SleepingBytes::add(const Named& named) {

@@ -38,10 +38,10 @@ class SleepingBytes {
 
   // Copies on `offload`, waits, and gives the bytes back, all of a storage that
   // any of `tensors` shows a part of.  Left out are tensors on other devices
-  // than `memory`'s, without bytes, and asleep.  Nothing has changed if it
-  // throws: InvalidArgument for bytes that neither torch nor lowtide allocated
-  // or that another process has; the host has no memory; a graph is being
-  // captured.
+  // than `memory`'s, offloaded, without bytes, and asleep.  Nothing has changed
+  // if it throws: InvalidArgument for bytes that neither torch nor lowtide
+  // allocated or that another process has; the host has no memory; a graph is
+  // being captured.
   SleepingBytes(const std::vector<Named>& tensors,
                 std::shared_ptr<memory::DeviceMemory> memory,
                 const std::shared_ptr<memory::PinnedPool>& host);

@@ -71,6 +71,7 @@ class RepointedStorage {
   // How many tensors (and others) hold the storage.
   std::int64_t use_count() const;
   const void* data() const { return data_or_null(storage_); }
+  void* mutable_data() const { return storage_.mutable_data(); }
 
  private:
   c10::Storage storage_;

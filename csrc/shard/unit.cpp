@@ -40,10 +40,10 @@ Unit::Unit(std::string name, std::vector<ParameterInfo> infos,
       groups_(std::move(groups)),
       memory_(std::move(memory)),
       settings_(std::move(settings)),
-      parameters_(name_, infos_, *groups_.gather, memory_),
+      parameters_(name_, infos_, *groups_.gather, memory_, settings_->host),
       group_(modules),
       gradients_(name_, infos_, buffers().layout(), groups_.reduce,
-                 settings_->reduction, memory_),
+                 settings_->reduction, memory_, settings_->host),
       rows_(name_, *settings_, groups_.gather, parameters_, gradients_, memory_,
             *this),
       arriving_(infos_, leaves(), gradients_),
@@ -184,6 +184,10 @@ void Unit::unshard() {
 void Unit::reshard() {
   wait_for_gather();
   parameters_.reshard();
+}
+
+void Unit::wait_for_host_copies() const {
+  if (auto* const host = buffers().host()) host->wait();
 }
 
 void Unit::gather_ahead() {

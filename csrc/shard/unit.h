@@ -118,6 +118,9 @@ class Unit final : public BackwardReceiver,
   void gather();
   void unshard();  // gather, wait, show
   void reshard();  // free and show the shards; waits for a gather first
+  // Of an offloaded unit: whoever has shards and gradients may read and write
+  // them afterwards, see [Note: Copies and the host].
+  void wait_for_host_copies() const;
 
   // --- forward --------------------------------------------------------------
   struct ForwardCall {

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "comm/collectives.h"
+#include "memory/host_memory.h"
 #include "shard/gradients/gradient_reduction.h"
 #include "shard/prefetch.h"
 
@@ -33,6 +34,9 @@ struct UnitSettings {
   // post-accumulate hooks and on the stream that reduced them: an optimizer in
   // backward, which takes them.  May throw, may take the GIL.
   std::function<void()> on_gradients;
+  // Where shards and reduced gradients are, if not on the device; what a unit
+  // is made with holds for it.
+  std::shared_ptr<memory::HostMemory> host;
 
   // Other units run inside this one's forward: its gradients leave last.
   bool encloses_units = false;

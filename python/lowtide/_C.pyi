@@ -115,6 +115,12 @@ class PinnedPool:
         self, device: DeviceMemory, name: str, bytes: int
     ) -> torch.Tensor: ...
 
+class HostMemory:
+    def __init__(
+        self, device: DeviceMemory, *, pool: PinnedPool, page_locked: bool
+    ) -> None: ...
+    def wait(self) -> None: ...
+
 class ParameterInfo:
     def __init__(
         self,
@@ -145,6 +151,7 @@ class UnitSettings:
     unshard_in_backward: bool
     encloses_units: bool
     leaf_module: bool
+    host: HostMemory | None
     def __init__(self) -> None: ...
     def prefetch(self, *, forward: list[Unit], backward: list[Unit]) -> None: ...
     def set_on_gradients(self, hook: Callable[[], None] | None) -> None: ...

@@ -23,9 +23,10 @@ from lowtide._sharding.fsdp_module import (
     register_hooks,
 )
 from lowtide._sharding.late import watch
+from lowtide._sharding.owners import owner_of
 from lowtide._sharding.root import before_first_forward
 from lowtide._sharding.unit import UnitState, unit_state
-from lowtide.policies import GradientMode, MixedPrecisionPolicy
+from lowtide.policies import CPUOffloadPolicy, GradientMode, MixedPrecisionPolicy
 
 __all__ = [
     "FSDPModule",
@@ -101,7 +102,11 @@ def fully_shard(
             ``Shard(0)``, others must be a multiple of the number of shards.
         mp_policy: Dtypes for compute, reduction, inputs and outputs; torch's own.
         ignored_params: Parameters to leave alone.
-        offload_policy: None; parameter offload is not supported.
+        offload_policy: ``CPUOffloadPolicy(pin_memory=True)``: shards, ``.grad`` and so
+            the optimizer's states are on the host. What a gather reads is copied to
+            the device ahead of it, gradients are copied back when they have been
+            reduced, and the host waits for the copies when the root's forward and when
+            a backward is over.
         grads: ``"exact"``: gradients have FSDP2's bits. ``"fused"``: the GEMM of an
             ``nn.Linear``'s weight gradient adds to the fp32 gradient that is reduced,
             without a gradient in the compute dtype, its rounding and its copy. Layers
@@ -124,10 +129,19 @@ def fully_shard(
     modules = managed.managed_modules(roots)
     parameters = managed.managed_parameters(modules, ignored_params or set())
     managed.require_initialized(roots, parameters, "fully_shard")
-    managed.move_to_device(modules, parameters, device)
+    offloads = isinstance(offload_policy, CPUOffloadPolicy)
+    to_move = [] if offloads else [p for p in parameters if not owner_of(p.parameter)]
+    managed.move_to_device(modules, to_move, device)
 
     state = UnitState(
-        roots, mesh, device, mp_policy, reshard, grads, before_first_forward
+        roots,
+        mesh,
+        device,
+        mp_policy,
+        reshard,
+        grads,
+        offload_policy,
+        before_first_forward,
     )
     state.shard(parameters, shard_placement_fn)
     for one in modules:

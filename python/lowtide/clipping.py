@@ -26,9 +26,10 @@ def clip_grad_norm_(
     """``torch.nn.utils.clip_grad_norm_`` with one more argument. Takes
     ``local_parameters(model)`` for ``model.parameters()``.
 
-    The same bits as torch's, except for the L2 norm of gradients on CUDA that are
-    sharded alike: that takes one kernel for a rank's shards and one scalar between the
-    ranks, summed in another order.
+    The same bits as torch's, except for the L2 norm of gradients on CUDA, or offloaded
+    from there, that are sharded alike: that takes one kernel for a rank's shards and
+    one scalar between the ranks, summed in another order. (torch's needs a process
+    group with a backend for the host's tensors where gradients are offloaded.)
 
     Args:
         skip_nonfinite: If the total norm is infinite or NaN, as after one rank had a
@@ -47,7 +48,7 @@ def clip_grad_norm_(
         norm_type == 2.0
         and foreach is not False
         and not error_if_nonfinite
-        and any(g.is_cuda for g in gradients)
+        and any(g.is_cuda or flat_norm.is_elsewhere(g) for g in gradients)
         and flat_norm.fits(gradients)
     )
     if flat:

@@ -14,7 +14,7 @@ from lowtide import _C
 from lowtide._activation import report as activations
 from lowtide._activation.regions import device_of
 from lowtide._activation.report import ActivationReport
-from lowtide._base.memory import ledger
+from lowtide._base.memory import ledger, offload_pool
 from lowtide._sharding.unit import UnitState, unit_state
 
 
@@ -31,7 +31,7 @@ CATEGORIES = {
     "parameters": Category("shards in the storage dtype", "parameters"),
     "gathered": Category("full parameters of the units in use", "gathered_parameters"),
     "gather_input": Category(
-        "shards cast to the compute dtype, during a gather", "communication"
+        "shards cast, or copied from the host, during a gather", "communication"
     ),
     "gradient_stream": Category(
         "ring of chunks on their way to the reduce-scatter", "communication"
@@ -65,6 +65,16 @@ class FusedReport:
 
 
 @dataclasses.dataclass(frozen=True)
+class HostReport:
+    """What is on the host because of ``CPUOffloadPolicy``. Bytes, of all models of this
+    process."""
+
+    categories: dict[str, CategoryBytes]  # parameters and sharded_gradients
+    pinned: int  # page-locked now, in use or kept for the next step
+    pageable: int  # in use now: not page-locked, their copies block the host
+
+
+@dataclasses.dataclass(frozen=True)
 class MemoryReport:
     """``print`` it for a table; :meth:`to_dict` for machines. Bytes, this rank, this
     process: two models on one device share the observed figures."""
@@ -76,6 +86,7 @@ class MemoryReport:
     total_peak: int
     activations: ActivationReport | None = None  # of modules lowtide checkpoints
     fused: FusedReport | None = None  # of units with grads="fused"
+    host: "HostReport | None" = None  # of units with CPUOffloadPolicy
 
     def to_dict(self) -> dict[str, object]:
         return dataclasses.asdict(self)
@@ -106,6 +117,7 @@ def memory_report(model: nn.Module, *, reset_peaks: bool = False) -> MemoryRepor
     live, peak, at_peak = book.live(), book.peak(), book.at_total_peak()
     units = [state.materialized() for state in states]
     planned = _C.planned_peaks(units, _inside(states))
+    host = _host(states, planned, reset_peaks)
     planned["activations"] = activations.planned_bytes(model)
     report = MemoryReport(
         device=str(device),
@@ -118,6 +130,7 @@ def memory_report(model: nn.Module, *, reset_peaks: bool = False) -> MemoryRepor
         total_peak=book.total_peak,
         activations=activation_report,
         fused=_fused(states),
+        host=host,
     )
     if reset_peaks:
         book.reset_peaks()
@@ -132,6 +145,31 @@ def _states(model: nn.Module) -> Iterator[UnitState]:
         if state is not None and state not in seen:
             seen.add(state)
             yield state
+
+
+def _host(
+    states: list[UnitState], planned: dict[str, int], reset_peaks: bool
+) -> HostReport | None:
+    if not any(state.settings.host for state in states):
+        return None
+    pool = offload_pool(states[0].device)
+    live, peak, at_peak = (
+        pool.ledger.live(),
+        pool.ledger.peak(),
+        pool.ledger.at_total_peak(),
+    )
+    rows = {"parameters": "host_parameters", "sharded_gradients": "host_gradients"}
+    report = HostReport(
+        categories={
+            name: CategoryBytes(live[name], peak[name], at_peak[name], planned[row])
+            for name, row in rows.items()
+        },
+        pinned=pool.figures()["pinned_bytes"],
+        pageable=pool.figures()["pageable_bytes"],
+    )
+    if reset_peaks:
+        pool.ledger.reset_peaks()
+    return report
 
 
 def _fused(states: list[UnitState]) -> FusedReport | None:
@@ -156,6 +194,13 @@ def _inside(states: list[UnitState]) -> list[int]:
     return found
 
 
+def _rows(categories: dict[str, CategoryBytes]) -> Iterator[str]:
+    for name, row in categories.items():
+        figures = (row.live, row.peak, row.at_total_peak, row.planned)
+        columns = "".join(f"{human(figure):>12}" for figure in figures)
+        yield f"{name:<18}{columns}  {CATEGORIES[name].holds}"
+
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -169,12 +214,15 @@ def human(num_bytes: int) -> str:
 def _lines(report: MemoryReport) -> Iterator[str]:
     yield f"lowtide memory on {report.device} (this rank)"
     yield f"{'category':<18}{'live':>12}{'peak':>12}{'at peak':>12}{'planned':>12}"
-    for name, row in report.categories.items():
-        figures = (row.live, row.peak, row.at_total_peak, row.planned)
-        columns = "".join(f"{human(figure):>12}" for figure in figures)
-        yield f"{name:<18}{columns}  {CATEGORIES[name].holds}"
+    yield from _rows(report.categories)
     yield f"{'total':<18}{human(report.total_live):>12}{human(report.total_peak):>12}"
     yield "live, peak: observed by the ledger; planned: arithmetic"
+    if report.host is not None:
+        yield (
+            f"offloaded to the host: {human(report.host.pinned)} page-locked, "
+            f"{human(report.host.pageable)} pageable"
+        )
+        yield from _rows(report.host.categories)
     if report.fused is not None:
         fused, exact = report.fused.fused, report.fused.exact
         left = sum(name not in fused for name in exact)

@@ -16,9 +16,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from lowtide import _C
-from lowtide._activation.regions import pinned_cap
 from lowtide._base.backward import in_backward
-from lowtide._base.memory import device_memory
+from lowtide._base.memory import device_memory, pinned_cap
 from lowtide._sharding.local_parameter import sharded_of
 from lowtide._sharding.unit import UnitState, unit_state
 

@@ -17,7 +17,12 @@ from lowtide.activations import checkpoint
 from lowtide.api import default_mesh, fully_shard
 from lowtide.losses import deferred
 from lowtide.losses._heads import NoHead, find_head, known_loss
-from lowtide.policies import ActivationPolicy, GradientMode, MixedPrecisionPolicy
+from lowtide.policies import (
+    ActivationPolicy,
+    GradientMode,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 
 __all__ = ["wrap"]
 
@@ -35,6 +40,7 @@ def wrap(
     activations: ActivationPolicy | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     grads: GradientMode = "exact",
     defer_logits: bool | None = None,
@@ -65,8 +71,8 @@ def wrap(
             ``ForCausalLMLoss``, which is printed: loss and gradients are then
             ``linear_cross_entropy``'s, and logits have to be looked at before the
             weights change. With ``False`` they are FSDP2's, bit for bit.
-        mp_policy, reshard_after_forward, shard_placement_fn, ignored_params, grads: As
-            in :func:`fully_shard`, for every unit.
+        mp_policy, reshard_after_forward, shard_placement_fn, offload_policy,
+            ignored_params, grads: As in :func:`fully_shard`, for every unit.
 
     Returns:
         ``model``.
@@ -77,7 +83,7 @@ def wrap(
             head.
     """
     arguments.require_shardable(model, "wrap")
-    arguments.check_settings(mesh, mp_policy, None, grads, "wrap")
+    arguments.check_settings(mesh, mp_policy, offload_policy, grads, "wrap")
     mesh = mesh if mesh is not None else default_mesh()
     ignored = ignored_params or set()
     parameters = managed.managed_parameters(model.modules(), ignored)
@@ -95,6 +101,7 @@ def wrap(
         "mp_policy": mp_policy,
         "reshard_after_forward": reshard_after_forward,
         "shard_placement_fn": shard_placement_fn,
+        "offload_policy": offload_policy,
         "ignored_params": ignored_params,
         "grads": grads,
     }

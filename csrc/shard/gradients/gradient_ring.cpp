@@ -3,7 +3,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include <algorithm>
-#include <iterator>
 #include <utility>
 
 #include "shard/policy.h"
@@ -72,7 +71,28 @@ void GradientRing::retire(std::vector<c10::Storage> storages,
     return;
   }
   retired_bytes_ += bytes;
-  retired_.push_back({std::move(storages), std::move(used), bytes});
+  retired_.push_back({std::move(storages), std::move(used), bytes, true});
+}
+
+void GradientRing::retire(c10::Storage storage, device::Event used) {
+  if (used.empty()) {
+    return;
+  }
+  const auto bytes = static_cast<std::int64_t>(storage.nbytes());
+  retired_bytes_ += bytes;
+  retired_.push_back({{std::move(storage)}, std::move(used), bytes, false});
+}
+
+// Either order is that of a stream: the newest of each stands for all before.
+void GradientRing::wait_for_retired(std::deque<Retired>::const_iterator end,
+                                    bool of_reduce) {
+  while (end != retired_.cbegin()) {
+    --end;
+    if (!end->on_reduce || std::exchange(of_reduce, false)) {
+      memory_->runtime().wait(Stream::compute, end->used);
+    }
+    if (!end->on_reduce) return;
+  }
 }
 
 void GradientRing::reclaim(std::int64_t keep_bytes) {
@@ -81,8 +101,7 @@ void GradientRing::reclaim(std::int64_t keep_bytes) {
     retired_bytes_ -= kept->bytes;
   }
   if (kept != retired_.begin()) {
-    // The newest of them: `reduce` runs in order.
-    memory_->runtime().wait(Stream::compute, std::prev(kept)->used);
+    wait_for_retired(kept, /*of_reduce=*/true);
     retired_.erase(retired_.begin(), kept);
   }
 }
@@ -102,6 +121,7 @@ void GradientRing::catch_up_compute() {
     runtime.wait(Stream::compute, runtime.record(Stream::reduce));
   }
   compute_behind_ = false;
+  wait_for_retired(retired_.cend(), /*of_reduce=*/false);
   retired_.clear();
   retired_bytes_ = 0;
 }

@@ -41,6 +41,9 @@ class GradientRing {
   // What has just been used on `reduce`: sources that were copied, results that
   // landed.
   void retire(std::vector<c10::Storage> storages, std::int64_t bytes);
+  // The same for what was used elsewhere, until `used`: behind what `reduce`
+  // has enqueued so far, and behind what was retired so before.
+  void retire(c10::Storage storage, device::Event used);
   // All but the newest `keep_bytes` of retired sources go back now: compute
   // waits for their copies.
   void reclaim(std::int64_t keep_bytes);
@@ -61,13 +64,17 @@ class GradientRing {
   void release();
 
  private:
-  void zero(const c10::Storage& slot);
-
   struct Retired {
     std::vector<c10::Storage> storages;
     device::Event used;
     std::int64_t bytes;
+    bool on_reduce;  // in that stream's order
   };
+
+  void zero(const c10::Storage& slot);
+  // Compute, for what was retired before `end`; of `reduce` if asked to.
+  void wait_for_retired(std::deque<Retired>::const_iterator end,
+                        bool of_reduce);
 
   std::string root_;
   std::shared_ptr<memory::DeviceMemory> memory_;

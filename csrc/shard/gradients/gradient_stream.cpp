@@ -71,6 +71,11 @@ bool GradientStream::contains(const UnitGradients& unit) const {
   return !unit.lanes().empty() && unit.lanes().front().place.has_value();
 }
 
+bool GradientStream::last_of_unit(std::size_t place) const {
+  return place + 1 == entries_.size() ||
+         &parcel(place + 1).unit() != &parcel(place).unit();
+}
+
 bool GradientStream::in_window(std::size_t place) const {
   return entries_[place].opens_at <= next_;
 }
@@ -320,8 +325,7 @@ void GradientStream::pump() {
     issue_gathers(next_);
     leave(next_);
     auto& unit = parcel(next_++).unit();
-    const bool last =
-        next_ == entries_.size() || &parcel(next_).unit() != &unit;
+    const bool last = last_of_unit(next_ - 1);
     start_sums(&unit);
     if (last && unit.reduction().of_whole_units() &&
         !unit.reduction().keeps_partial()) {
@@ -367,6 +371,10 @@ void GradientStream::land_until(std::size_t place) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     ring_.reduce_has_moved();
     parcel(landed_).land();
+    auto& unit = parcel(landed_).unit();
+    if (last_of_unit(landed_) && !unit.reduction().of_whole_units()) {
+      unit.all_landed(ring_);
+    }
   }
 }
 

@@ -125,6 +125,7 @@ class GradientStream {
 
   void add_entry(Entry entry);
   Parcel& parcel(std::size_t place) const { return *entries_[place].parcel; }
+  bool last_of_unit(std::size_t place) const;
   bool in_window(std::size_t place) const;
   bool may_leave(const Parcel& parcel) const;
   void issue_gathers(std::size_t place);

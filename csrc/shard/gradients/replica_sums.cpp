@@ -52,6 +52,7 @@ void ReplicaSums::finish() {
     ring_.retire({row.storage()}, bytes);
     row.reset();
   }
+  sum.unit->all_landed(ring_);
 }
 
 std::vector<comm::Pending*> ReplicaSums::in_flight() const {

@@ -6,7 +6,9 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <utility>
 
+#include "base/check.h"
 #include "ops/foreach.h"
 #include "shard/storage.h"
 
@@ -63,7 +65,7 @@ void ShardedGradients::prepare(const std::vector<std::int32_t>& trainable) {
   for (const auto p : trainable) {
     const auto i = static_cast<std::size_t>(p);
     slots_[i].target = choose(i);
-    if (slots_[i].target == Target::add) {
+    if (!fresh(i)) {
       continue;
     }
     offsets_[i] = bytes;
@@ -76,7 +78,7 @@ void ShardedGradients::prepare(const std::vector<std::int32_t>& trainable) {
   }
   for (const auto p : trainable) {
     const auto i = static_cast<std::size_t>(p);
-    if (slots_[i].target == Target::add) {
+    if (!fresh(i) || host_ != nullptr) {
       continue;
     }
     // Without elements at all there may be no generation.
@@ -88,9 +90,10 @@ void ShardedGradients::prepare(const std::vector<std::int32_t>& trainable) {
   prepared_ = true;
 }
 
-bool ShardedGradients::fresh(const Piece& piece) const {
-  const auto target = slots_[static_cast<std::size_t>(piece.parameter)].target;
-  return target == Target::fresh || target == Target::foreign;
+bool ShardedGradients::fresh(std::size_t i) const {
+  const auto target = slots_[i].target;
+  return target == Target::fresh || target == Target::foreign ||
+         (target == Target::add && host_ != nullptr);
 }
 
 // Where a piece begins in its generation, in elements.
@@ -115,7 +118,7 @@ void ShardedGradients::land(const std::vector<Piece>& pieces,
     const auto& piece = pieces[first];
     const auto i = static_cast<std::size_t>(piece.parameter);
     const auto& parameter = parameters_[i];
-    if (!fresh(piece)) {
+    if (!fresh(i)) {
       const auto numel =
           std::min(piece.size(), parameter.local_numel - piece.begin);
       if (numel > 0) {
@@ -128,7 +131,8 @@ void ShardedGradients::land(const std::vector<Piece>& pieces,
     // As far as the generation continues in step with the row.
     const auto place = place_of(piece);
     std::size_t last = first;
-    while (last + 1 < pieces.size() && fresh(pieces[last + 1]) &&
+    while (last + 1 < pieces.size() &&
+           fresh(static_cast<std::size_t>(pieces[last + 1].parameter)) &&
            parameters_[static_cast<std::size_t>(pieces[last + 1].parameter)]
                    .dtype == parameter.dtype &&
            place_of(pieces[last + 1]) - place ==
@@ -146,6 +150,9 @@ void ShardedGradients::land(const std::vector<Piece>& pieces,
 at::Tensor ShardedGradients::fresh_local(std::size_t i) const {
   const auto& parameter = parameters_[i];
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  if (host_ != nullptr) {
+    return on_host(i).view(parameter.local_sizes);
+  }
   const auto flat = slots_[i].flat.defined()
                         ? slots_[i].flat
                         : RepointedStorage(memory_->runtime().device())
@@ -153,8 +160,43 @@ at::Tensor ShardedGradients::fresh_local(std::size_t i) const {
   return flat.view(parameter.local_sizes);
 }
 
+std::optional<ShardedGradients::Leaving> ShardedGradients::leave_device() {
+  if (host_ == nullptr || !generation_) {
+    return std::nullopt;
+  }
+  const auto bytes = static_cast<std::int64_t>(generation_.nbytes());
+  on_host_ = owning_storage(
+      host_->lease(memory::Category::sharded_gradients, *unit_, bytes), bytes);
+  auto copied =
+      host_->to_host(on_host_.mutable_data(), generation_.data(), bytes);
+  return Leaving{std::exchange(generation_, {}), std::move(copied)};
+}
+
+at::Tensor ShardedGradients::on_host(std::size_t i) const {
+  const auto& parameter = parameters_[i];
+  return on_host_ ? flat_view(on_host_, parameter.dtype, offsets_[i],
+                              parameter.local_numel)
+                  : RepointedStorage(c10::Device(c10::DeviceType::CPU))
+                        .view(parameter.dtype, {0}, {1});
+}
+
+void ShardedGradients::arrive_on_host(const std::vector<std::int32_t>& used) {
+  LOWTIDE_INVARIANT(!generation_, "gradients are published behind their copy");
+  host_->wait();
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  for (const auto p : used) {
+    const auto i = static_cast<std::size_t>(p);
+    if (slots_[i].target == Target::add) {
+      slots_[i].flat.add_(on_host(i));
+    }
+  }
+}
+
 void ShardedGradients::publish(const std::vector<std::int32_t>& used,
                                const Wrap& wrap) {
+  if (host_ != nullptr) {
+    arrive_on_host(used);
+  }
   std::vector<std::int32_t> fresh;
   std::vector<at::Tensor> locals;
   for (const auto p : used) {
@@ -186,7 +228,7 @@ void ShardedGradients::publish(const std::vector<std::int32_t>& used,
     slot.target = Target::none;
     slot.flat.reset();
   }
-  generation_ = c10::Storage();
+  generation_ = on_host_ = c10::Storage();
   prepared_ = false;
   for (const auto p : used) {
     const auto& shard = parameters_[static_cast<std::size_t>(p)].shard;
@@ -204,7 +246,7 @@ void ShardedGradients::abort() {
       parameters_[i].shard.mutable_grad().reset();
     }
   }
-  generation_ = c10::Storage();
+  generation_ = on_host_ = c10::Storage();
   prepared_ = false;
 }
 

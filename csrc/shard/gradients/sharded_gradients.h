@@ -5,6 +5,12 @@
 // goes.  A later backward adds into the slices that are still some parameter's
 // `.grad`, and leases a new generation for the others; bytes a user kept are
 // never written again.
+//
+// [Note: Gradients on the host]
+// Those of an offloaded unit land in a generation on the device, all of them,
+// that is copied to the host when the last has and goes when it was.  What
+// `.grad` has already is added to by the host: when the backward is over, where
+// it waits for all units' copies at once.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,9 +20,12 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "memory/device_memory.h"
+#include "memory/host_memory.h"
 #include "shard/gradients/gradient_plan.h"
 #include "shard/unit_name.h"
 
@@ -36,8 +45,12 @@ class ShardedGradients {
       const std::vector<std::int32_t>& parameters,
       const std::vector<at::Tensor>& locals)>;
 
-  ShardedGradients(UnitName unit, std::shared_ptr<memory::DeviceMemory> memory)
-      : unit_(std::move(unit)), memory_(std::move(memory)) {}
+  // `host`: where gradients become `.grad`, if not on the device.
+  ShardedGradients(UnitName unit, std::shared_ptr<memory::DeviceMemory> memory,
+                   std::shared_ptr<memory::HostMemory> host = nullptr)
+      : unit_(std::move(unit)),
+        memory_(std::move(memory)),
+        host_(std::move(host)) {}
 
   void set_parameters(std::vector<Parameter> parameters);
 
@@ -58,8 +71,18 @@ class ShardedGradients {
   // laid out as the plan's chunks are, go in one copy, padding included.
   void land(const std::vector<Piece>& pieces, const at::Tensor& result);
 
+  // Everything has landed: of an offloaded unit, starts its copy to the host,
+  // behind the current stream.  Returns what it is copied from, not to be given
+  // back before the event.
+  struct Leaving {
+    c10::Storage storage;
+    device::Event copied;
+  };
+  std::optional<Leaving> leave_device();
+
   // Makes the fresh slices of the parameters in `used` visible as `.grad` and
-  // runs their post-accumulate hooks; the slices of others stay invisible.
+  // runs their post-accumulate hooks; the slices of others stay invisible.  Of
+  // an offloaded unit, waits for copies to the host first.
   void publish(const std::vector<std::int32_t>& used, const Wrap& wrap);
 
   // Forgets this backward's targets and drops every `.grad`.
@@ -78,17 +101,22 @@ class ShardedGradients {
   };
 
   Target choose(std::size_t i);
-  bool fresh(const Piece& piece) const;
+  // Results are written to a slice of this generation.
+  bool fresh(std::size_t i) const;
   std::int64_t place_of(const Piece& piece) const;
   void write(const at::Tensor& to, const at::Tensor& from, bool add);
   at::Tensor fresh_local(std::size_t i) const;
+  at::Tensor on_host(std::size_t i) const;
+  void arrive_on_host(const std::vector<std::int32_t>& used);
 
   UnitName unit_;
   std::shared_ptr<memory::DeviceMemory> memory_;
+  std::shared_ptr<memory::HostMemory> host_;
   std::vector<Parameter> parameters_;
   std::vector<Slot> slots_;
   std::vector<std::int64_t> offsets_;  // bytes, in a generation
   c10::Storage generation_;
+  c10::Storage on_host_;  // the same there, on its way
   bool prepared_ = false;
 };
 

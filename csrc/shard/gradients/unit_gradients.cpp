@@ -28,13 +28,14 @@ UnitGradients::UnitGradients(UnitName unit, ParameterInfos infos,
                              const memory::FlatLayout& layout,
                              std::shared_ptr<comm::Collectives> group,
                              const GradientReduction& reduction,
-                             std::shared_ptr<memory::DeviceMemory> memory)
+                             std::shared_ptr<memory::DeviceMemory> memory,
+                             std::shared_ptr<memory::HostMemory> host)
     : unit_(std::move(unit)),
       infos_(std::move(infos)),
       group_(std::move(group)),
       memory_(std::move(memory)),
       order_(infos_.size()),
-      sharded_(unit_, memory_),
+      sharded_(unit_, memory_, std::move(host)),
       partial_(unit_, shards_of(infos_, layout), memory_),
       used_elsewhere_(unit_, memory_),
       reduction_(reduction) {
@@ -346,6 +347,12 @@ void UnitGradients::land_sum(const at::Tensor& row,
     const auto flags =
         slice_of(row, flags_column, static_cast<std::int64_t>(columns.size()));
     used_elsewhere_.ask(std::move(summed), std::move(columns), flags);
+  }
+}
+
+void UnitGradients::all_landed(GradientRing& ring) {
+  if (auto leaving = sharded_.leave_device()) {
+    ring.retire(std::move(leaving->storage), std::move(leaving->copied));
   }
 }
 

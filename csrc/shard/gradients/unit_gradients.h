@@ -95,12 +95,14 @@ class UnitGradients {
     void begin();
   };
 
-  // `reduction`: what the unit's settings say, which outlive it.
+  // `reduction`: what the unit's settings say, which outlive it; `host`: see
+  // ShardedGradients.
   UnitGradients(UnitName unit, ParameterInfos infos,
                 const memory::FlatLayout& layout,
                 std::shared_ptr<comm::Collectives> group,
                 const GradientReduction& reduction,
-                std::shared_ptr<memory::DeviceMemory> memory);
+                std::shared_ptr<memory::DeviceMemory> memory,
+                std::shared_ptr<memory::HostMemory> host = nullptr);
 
   // Parameter i's gradient comes in blocks of rows; takes effect with the next
   // plan.
@@ -169,6 +171,9 @@ class UnitGradients {
   // The same behind that sum; flags of `pieces` from that column on.
   void land_sum(const at::Tensor& row, const std::vector<Piece>& pieces,
                 std::int64_t flags_column);
+  // All of them have landed that do in this backward; see
+  // [Note: Gradients on the host].  On the current stream.
+  void all_landed(GradientRing& ring);
   ShardedGradients& sharded() { return sharded_; }
   const GradientReduction& reduction() const { return reduction_; }
   void use_group(std::shared_ptr<comm::Collectives> group) {

@@ -80,18 +80,23 @@ using BelowAutograd = at::AutoDispatchBelowADInplaceOrView;
 
 ParameterBuffers::ParameterBuffers(UnitName unit, ParameterInfos infos,
                                    std::int64_t world_size, std::int64_t rank,
-                                   std::shared_ptr<memory::DeviceMemory> memory)
+                                   std::shared_ptr<memory::DeviceMemory> memory,
+                                   std::shared_ptr<memory::HostMemory> host)
     : unit_(std::move(unit)),
       infos_(std::move(infos)),
       rank_(rank),
       memory_(std::move(memory)),
       layout_(lay_out(infos_, world_size)),
       extended_(unit_, world_size, memory_),
+      host_(std::move(host)),
+      staged_(memory_->runtime().device()),
       input_(memory_->runtime().device()),
       kept_(unit_, memory_),
       gathered_(memory_->runtime().device()) {
-  auto lease = memory_->lease(memory::Category::parameters, *unit_,
-                              layout_.shard_bytes());
+  constexpr auto kCategory = memory::Category::parameters;
+  auto lease = host_ != nullptr
+                   ? host_->lease(kCategory, *unit_, layout_.shard_bytes())
+                   : memory_->lease(kCategory, *unit_, layout_.shard_bytes());
   master_ = owning_storage(std::move(lease), layout_.shard_bytes());
   const BelowAutograd guard;
   flat_view(master_, at::kByte, 0, layout_.shard_bytes()).zero_();
@@ -99,6 +104,21 @@ ParameterBuffers::ParameterBuffers(UnitName unit, ParameterInfos infos,
   build_gather_lists();
   build_casts();
   build_unpacks();
+}
+
+at::Tensor ParameterBuffers::on_device(at::ScalarType dtype,
+                                       std::int64_t byte_offset,
+                                       std::int64_t numel) const {
+  return host_ != nullptr
+             ? staged_.view(dtype, {numel}, {1}, byte_offset / itemsize(dtype))
+             : flat_view(master_, dtype, byte_offset, numel);
+}
+
+bool ParameterBuffers::stages_in_gathered() const {
+  for (std::size_t i = 0; i < infos_.size(); ++i) {
+    if (layout_[i].gathered_bytes > 0 && !casts(i)) return false;
+  }
+  return shard_bytes() <= layout_.gathered_bytes();
 }
 
 std::int64_t ParameterBuffers::cast_bytes() const {
@@ -134,11 +154,10 @@ void ParameterBuffers::build_gather_lists() {
     }
     gather_outs_.push_back(gathered_.view(at::kByte, {slice.gathered_bytes},
                                           {1}, slice.gathered_offset));
-    gather_ins_.push_back(casts(i) ? input_.view(at::kByte, {slice.input_bytes},
-                                                 {1}, slice.input_offset)
-                                   : flat_view(master_, at::kByte,
-                                               slice.shard_offset,
-                                               slice.shard_bytes));
+    gather_ins_.push_back(
+        casts(i) ? input_.view(at::kByte, {slice.input_bytes}, {1},
+                               slice.input_offset)
+                 : on_device(at::kByte, slice.shard_offset, slice.shard_bytes));
   }
 }
 
@@ -165,9 +184,8 @@ void ParameterBuffers::build_casts() {
       casts_.from.pop_back();
     }
     casts_.to.push_back(input_.view(info.compute_dtype, {numel}, {1}, start));
-    casts_.from.push_back(flat_view(master_, info.storage_dtype,
-                                    from_master * itemsize(info.storage_dtype),
-                                    numel));
+    casts_.from.push_back(on_device(
+        info.storage_dtype, from_master * itemsize(info.storage_dtype), numel));
   }
 }
 
@@ -181,9 +199,8 @@ void ParameterBuffers::build_unpacks() {
   const auto size = layout_.world_size();
   gather_outs_.push_back(
       input_.view(at::kByte, {size * row}, {1}, cast_bytes()));
-  gather_ins_.push_back(casts_.to.empty()
-                            ? flat_view(master_, at::kByte, 0, row)
-                            : input_.view(at::kByte, {row}, {1}));
+  gather_ins_.push_back(casts_.to.empty() ? on_device(at::kByte, 0, row)
+                                          : input_.view(at::kByte, {row}, {1}));
   for (const auto i : layout_.order()) {
     const auto& slice = layout_[i];
     if (!slice.packed) {
@@ -246,11 +263,9 @@ std::unique_ptr<comm::Pending> ParameterBuffers::gather(
   prepare_extended();
   auto gathered =
       memory_->lease(memory::Category::gathered, *unit_, gathered_bytes());
-  c10::DataPtr input;
-  if (input_bytes() > 0) {
-    input =
-        memory_->lease(memory::Category::gather_input, *unit_, input_bytes());
-  }
+  constexpr auto kInput = memory::Category::gather_input;
+  auto input = memory_->lease(kInput, *unit_, own_input_bytes());
+  auto staged = memory_->lease(kInput, *unit_, staged_bytes());
   // Last: it goes first, and what stays lies below it.
   c10::DataPtr passing;
   if (extended_.passing_bytes() > 0) {
@@ -261,12 +276,18 @@ std::unique_ptr<comm::Pending> ParameterBuffers::gather(
   if (extended_.passing_bytes() > 0) {
     extended_.own_passing(std::move(passing));
   }
-  if (input_bytes() > 0) {
-    input_.own(std::move(input), input_bytes());
+  if (own_input_bytes() > 0) {
+    input_.own(std::move(input), own_input_bytes());
+  }
+  if (staged_bytes() > 0) {
+    staged_.own(std::move(staged), staged_bytes());
+  } else if (stages()) {
+    staged_.bind(gathered_.mutable_data(), shard_bytes());
   }
   return issue_gather(
       memory_->runtime(),
       [&] {
+        stage_master();
         cast_masters();
         return issue(group);
       },
@@ -348,6 +369,17 @@ void ParameterBuffers::bind_gathered(c10::DataPtr lease) {
   gathered_.own(std::move(lease), gathered_bytes());
 }
 
+// One copy, gaps of alignment included.
+void ParameterBuffers::stage_master() {
+  if (!stages()) {
+    return;
+  }
+  memory_->runtime().wait(
+      device::Stream::gather,
+      host_->to_device(staged_.mutable_data(), data_or_null(master_),
+                       shard_bytes()));
+}
+
 void ParameterBuffers::cast_masters() {
   auto& runtime = memory_->runtime();
   const BelowAutograd guard;
@@ -381,6 +413,7 @@ void ParameterBuffers::unpack() {
 
 void ParameterBuffers::arrived() {
   input_.unbind();
+  staged_.unbind();
   extended_.drop_inputs();
 }
 

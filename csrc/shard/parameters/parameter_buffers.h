@@ -2,7 +2,11 @@
 // unit is unsharded, the full parameters.
 //
 //   master    one flat buffer of shards, for the lifetime of the model; what
-//             optimizers update and `.to_local()` shows
+//             optimizers update and `.to_local()` shows; on the host if the
+//             unit is offloaded
+//   staged    while a gather is on its way, of a master on the host: its copy;
+//             in the gathered buffer, if all of it is cast before that is
+//             written
 //   input     while a gather is on its way: the shards in the compute dtype if
 //             that differs, and small parameters of all ranks as they arrive,
 //             packed (see [Note: Packed parameters] in flat_layout.h)
@@ -10,7 +14,8 @@
 //             its first rows, so the gather writes straight into place
 //
 // Streams: leases and releases are in the compute stream's order, the cast and
-// the collective run on `gather` behind an event.
+// the collective run on `gather` behind an event, and behind the copy of a
+// master on the host, which runs on `reload`.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,6 +31,7 @@
 #include "comm/collectives.h"
 #include "memory/device_memory.h"
 #include "memory/flat_layout.h"
+#include "memory/host_memory.h"
 #include "shard/parameter_info.h"
 #include "shard/parameters/all_gather_extension.h"
 #include "shard/parameters/kept_part.h"
@@ -36,10 +42,12 @@ namespace lowtide::shard {
 
 class ParameterBuffers {
  public:
-  // Leases the master buffer, zeroed (padding rows are gathered too).
+  // Leases the master buffer, zeroed (padding rows are gathered too); `host`:
+  // where it is, if not on the device.
   ParameterBuffers(UnitName unit, ParameterInfos infos, std::int64_t world_size,
                    std::int64_t rank,
-                   std::shared_ptr<memory::DeviceMemory> memory);
+                   std::shared_ptr<memory::DeviceMemory> memory,
+                   std::shared_ptr<memory::HostMemory> host = nullptr);
 
   std::size_t size() const { return parameters_.size(); }
   const memory::FlatLayout& layout() const { return layout_; }
@@ -53,7 +61,7 @@ class ParameterBuffers {
   // One storage for all of them, which may sleep (sleeping_bytes.h).
   at::Tensor local_shard(std::size_t i) const;
   // Rows [begin, end) of this rank's padded piece, flat, in the storage dtype;
-  // rows beyond the parameter are zero.
+  // rows beyond the parameter are zero.  On the host if the master is.
   at::Tensor padded_rows(std::size_t i, std::int64_t begin,
                          std::int64_t end) const;
   // The full parameter's data; its storage has no bytes unless gathered.
@@ -96,7 +104,7 @@ class ParameterBuffers {
   std::unique_ptr<comm::Pending> gather_parts(comm::Collectives& group);
   void drop_part() { kept_.drop(); }
 
-  // Gives the input buffer back.
+  // Gives the input buffers back.
   void arrived();
   // Gives the gathered buffer back; every parameter's storage is unbound.
   // Throws, and nothing has changed, if an array of a parameter is out; drop()
@@ -113,9 +121,12 @@ class ParameterBuffers {
   }
   std::int64_t passing_bytes() const { return extended_.passing_bytes(); }
   std::int64_t shard_bytes() const { return layout_.shard_bytes(); }
+  // Of both input buffers.
   std::int64_t input_bytes() const {
-    return cast_bytes() + layout_.world_size() * layout_.packed_row_bytes();
+    return staged_bytes() + own_input_bytes();
   }
+  // Null if the master is on the device.
+  memory::HostMemory* host() const { return host_.get(); }
 
  private:
   struct Parameter {
@@ -131,6 +142,19 @@ class ParameterBuffers {
   bool casts(std::size_t i) const { return infos_[i].casts(); }
   // Bytes of the cast shards in the input buffer; packed parameters follow.
   std::int64_t cast_bytes() const;
+  std::int64_t own_input_bytes() const {
+    return cast_bytes() + layout_.world_size() * layout_.packed_row_bytes();
+  }
+  bool stages() const { return host_ != nullptr && !gather_outs_.empty(); }
+  bool stages_in_gathered() const;
+  std::int64_t staged_bytes() const {
+    return stages() && !stages_in_gathered() ? shard_bytes() : 0;
+  }
+  // A contiguous 1-D tensor over part of the shards, as a gather reads them:
+  // the master, or its copy.
+  at::Tensor on_device(at::ScalarType dtype, std::int64_t byte_offset,
+                       std::int64_t numel) const;
+  void stage_master();
   void build_parameters();
   void set_read_errors();
   std::optional<std::string> array_error() const;
@@ -150,7 +174,9 @@ class ParameterBuffers {
   std::shared_ptr<memory::DeviceMemory> memory_;
   memory::FlatLayout layout_;
   ExtendedParameters extended_;  // behind the layout's bytes
+  std::shared_ptr<memory::HostMemory> host_;
   c10::Storage master_;
+  RepointedStorage staged_;
   RepointedStorage input_;
   KeptPart kept_;
   // What the collective writes to.  Not the parameters' own storages: a process

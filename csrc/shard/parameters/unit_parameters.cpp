@@ -11,10 +11,11 @@ namespace lowtide::shard {
 UnitParameters::UnitParameters(
     const UnitName& unit, const ParameterInfos& infos,
     const comm::Collectives& ranks,
-    const std::shared_ptr<memory::DeviceMemory>& memory)
+    const std::shared_ptr<memory::DeviceMemory>& memory,
+    const std::shared_ptr<memory::HostMemory>& host)
     : unit_(unit),
       infos_(infos),
-      buffers_(unit, infos, ranks.size(), ranks.rank(), memory),
+      buffers_(unit, infos, ranks.size(), ranks.rank(), memory, host),
       leaves_(infos),
       state_(unit) {}
 

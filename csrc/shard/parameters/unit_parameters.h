@@ -22,7 +22,8 @@ class UnitParameters {
  public:
   UnitParameters(const UnitName& unit, const ParameterInfos& infos,
                  const comm::Collectives& ranks,
-                 const std::shared_ptr<memory::DeviceMemory>& memory);
+                 const std::shared_ptr<memory::DeviceMemory>& memory,
+                 const std::shared_ptr<memory::HostMemory>& host);
   // A gather that is under way is abandoned: its bytes go back to compute.
   ~UnitParameters();
   UnitParameters(const UnitParameters&) = delete;

@@ -7,7 +7,6 @@ import dataclasses
 import difflib
 import functools
 import itertools
-import os
 from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
@@ -20,10 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 from lowtide import _C
 from lowtide._activation.interior import Recorder, Replayer
-from lowtide._base import debugging, environment
+from lowtide._base import debugging
 from lowtide._base.backward import PerBackward, in_backward
 from lowtide._base.classes import class_name
-from lowtide._base.memory import device_memory
+from lowtide._base.memory import device_memory, pinned_cap
 from lowtide.policies import INPUT, ActivationPolicy
 
 # The attribute that a checkpointed module keeps its region in.
@@ -51,14 +50,6 @@ def book() -> _C.NameBook:
 @functools.cache
 def transfers(device: torch.device) -> _C.Transfers:
     return _C.Transfers(device_memory(device), cap_bytes=pinned_cap())
-
-
-def pinned_cap() -> int:
-    """Bytes this process may page-lock: LOWTIDE_PINNED_BYTES, or its share of half
-    the machine's memory."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    share = total // 2 // environment.number("LOCAL_WORLD_SIZE", 1, least=1)
-    return environment.number("LOWTIDE_PINNED_BYTES", share)
 
 
 class RegionState:

@@ -6,8 +6,8 @@ from typing import Any, get_args
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
-from torch.distributed.fsdp import OffloadPolicy
 
 from lowtide._sharding import modules as managed
 from lowtide._sharding.fsdp_module import FSDPModule
@@ -91,13 +91,18 @@ def check_settings(
         )
     if not isinstance(offload_policy, OffloadPolicy | None):
         raise ValueError(
-            f"lowtide: {who}: expected offload_policy=None, got "
-            f"{_kind(offload_policy)}. Leave it out."
+            f"lowtide: {who}: expected offload_policy to be a CPUOffloadPolicy or "
+            f"None, got {_kind(offload_policy)}. Write lowtide.CPUOffloadPolicy(), or "
+            "leave it out."
         )
-    if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
+    known = type(offload_policy) is OffloadPolicy or isinstance(
+        offload_policy, CPUOffloadPolicy | None
+    )
+    if not known:
         raise NotImplementedError(
-            f"lowtide: {who}: expected offload_policy=None, got "
-            f"{offload_policy}. Parameter offload is not supported."
+            f"lowtide: {who}: expected offload_policy to be a CPUOffloadPolicy or "
+            f"None, got {offload_policy}. Leave it out: what else is to go elsewhere "
+            "is not known."
         )
 
 

@@ -45,7 +45,8 @@ def _undisturbed(method: Callable[..., Any]) -> Callable[..., Any]:
 class _Extended:
     """One parameter's way through a gather."""
 
-    def __init__(self, parameter: UnitParameter) -> None:
+    def __init__(self, parameter: UnitParameter, device: torch.device) -> None:
+        self._device = device  # that hooks compute on
         # The reference is weak, as are all that the C++ unit holds: a parameter leads
         # to its modules.
         self._reference = weakref.ref(parameter)
@@ -67,10 +68,10 @@ class _Extended:
         assert isinstance(shard, DTensor)
         return shard._local_tensor
 
-    def _call(self, hook: str, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, local: Tensor, hook: str, *args: Any, **kwargs: Any) -> Any:
         """An error of the hook is passed on as it is, and says whose it is."""
         try:
-            return getattr(self.local, hook)(*args, **kwargs)
+            return getattr(local, hook)(*args, **kwargs)
         except Exception as error:
             if sys.version_info >= (3, 11):
                 error.add_note(
@@ -94,7 +95,9 @@ class _Extended:
             parameter.slots[0][0],
             policy,
         )
-        sent, self.metadata = self._call(PRE, *arguments[: self._num_arguments])
+        # A shard on the host has no bytes of lowtide's: the host waits for this copy.
+        there = local if local.device == self._device else local.to(self._device)
+        sent, self.metadata = self._call(there, PRE, *arguments[: self._num_arguments])
         if isinstance(sent, Tensor):
             sent = (sent,)
         sent = [_plain(tensor) for tensor in sent]
@@ -138,9 +141,11 @@ class _Extended:
             for tensor, size in zip(gathered, self.sizes, strict=True)
         )
         if self.made:
-            self._call(POST, outputs, self.metadata, dtype, out=parameter.full)
+            self._call(
+                self.local, POST, outputs, self.metadata, dtype, out=parameter.full
+            )
             return None
-        full, inner = self._call(POST, outputs, self.metadata, dtype)
+        full, inner = self._call(self.local, POST, outputs, self.metadata, dtype)
         full = torch.as_strided(
             full,
             parameter.sizes,
@@ -191,10 +196,11 @@ class Extensions:
         mesh: DeviceMesh,
         policies: list[MixedPrecisionPolicy],
         keeps_parts: bool,
+        device: torch.device,
     ) -> None:
         # Whether parts of what was gathered stay between forward and backward.
         self._keeps_parts = keeps_parts
-        self._extended = [_Extended(parameter) for parameter in parameters]
+        self._extended = [_Extended(each, device) for each in parameters]
         self._dtypes = dtypes
         self._mesh = _last_dimension(mesh)
         self._policies = policies

@@ -1,4 +1,5 @@
-"""The total norm of gradients, and their scaling, by two passes of one kernel each.
+"""The total norm of gradients, and their scaling, by two passes of one kernel each, on
+the device or, of an offloaded model, on the host.
 
 torch's own computes a norm of every gradient, then the norm of these; with sharded
 gradients it sends a scalar for each. Here a rank's shards have one norm, and one scalar
@@ -12,6 +13,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def is_elsewhere(gradient: Tensor) -> bool:
+    """Whether it is offloaded: its ranks' communicator may take no bytes of a host."""
+    sharded = isinstance(gradient, DTensor)
+    return sharded and gradient.device_mesh.device_type != gradient.device.type
 
 
 def fits(gradients: Sequence[Tensor]) -> bool:
@@ -52,7 +59,8 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     first = gradients[0]
     if not isinstance(first, DTensor):
         return norm
-    squares = norm.square()
+    # In step with the mesh's collectives, on its device.
+    squares = norm.square().to(first.device_mesh.device_type)
     for dim in _sharded_dims(first):
         torch.distributed.all_reduce(squares, group=first.device_mesh.get_group(dim))
     replicated = [Replicate()] * first.device_mesh.ndim
@@ -65,7 +73,8 @@ def scale_(gradients: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
     """What ``clip_grads_with_norm_`` does: times min(1, max_norm / (norm + 1e-6))."""
     whole = norm.to_local() if isinstance(norm, DTensor) else norm
     factor = torch.clamp(max_norm / (whole + 1e-6), max=1.0)
-    torch.ops.lowtide.foreach_scale_(_locals(gradients), factor)
+    locals_ = _locals(gradients)
+    torch.ops.lowtide.foreach_scale_(locals_, factor.to(locals_[0].device))
 
 
 def _locals(gradients: Sequence[Tensor]) -> list[Tensor]:

@@ -136,10 +136,14 @@ def local_gradient(
 
 
 def make_shard(
-    parameter: nn.Parameter, mesh: DeviceMesh, placement: Shard | None, who: str
+    parameter: nn.Parameter,
+    mesh: DeviceMesh,
+    placement: Shard | None,
+    who: str,
+    home: torch.device,
 ) -> dict[str, Any]:
     """The fields of a UnitParameter that say how ``parameter`` is split over the last
-    dimension of ``mesh``."""
+    dimension of ``mesh``; the shard is on ``home``."""
     placement = _checked(parameter, placement, who)
     parallel = parameter._spec if isinstance(parameter, DTensor) else None
     data = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
@@ -165,6 +169,8 @@ def make_shard(
             if rank < len(chunks)
             else data.new_empty((0, *data.shape[1:]))
         )
+    if local.device != home and not local.is_meta:
+        local = local.to(home)
     spec = _spec(parameter, mesh, placement, parallel)
     shard = nn.Parameter(
         DTensor(local, spec, requires_grad=False),

@@ -23,7 +23,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from lowtide import _C
 from lowtide._base.classes import class_name, original_class
-from lowtide._base.memory import device_memory
+from lowtide._base.memory import device_memory, host_memory
 from lowtide._sharding.embedding import EmbeddingRows, wants_rows
 from lowtide._sharding.extension import Extensions
 from lowtide._sharding.fused import FusedWeights
@@ -44,8 +44,10 @@ from lowtide._sharding.parameter import (
 from lowtide._sharding.subclass import extended_class, require_hooks
 from lowtide._torch_version import CASTS_EACH_OF_A_LIST
 from lowtide.policies import (
+    CPUOffloadPolicy,
     GradientMode,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     ParameterDtypes,
     overridden_dtype,
     parameter_dtypes,
@@ -71,11 +73,14 @@ class UnitState:
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | int | None,
         grads: GradientMode,
+        offload_policy: OffloadPolicy | None,
         before_forward: "Callable[[UnitState], None]",
     ) -> None:
         self.modules = modules
         self.mesh = mesh
         self.device = device
+        # Where shards and reduced gradients are.
+        self.home = device
         self.policy = without_override(policy)
         self._overridden_dtype = functools.partial(overridden_dtype, policy=policy)
         self.auto_reshard = reshard_after_forward is None
@@ -102,6 +107,9 @@ class UnitState:
         self.settings = _C.UnitSettings()
         self.settings.reshard_after_forward = reshard_after_forward is not False
         self.settings.reduction.replicas = self.groups.replicas
+        if isinstance(offload_policy, CPUOffloadPolicy):
+            self.home = torch.device("cpu")
+            self.settings.host = host_memory(device, offload_policy.pin_memory)
         self.custom_all_gather: AllGather | None = None
         self.custom_reduce_scatter: ReduceScatter | None = None
         # States whose units to gather ahead; the units may not exist yet.
@@ -158,7 +166,7 @@ class UnitState:
                 item.slots,
                 name=who,
                 compute_dtype=compute,
-                **make_shard(original, self.mesh, placement, who),
+                **make_shard(original, self.mesh, placement, who, self.home),
             )
             parameter.register(parameter.shard)
             remember_original(original, parameter)
@@ -243,8 +251,8 @@ class UnitState:
 
     def _is_elsewhere(self, parameter: UnitParameter) -> bool:
         device = local_of(parameter.shard).device
-        return device.type != self.device.type or (
-            device.type != "cpu" and device != self.device
+        return device.type != self.home.type or (
+            device.type != "cpu" and device != self.home
         )
 
     def _leave_device(self) -> None:
@@ -310,6 +318,7 @@ class UnitState:
                 self.mesh,
                 [self.policy_of(parameter.compute_dtype) for parameter in extended],
                 keeps_parts=self.settings.post_forward_group is not None,
+                device=self.device,
             )
             if extended
             else None
@@ -480,7 +489,7 @@ class UnitState:
             raise RuntimeError(
                 f"lowtide: unit '{self.name}': expected parameters with storage, got "
                 f"meta tensors: {', '.join(meta)}. Call "
-                f"model.to_empty(device='{self.device.type}') and initialise them, or "
+                f"model.to_empty(device='{self.home.type}') and initialise them, or "
                 "load a checkpoint with assign=True."
             )
         return self.unit
@@ -492,9 +501,10 @@ class UnitState:
             if self._is_elsewhere(p)
         }
         raise RuntimeError(
-            f"lowtide: unit '{self.name}': expected parameters on {self.device}, got "
+            f"lowtide: unit '{self.name}': expected parameters on {self.home}"
+            f"{' with CPUOffloadPolicy' if self.settings.host else ''}, got "
             f"{', '.join(f'{name} on {where}' for name, where in away.items())}. Call "
-            f"model.to('{self.device.type}') before the forward."
+            f"model.to('{self.home.type}') before the forward."
         )
 
     def to_be_gathered(self) -> _C.Unit:

@@ -43,6 +43,10 @@ class Live:
 
     @property
     def device(self) -> torch.device:
+        """That the model computes on; offloaded shards are not there."""
+        for state in map(unit_state, self.model.modules()):
+            if state is not None:
+                return state.device
         tensors = [*self.parameters.values(), *self.state.values()]
         devices = (local(t).device for t in tensors if isinstance(t, Tensor))
         return next(devices, torch.device("cpu"))

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowtide._sharding.local_parameter import sharded_of
+from lowtide._sharding.unit import unit_state
 from lowtide.api import abort_step
 from lowtide.saving import content
 from lowtide.saving.background import Snapshot
@@ -53,7 +54,9 @@ class Remembered:
             *(t for _, gradient in self._gradients for t in self._in(gradient)),
         ]
         self._tensors = {content.OPTIMIZER: stepped, _OTHERS: others}
-        devices = (t.device for t in (*stepped, *others) if t.device.type != "cpu")
+        units = filter(None, map(unit_state, model.modules()))
+        where = (*units, *stepped, *others)  # offloaded states are not on the device
+        devices = (each.device for each in where if each.device.type != "cpu")
         self.device = next(devices, torch.device("cpu"))
         self._generators = content.generators(self.device)
         self._copies = Snapshot(self._tensors, self.device)

@@ -51,6 +51,18 @@ class GradientRingTest : public testing::Test {
                      std::make_shared<memory::DeviceMemory>(runtime_, ledger_)};
 };
 
+TEST_F(GradientRingTest, WhatAnotherStreamCopiesGoesBackBehindThatCopy) {
+  for (const bool releases : {false, true}) {
+    const auto storage = source(1).storage();
+    const auto copy = runtime_->mark(Stream::offload, "copy to the host");
+    ring_.retire(storage, runtime_->record(Stream::offload));
+    const auto before = storage.use_count();
+    releases ? ring_.release() : ring_.reclaim(0);
+    EXPECT_LT(storage.use_count(), before);
+    EXPECT_TRUE(compute_is_behind(copy));
+  }
+}
+
 TEST_F(GradientRingTest, SlotsAreLeasedWhenTheyAreNeeded) {
   ring_.fit(100);
   EXPECT_EQ(live(), 0);

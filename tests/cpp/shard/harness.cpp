@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <limits>
+
 #include "base/check.h"
 
 namespace lowtide::shard {
@@ -46,19 +48,27 @@ class Rank::View final : public ModuleView {
 };
 
 Rank::Rank(Exchange& exchange, std::int64_t rank,
-           const std::vector<UnitSpec>& units)
+           const std::vector<UnitSpec>& units, bool offloaded)
     : runtime(std::make_shared<device::ScriptedRuntime>()),
       waits(std::make_shared<SkippingRuntime>(runtime)),
       ledger(std::make_shared<memory::Ledger>()),
       memory(std::make_shared<memory::DeviceMemory>(waits, ledger)),
+      pool(std::make_shared<memory::PinnedPool>(
+          waits, std::make_shared<memory::Ledger>(),
+          std::numeric_limits<std::int64_t>::max())),
       collectives(std::make_shared<RankCollectives>(exchange, rank, runtime)),
       root(std::make_shared<Root>("model", memory)),
       specs_(units) {
   const Parameters initial = initial_parameters(units);
+  const auto host =
+      offloaded ? std::make_shared<memory::HostMemory>(waits, pool, true)
+                : nullptr;
   for (std::size_t u = 0; u < units.size(); ++u) {
-    auto unit =
-        std::make_shared<Unit>(units[u].name, infos_of(units[u]),
-                               UnitGroups{collectives, collectives}, memory);
+    auto settings = std::make_shared<UnitSettings>();
+    settings->host = host;
+    auto unit = std::make_shared<Unit>(units[u].name, infos_of(units[u]),
+                                       UnitGroups{collectives, collectives},
+                                       memory, std::move(settings));
     unit->settings().encloses_units = units[u].encloses_units;
     unit->settings().leaf_module = units[u].leaf_module;
     std::vector<at::Tensor> shards;
@@ -262,7 +272,7 @@ void expect_naive_bits(const Scenario& scenario, std::int64_t world_size,
                        const std::function<void(Rank& rank)>& prepare) {
   const std::vector<NaiveStep> expected = train_naively(scenario, world_size);
   run_ranks(world_size, [&](Exchange& exchange, std::int64_t r) {
-    Rank rank(exchange, r, scenario.units);
+    Rank rank(exchange, r, scenario.units, scenario.offloaded);
     if (prepare) prepare(rank);
     for (int step = 0; step < scenario.num_steps; ++step) {
       const auto losses = run_step(rank, scenario, step);

@@ -27,9 +27,9 @@ namespace lowtide::shard {
 
 class Rank final : public Layers {
  public:
-  // The exchange outlives the rank.
+  // The exchange outlives the rank; `offloaded`: all units are.
   Rank(Exchange& exchange, std::int64_t rank,
-       const std::vector<UnitSpec>& units);
+       const std::vector<UnitSpec>& units, bool offloaded = false);
   ~Rank() override;
 
   at::Tensor call(std::size_t unit, const at::Tensor& x,
@@ -73,6 +73,7 @@ class Rank final : public Layers {
   std::shared_ptr<SkippingRuntime> waits;
   std::shared_ptr<memory::Ledger> ledger;
   std::shared_ptr<memory::DeviceMemory> memory;
+  std::shared_ptr<memory::PinnedPool> pool;  // of what is offloaded
   std::shared_ptr<RankCollectives> collectives;
   std::shared_ptr<Root> root;
   // Called at every kernel with its name; what it throws is the kernel's error.

@@ -14,6 +14,7 @@ struct Scenario {
   // One microbatch each: whether its backward reduces.
   std::vector<bool> sync = {true};
   int num_steps = 2;
+  bool offloaded = false;  // shards and gradients are on the host
 };
 
 // The order in which the wire adds what ranks contribute to `owner`'s slice.

@@ -36,6 +36,17 @@ TEST(PlannedStepTest, TwoUnitsAreGatheredBesideTheRoot) {
   EXPECT_EQ(peaks.sharded_gradients, 1 + 10 + 20 + 40);
 }
 
+TEST(PlannedStepTest, OffloadedUnitsAreOnTheHostAndLeaveThreeAtATime) {
+  auto units = blocks_in_a_root();
+  units.push_back(units[1]);
+  for (auto& unit : units) unit.offloaded = true;
+  const auto peaks = planned_peaks(units);
+  EXPECT_EQ(peaks.parameters, 0);
+  EXPECT_EQ(peaks.host_parameters, 1 + 10 + 20 + 40 + 10);
+  EXPECT_EQ(peaks.host_gradients, 1 + 10 + 20 + 40 + 10);
+  EXPECT_EQ(peaks.sharded_gradients, 1 + 10 + 20 + 40);
+}
+
 TEST(PlannedStepTest, UnitsThatStayAddUp) {
   auto units = blocks_in_a_root();
   for (auto& unit : units) unit.reshard_after_forward = false;

@@ -131,70 +131,76 @@ Dense dense_gradients(const Parameters& full, std::int64_t world_size,
 }
 
 TEST(RowStreamTest, FetchesEveryRowOnceInBlocksOfAllShards) {
-  for (const std::int64_t world_size : {1, 2, 3, 4}) {
-    run_ranks(world_size, [&](Exchange& exchange, std::int64_t r) {
-      const auto units = model_with_head();
-      Rank rank(exchange, r, units);
-      const auto full = small_integers(units);
-      rank.load(full);
-      rank.root->set_gradient_budget(1);  // the smallest chunks: 128 columns
-      RowStream& stream = rank.unit(kHead).rows().read(RowReads::blocks);
-      EXPECT_EQ(stream.block_rows(), 128 / kWidth);
-      EXPECT_EQ(stream.padded_rows(),
-                (kVocabulary + world_size - 1) / world_size);
-      std::vector<std::int64_t> seen(kVocabulary, 0);
-      stream.begin(RowPass::forward);
-      for (std::int64_t k = 0; k < stream.num_blocks(); ++k) {
-        const auto rows = stream.fetch(k);
-        ASSERT_EQ(rows.size(0), world_size * stream.rows_in(k));
-        for (std::int64_t i = 0; i < rows.size(0); ++i) {
-          const auto owner = i / stream.rows_in(k);
-          const auto row = owner * stream.padded_rows() +
-                           k * stream.block_rows() + i % stream.rows_in(k);
-          if (row >= kVocabulary) continue;
-          ++seen[static_cast<std::size_t>(row)];
-          EXPECT_TRUE(same_bits(rows[i], full[kHead][0][row])) << row;
+  for (const bool offloaded : {false, true}) {
+    for (const std::int64_t world_size : {1, 2, 3, 4}) {
+      run_ranks(world_size, [&](Exchange& exchange, std::int64_t r) {
+        const auto units = model_with_head();
+        Rank rank(exchange, r, units, offloaded);
+        const auto full = small_integers(units);
+        rank.load(full);
+        rank.root->set_gradient_budget(1);  // the smallest chunks: 128 columns
+        RowStream& stream = rank.unit(kHead).rows().read(RowReads::blocks);
+        EXPECT_EQ(stream.block_rows(), 128 / kWidth);
+        EXPECT_EQ(stream.padded_rows(),
+                  (kVocabulary + world_size - 1) / world_size);
+        std::vector<std::int64_t> seen(kVocabulary, 0);
+        stream.begin(RowPass::forward);
+        for (std::int64_t k = 0; k < stream.num_blocks(); ++k) {
+          const auto rows = stream.fetch(k);
+          ASSERT_EQ(rows.size(0), world_size * stream.rows_in(k));
+          for (std::int64_t i = 0; i < rows.size(0); ++i) {
+            const auto owner = i / stream.rows_in(k);
+            const auto row = owner * stream.padded_rows() +
+                             k * stream.block_rows() + i % stream.rows_in(k);
+            if (row >= kVocabulary) continue;
+            ++seen[static_cast<std::size_t>(row)];
+            EXPECT_TRUE(same_bits(rows[i], full[kHead][0][row])) << row;
+          }
         }
-      }
-      stream.end();
-      EXPECT_EQ(seen, std::vector<std::int64_t>(kVocabulary, 1));
-      EXPECT_EQ(rank.live(memory::Category::gathered), 0);
-    });
+        stream.end();
+        EXPECT_EQ(seen, std::vector<std::int64_t>(kVocabulary, 1));
+        EXPECT_EQ(rank.live(memory::Category::gathered), 0);
+      });
+    }
   }
 }
 
 TEST(RowStreamTest, GradientsEqualTheDenseOnes) {
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
-    for (const std::int64_t world_size : {1, 2, 3, 4}) {
-      for (const bool sync_each : {true, false}) {
-        run_ranks(world_size, [&](Exchange& exchange, std::int64_t r) {
-          const auto units = model_with_head(dtype);
-          Rank rank(exchange, r, units);
-          const auto full = small_integers(units);
-          rank.load(full);
-          rank.root->set_gradient_budget(1);
-          rank.unit(kHead).rows().read(RowReads::blocks);
-          for (int step = 0; step < 2; ++step) {
-            SCOPED_TRACE(base::concat("rank ", r, " of ", world_size, ", step ",
-                                      step, ", sync each ", sync_each));
-            rank.set_sync(sync_each);
-            run_microbatch(rank, dtype);
-            rank.set_sync(true);
-            run_microbatch(rank, dtype);
-            // fp32 has room for every integer here, bf16 for none of the sums:
-            // there only shape and bytes are compared.
-            if (dtype == at::kFloat) {
-              const auto dense = dense_gradients(full, world_size, 2, dtype);
-              EXPECT_EQ(rank.gradient_difference({{dense.scale}, {dense.head}}),
-                        "");
-            } else {
-              EXPECT_TRUE(rank.shard(kHead, 0).grad().defined());
+    for (const bool offloaded : {false, true}) {
+      for (const std::int64_t world_size : {1, 2, 3, 4}) {
+        for (const bool sync_each : {true, false}) {
+          run_ranks(world_size, [&](Exchange& exchange, std::int64_t r) {
+            const auto units = model_with_head(dtype);
+            Rank rank(exchange, r, units, offloaded);
+            const auto full = small_integers(units);
+            rank.load(full);
+            rank.root->set_gradient_budget(1);
+            rank.unit(kHead).rows().read(RowReads::blocks);
+            for (int step = 0; step < 2; ++step) {
+              SCOPED_TRACE(base::concat("rank ", r, " of ", world_size,
+                                        ", step ", step, ", sync each ",
+                                        sync_each));
+              rank.set_sync(sync_each);
+              run_microbatch(rank, dtype);
+              rank.set_sync(true);
+              run_microbatch(rank, dtype);
+              // fp32 has room for every integer here, bf16 for none of the
+              // sums: there only shape and bytes are compared.
+              if (dtype == at::kFloat) {
+                const auto dense = dense_gradients(full, world_size, 2, dtype);
+                EXPECT_EQ(
+                    rank.gradient_difference({{dense.scale}, {dense.head}}),
+                    "");
+              } else {
+                EXPECT_TRUE(rank.shard(kHead, 0).grad().defined());
+              }
+              rank.zero_grad();
+              EXPECT_EQ(rank.unrest(), "");
             }
-            rank.zero_grad();
-            EXPECT_EQ(rank.unrest(), "");
-          }
-          EXPECT_THAT(rank.runtime->violations(), IsEmpty());
-        });
+            EXPECT_THAT(rank.runtime->violations(), IsEmpty());
+          });
+        }
       }
     }
   }
@@ -221,43 +227,47 @@ TEST(RowStreamTest, HoldsTwoBlocksAndTheRing) {
 // An embedding's forward: larger blocks than its gradient's, every row in one.
 TEST(RowStreamTest, ALookupReadsEveryRowOnceInItsOwnBlocks) {
   constexpr std::int64_t kRows = 40;
-  for (const std::int64_t world_size : {1, 2, 3, 4}) {
-    run_ranks(world_size, [&](Exchange& exchange, std::int64_t r) {
-      const auto units = model_with_head(at::kBFloat16);
-      Rank rank(exchange, r, units);
-      const auto full = small_integers(units);
-      rank.load(full);
-      rank.root->set_gradient_budget(1);
-      auto& unit = rank.unit(kHead);
-      RowStream& stream = unit.rows().read(RowReads::lookup, kRows);
-      EXPECT_TRUE(unit.rows().looks_up());
-      EXPECT_EQ(stream.lookup_rows(), kRows);
-      EXPECT_LT(stream.block_rows(), kRows);
-      std::vector<std::int64_t> seen(kVocabulary, 0);
-      stream.begin(RowPass::lookup);
-      for (std::int64_t begin = 0; begin < stream.padded_rows();
-           begin += kRows) {
-        const auto count = std::min(kRows, stream.padded_rows() - begin);
-        const auto rows = SquaredLogits::read(rank, stream, begin / kRows, "");
-        ASSERT_EQ(rows.size(0), world_size * count);
-        for (std::int64_t i = 0; i < rows.size(0); ++i) {
-          const auto row = i / count * stream.padded_rows() + begin + i % count;
-          if (row >= kVocabulary) continue;
-          ++seen[static_cast<std::size_t>(row)];
-          EXPECT_TRUE(same_bits(rows[i].to(at::kFloat), full[kHead][0][row]))
-              << row;
+  for (const bool offloaded : {false, true}) {
+    for (const std::int64_t world_size : {1, 2, 3, 4}) {
+      run_ranks(world_size, [&](Exchange& exchange, std::int64_t r) {
+        const auto units = model_with_head(at::kBFloat16);
+        Rank rank(exchange, r, units, offloaded);
+        const auto full = small_integers(units);
+        rank.load(full);
+        rank.root->set_gradient_budget(1);
+        auto& unit = rank.unit(kHead);
+        RowStream& stream = unit.rows().read(RowReads::lookup, kRows);
+        EXPECT_TRUE(unit.rows().looks_up());
+        EXPECT_EQ(stream.lookup_rows(), kRows);
+        EXPECT_LT(stream.block_rows(), kRows);
+        std::vector<std::int64_t> seen(kVocabulary, 0);
+        stream.begin(RowPass::lookup);
+        for (std::int64_t begin = 0; begin < stream.padded_rows();
+             begin += kRows) {
+          const auto count = std::min(kRows, stream.padded_rows() - begin);
+          const auto rows =
+              SquaredLogits::read(rank, stream, begin / kRows, "");
+          ASSERT_EQ(rows.size(0), world_size * count);
+          for (std::int64_t i = 0; i < rows.size(0); ++i) {
+            const auto row =
+                i / count * stream.padded_rows() + begin + i % count;
+            if (row >= kVocabulary) continue;
+            ++seen[static_cast<std::size_t>(row)];
+            EXPECT_TRUE(same_bits(rows[i].to(at::kFloat), full[kHead][0][row]))
+                << row;
+          }
         }
-      }
-      stream.end();
-      EXPECT_EQ(seen, std::vector<std::int64_t>(kVocabulary, 1));
-      EXPECT_EQ(rank.live(memory::Category::gathered), 0);
-      EXPECT_EQ(rank.peak(memory::Category::gathered),
-                unit.rows().gathered_bytes());
-      EXPECT_EQ(
-          unit.rows().gathered_bytes(),
-          world_size * std::min(2 * kRows, stream.padded_rows()) * kWidth * 2);
-      EXPECT_THAT(rank.runtime->violations(), IsEmpty());
-    });
+        stream.end();
+        EXPECT_EQ(seen, std::vector<std::int64_t>(kVocabulary, 1));
+        EXPECT_EQ(rank.live(memory::Category::gathered), 0);
+        EXPECT_EQ(rank.peak(memory::Category::gathered),
+                  unit.rows().gathered_bytes());
+        EXPECT_EQ(unit.rows().gathered_bytes(),
+                  world_size * std::min(2 * kRows, stream.padded_rows()) *
+                      kWidth * 2);
+        EXPECT_THAT(rank.runtime->violations(), IsEmpty());
+      });
+    }
   }
 }
 
@@ -382,7 +392,7 @@ TEST(RowStreamTest, TellsItsUnitOfEveryGatherAndOfTheLast) {
     const ParameterInfos infos(std::vector<ParameterInfo>{
         {"head.weight", {8, 2}, at::kFloat, at::kFloat, at::kFloat}});
     const UnitSettings settings;
-    UnitParameters parameters(name, infos, *group, memory);
+    UnitParameters parameters(name, infos, *group, memory, nullptr);
     UnitGradients gradients(name, infos, parameters.buffers().layout(), group,
                             settings.reduction, memory);
     Heard heard(gradients);

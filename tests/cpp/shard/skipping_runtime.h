@@ -29,6 +29,13 @@ class SkippingRuntime final : public device::Runtime {
   // "reduce after compute", ..., in order, since construction or `skip`.
   const std::vector<std::string>& waits() const { return waits_; }
 
+  // The same for the host's.
+  void skip_synchronize(std::int64_t k) {
+    num_synchronizes_ = 0;
+    skipped_synchronize_ = k;
+  }
+  std::int64_t num_synchronizes() const { return num_synchronizes_; }
+
   // The wait that comes after `k` others and all that follow throw.
   void fail(std::size_t k) { failing_ = waits_.size() + k; }
 
@@ -62,7 +69,9 @@ class SkippingRuntime final : public device::Runtime {
   }
   void synchronize(device::Stream stream) override {
     if (on_synchronize) on_synchronize();
-    scripted_->synchronize(stream);
+    if (num_synchronizes_++ != skipped_synchronize_) {
+      scripted_->synchronize(stream);
+    }
   }
   std::int64_t enter(device::Stream stream) override {
     return scripted_->enter(stream);
@@ -86,6 +95,8 @@ class SkippingRuntime final : public device::Runtime {
   std::map<const void*, std::string_view> recorded_on_;
   std::vector<std::string> waits_;
   std::int64_t skipped_ = -1;
+  std::int64_t num_synchronizes_ = 0;
+  std::int64_t skipped_synchronize_ = -1;
   std::size_t failing_ = std::numeric_limits<std::size_t>::max();
 };
 

@@ -13,6 +13,7 @@
 namespace lowtide::shard {
 namespace LOWTIDE_FILE {
 
+using testing::AnyOf;
 using testing::Each;
 using testing::HasSubstr;
 using testing::IsEmpty;
@@ -66,7 +67,7 @@ Outcome run_with(const Usage& usage, const std::vector<NaiveStep>& expected,
   std::mutex mutex;
   Outcome outcome;
   run_ranks(kWorldSize, [&](Exchange& exchange, std::int64_t r) {
-    Rank rank(exchange, r, usage.scenario.units);
+    Rank rank(exchange, r, usage.scenario.units, usage.scenario.offloaded);
     usage.prepare(rank);
     rank.collectives->checks_values = false;  // a missing wait shows in them
     if (r == 0) skip(rank);
@@ -218,6 +219,28 @@ TEST(WaitsTest, AllMatterInReentrantCheckpoints) {
   EXPECT_THAT(superfluous_waits(usage),
               Each(HasSubstr("compute after reduce")));
   EXPECT_THAT(superfluous_pending_waits(usage), IsEmpty());
+}
+
+// `gather` waits for the copy of what it reads, which is behind compute, and
+// compute in the end for that of gradients, which is behind `reduce`.
+void expect_all_matter_offloaded(Usage usage) {
+  usage.scenario.offloaded = true;
+  EXPECT_THAT(superfluous_waits(usage),
+              Each(AnyOf(HasSubstr("gather after compute"),
+                         HasSubstr("compute after reduce"))));
+  EXPECT_THAT(superfluous_pending_waits(usage), IsEmpty());
+}
+
+TEST(WaitsTest, AllMatterWhenParametersAreOffloaded) {
+  expect_all_matter_offloaded(training(chain_of_layers({true})));
+}
+
+TEST(WaitsTest, AllMatterWhenOffloadedGradientsAreAddedToOlderOnes) {
+  expect_all_matter_offloaded(training(chain_of_layers({true, true})));
+}
+
+TEST(WaitsTest, AllMatterWhenSumsOverReplicasAreOffloaded) {
+  expect_all_matter_offloaded(keeping_results(chain_of_layers({true, true})));
 }
 
 // In forward, in backward before and after something is on its way.

@@ -98,11 +98,6 @@ def fsdp1() -> None:
         fsdp.FullyShardedDataParallel(nn.Linear(4, 4))
 
 
-def parameter_offload() -> None:
-    with session():
-        fsdp.fully_shard(nn.Linear(4, 4), offload_policy=fsdp.CPUOffloadPolicy())
-
-
 def policy_without_blocks() -> None:
     with session("recompute"):
         model = nn.Linear(4, 4)
@@ -154,7 +149,6 @@ def head_that_is_no_linear_layer() -> None:
 REFUSED: dict[Callable[[], None], str] = {
     fsdp1: "run: FullyShardedDataParallel: expected fully_shard, got FSDP1 around "
     "Linear. Ask the framework for FSDP2 (accelerate: fsdp_version 2; ",
-    parameter_offload: "fully_shard: expected offload_policy=None, got CPUOffload",
     policy_without_blocks: "run: --policy: expected repeated blocks in Linear, got "
     "none. Leave the option out, and call lowtide.checkpoint on the modules you mean.",
     policy_on_wrapped_blocks: "run: --policy: expected blocks of Sequential that the "

@@ -94,6 +94,7 @@ class Steps(RuleBasedStateMachine):
 
     pool: RankPool
     compared = True  # LOWTIDE_COMPARE_RANKS: without, nobody hears of ranks that differ
+    offloaded = False  # with CPUOffloadPolicy
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +111,7 @@ class Steps(RuleBasedStateMachine):
 
     @initialize(setup=setups)
     def start(self, setup: Setup) -> None:
-        self.setup = setup
+        self.setup = replace(setup, offload=self.offloaded)
 
     @precondition(lambda self: self.open < MOST_OPEN)
     @rule(run=passes)
@@ -218,12 +219,20 @@ class Steps(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("compare", ["on", pytest.param("off", marks=pytest.mark.slow)])
-def test_random_steps_equal_the_rule(compare: str) -> None:
+@pytest.mark.parametrize(
+    ("compare", "offloaded"),
+    [
+        ("on", False),
+        pytest.param("off", False, marks=pytest.mark.slow),
+        pytest.param("on", True, marks=pytest.mark.slow),
+    ],
+    ids=["on", "off", "offloaded"],
+)
+def test_random_steps_equal_the_rule(compare: str, offloaded: bool) -> None:
     print(f"LOWTIDE_RANDOM_SEED={SEED}")
     env = {"TORCH_FR_BUFFER_SIZE": "4000", "LOWTIDE_COMPARE_RANKS": compare}
     with RankPool(RANKS, group_timeout=20.0, env=env) as pool:
-        mode = {"pool": pool, "compared": compare == "on"}
+        mode = {"pool": pool, "compared": compare == "on", "offloaded": offloaded}
         machine = type("Steps", (Steps,), mode)
         seeded = hypothesis.seed(SEED)(machine)
         run_state_machine_as_test(

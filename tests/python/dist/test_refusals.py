@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 import lowtide
-from lowtide import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from lowtide import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 WORLD_SIZE = 2
 
@@ -114,8 +114,12 @@ def columns_of_another_dtype() -> None:
     fully_shard(module, mp_policy=policy, shard_placement_fn=lambda p: Shard(1))
 
 
-def offload() -> None:
-    fully_shard(linear(), offload_policy=CPUOffloadPolicy())
+class ElsewherePolicy(OffloadPolicy):
+    pass
+
+
+def offload_elsewhere() -> None:
+    fully_shard(linear(), offload_policy=ElsewherePolicy())
 
 
 def smaller_mesh_after_forward() -> None:
@@ -244,7 +248,8 @@ REFUSALS: dict[Callable[[], None], tuple[str, str]] = {
     ),
     flag_as_offload_policy: (
         "ValueError",
-        "fully_shard: expected offload_policy=None, got bool. ",
+        "fully_shard: expected offload_policy to be a CPUOffloadPolicy or None, got "
+        "bool. ",
     ),
     sharded_by_torch: (
         "ValueError",
@@ -297,9 +302,10 @@ REFUSALS: dict[Callable[[], None], tuple[str, str]] = {
         "Linear.weight: expected a dtype that is cast as the rest of its unit is, to "
         "split another dimension than the first, got BFloat16 to BFloat16. ",
     ),
-    offload: (
+    offload_elsewhere: (
         "NotImplementedError",
-        "fully_shard: expected offload_policy=None, got CPUOffloadPolicy",
+        "fully_shard: expected offload_policy to be a CPUOffloadPolicy or None, got "
+        "ElsewherePolicy(). ",
     ),
     smaller_mesh_after_forward: (
         "ValueError",

@@ -50,6 +50,7 @@ class Setup:
     stem: str = "embedding"  # "linear", "rows" (an embedding that is never gathered)
     replicas: bool = False  # the ranks are replicas and not shards
     extended: bool = False  # blocks' matrices are tensors that travel in bf16
+    offload: bool = False  # shards and gradients are the host's
 
     @property
     def pipelines(self) -> bool:
@@ -222,6 +223,8 @@ class Session:
                 setup.compute, torch.float32, output_dtype=setup.compute
             ),
         }
+        if setup.offload:
+            options["offload_policy"] = lowtide.CPUOffloadPolicy()
         if setup.replicas:
             options["mesh"] = init_device_mesh(
                 "cpu", (RANKS, 1), mesh_dim_names=("replicas", "shards")

@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import lowtide
-from lowtide._activation.regions import pinned_cap
 from lowtide._base import debugging, environment
+from lowtide._base.memory import pinned_cap
 from lowtide._sharding import groups
 from lowtide.integrations.policy_text import parse_policy
 from lowtide.phantom.clock import timeline

@@ -1,0 +1,100 @@
+#include "memory/host_memory.h"
+
+#include <c10/util/Logging.h>
+
+#include <exception>
+#include <utility>
+
+#include "base/check.h"
+
+namespace lowtide::memory {
+
+using device::Stream;
+
+// What the DataPtr of a lease owns.
+struct HostMemory::Lease {
+  std::shared_ptr<HostMemory> host;
+  HostSlot slot;
+};
+
+HostMemory::HostMemory(std::shared_ptr<device::Runtime> runtime,
+                       std::shared_ptr<PinnedPool> pool, bool page_locked)
+    : runtime_(std::move(runtime)),
+      pool_(std::move(pool)),
+      page_locked_(page_locked) {
+  LOWTIDE_INVARIANT(runtime_ != nullptr && pool_ != nullptr,
+                    "host memory has a runtime and a pool");
+}
+
+HostMemory::~HostMemory() {
+  try {
+    wait();
+  } catch (const std::exception& error) {
+    LOG(ERROR) << "lowtide: waiting for copies failed: " << error.what();
+  }
+}
+
+c10::DataPtr HostMemory::lease(Category category, std::string_view name,
+                               std::int64_t num_bytes) {
+  const c10::Device cpu(c10::DeviceType::CPU);
+  if (num_bytes == 0) return {nullptr, cpu};
+  auto lease = std::make_unique<Lease>(
+      Lease{shared_from_this(),
+            pool_->acquire(name, num_bytes, category, page_locked_)});
+  void* const data = lease->slot.data();
+  return {data, lease.release(), &release, cpu};
+}
+
+bool HostMemory::leased(const c10::DataPtr& bytes) {
+  return bytes.get_deleter() == &release;
+}
+
+// Runs wherever the last reference dies, on any thread.
+void HostMemory::release(void* context) {
+  const std::unique_ptr<Lease> lease(static_cast<Lease*>(context));
+  lease->host->give_back(std::move(lease->slot));
+}
+
+void HostMemory::give_back(HostSlot slot) {
+  if (!reads_ && !writes_) return;
+  const std::lock_guard lock(mutex_);
+  given_back_.push_back(std::move(slot));
+}
+
+device::Event HostMemory::copy(Stream behind, Stream on, void* to,
+                               const void* from, std::int64_t num_bytes,
+                               device::Copy direction) {
+  if (runtime_->capturing()) {
+    throw Error(base::error_text(
+        "offload_policy", "steps outside of a graph capture", "one inside",
+        "The host has a part in every step of an offloaded model: run it "
+        "without a graph."));
+  }
+  runtime_->wait(on, runtime_->record(behind));
+  runtime_->copy(on, to, from, static_cast<std::size_t>(num_bytes), direction);
+  return runtime_->record(on);
+}
+
+device::Event HostMemory::to_device(void* to, const void* from,
+                                    std::int64_t num_bytes) {
+  reads_ = true;
+  return copy(Stream::compute, Stream::reload, to, from, num_bytes,
+              device::Copy::to_device);
+}
+
+device::Event HostMemory::to_host(void* to, const void* from,
+                                  std::int64_t num_bytes) {
+  writes_ = true;
+  return copy(runtime_->current(), Stream::offload, to, from, num_bytes,
+              device::Copy::to_host);
+}
+
+void HostMemory::wait() {
+  if (writes_.exchange(false)) runtime_->synchronize(Stream::offload);
+  if (reads_.exchange(false)) runtime_->synchronize(Stream::reload);
+  std::vector<HostSlot> unused;
+  const std::lock_guard lock(mutex_);
+  unused.swap(given_back_);
+}
+
+}  // namespace lowtide::memory

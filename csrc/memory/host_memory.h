@@ -1,0 +1,74 @@
+// Host bytes of what is offloaded for good, parameters and reduced gradients,
+// and their copies to and from the device.
+//
+// [Note: Copies and the host]
+// What is on the host is read and written by whoever likes, without a stream:
+// by an optimizer, by a state dict.  No event orders that behind a copy.  So
+// the host waits, for the copies alone, where a program goes on from one part
+// of a step to the next: when the root's forward returns and when a backward is
+// over.  Bytes that are given back while a copy may use them wait for that,
+// too.
+//
+// Thread-safe.
+#pragma once
+
+#include <c10/core/Allocator.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string_view>
+#include <vector>
+
+#include "device/runtime.h"
+#include "memory/ledger.h"
+#include "memory/pinned_pool.h"
+
+namespace lowtide::memory {
+
+class HostMemory : public std::enable_shared_from_this<HostMemory> {
+ public:
+  // `page_locked`: as long as the pool has such bytes; else ordinary ones,
+  // whose copies block the host.
+  HostMemory(std::shared_ptr<device::Runtime> runtime,
+             std::shared_ptr<PinnedPool> pool, bool page_locked);
+  // Waits for the copies.
+  ~HostMemory();
+  HostMemory(const HostMemory&) = delete;
+  HostMemory& operator=(const HostMemory&) = delete;
+
+  // `num_bytes` of uninitialised memory, entered in the pool's ledger; zero
+  // bytes give a null DataPtr.  No copy uses them yet.
+  c10::DataPtr lease(Category category, std::string_view name,
+                     std::int64_t num_bytes);
+  // Whether `bytes` came from here, from whichever.
+  static bool leased(const c10::DataPtr& bytes);
+
+  // Copies on `reload`, behind what compute has enqueued; the event is behind
+  // the copy.  Throws lowtide::Error inside a graph capture.
+  device::Event to_device(void* to, const void* from, std::int64_t num_bytes);
+  // The same on `offload`, behind what the current stream has enqueued.
+  device::Event to_host(void* to, const void* from, std::int64_t num_bytes);
+
+  // Blocks the host until the copies so far have run.
+  void wait();
+
+ private:
+  struct Lease;
+  static void release(void* context);
+  void give_back(HostSlot slot);
+  device::Event copy(device::Stream behind, device::Stream on, void* to,
+                     const void* from, std::int64_t num_bytes,
+                     device::Copy direction);
+
+  const std::shared_ptr<device::Runtime> runtime_;
+  const std::shared_ptr<PinnedPool> pool_;
+  const bool page_locked_;
+  std::atomic<bool> reads_{false};   // copies to the device may run
+  std::atomic<bool> writes_{false};  // copies to the host may run
+  std::mutex mutex_;
+  std::vector<HostSlot> given_back_;  // while copies might use them
+};
+
+}  // namespace lowtide::memory

@@ -1,0 +1,98 @@
+#include "memory/host_memory.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <memory>
+
+#include "base/check.h"
+#include "testing/scripted_runtime.h"
+
+namespace lowtide::memory {
+namespace LOWTIDE_FILE {
+
+using device::Stream;
+using testing::HasSubstr;
+using testing::IsEmpty;
+
+constexpr std::int64_t kBytes = 1000;
+constexpr auto kGradients = Category::sharded_gradients;
+
+class HostMemoryTest : public testing::Test {
+ protected:
+  std::shared_ptr<HostMemory> make(bool page_locked) {
+    return std::make_shared<HostMemory>(runtime_, pool_, page_locked);
+  }
+  std::int64_t live() const {
+    return ledger_->live()[static_cast<std::size_t>(kGradients)];
+  }
+
+  std::shared_ptr<device::ScriptedRuntime> runtime_ =
+      std::make_shared<device::ScriptedRuntime>();
+  std::shared_ptr<Ledger> ledger_ = std::make_shared<Ledger>();
+  std::shared_ptr<PinnedPool> pool_ = std::make_shared<PinnedPool>(
+      runtime_, ledger_, std::numeric_limits<std::int64_t>::max());
+  std::shared_ptr<HostMemory> host_ = make(/*page_locked=*/true);
+};
+
+TEST_F(HostMemoryTest, BytesGivenBackDuringACopyServeNobodyBeforeItIsOver) {
+  auto device = runtime_->allocate(kBytes);
+  runtime_->touches(Stream::compute, device.get(), kBytes,
+                    device::Access::write);
+  auto bytes = host_->lease(kGradients, "unit", kBytes);
+  void* const first = bytes.get();
+  host_->to_host(first, device.get(), kBytes);
+  bytes.clear();
+  auto others = host_->lease(kGradients, "unit", kBytes);
+  EXPECT_NE(others.get(), first);
+  host_->wait();
+  EXPECT_EQ(live(), kBytes);
+  EXPECT_EQ(host_->lease(kGradients, "unit", kBytes).get(), first);
+  EXPECT_EQ(pool_->figures().num_registrations, 2);
+  EXPECT_THAT(runtime_->violations(), IsEmpty());
+}
+
+TEST_F(HostMemoryTest, TheHostWaitsOnlyForCopies) {
+  const auto waits = [&] {
+    std::size_t count = 0;
+    for (const auto& entry : runtime_->log()) {
+      count += entry.kind == device::Entry::Kind::synchronize ? 1 : 0;
+    }
+    return count;
+  };
+  auto device = runtime_->allocate(kBytes);
+  auto bytes = host_->lease(kGradients, "unit", kBytes);
+  host_->wait();
+  EXPECT_EQ(waits(), 0u);
+  host_->to_device(device.mutable_get(), bytes.get(), kBytes);
+  host_->wait();
+  EXPECT_EQ(waits(), 1u);
+  host_->wait();
+  EXPECT_EQ(waits(), 1u);
+}
+
+TEST_F(HostMemoryTest, OrdinaryBytesAreCountedAndNotPageLocked) {
+  host_ = make(/*page_locked=*/false);
+  auto bytes = host_->lease(Category::parameters, "unit", kBytes);
+  EXPECT_TRUE(HostMemory::leased(bytes));
+  EXPECT_EQ(ledger_->by_name(Category::parameters).at("unit").live, kBytes);
+  EXPECT_EQ(pool_->figures().pinned_bytes, 0);
+  EXPECT_EQ(pool_->figures().pageable_bytes, kBytes);
+  bytes.clear();
+  EXPECT_EQ(ledger_->total_live(), 0);
+  EXPECT_FALSE(HostMemory::leased(runtime_->allocate(kBytes)));
+}
+
+TEST_F(HostMemoryTest, AGraphCaptureIsRefused) {
+  auto device = runtime_->allocate(kBytes);
+  auto bytes = host_->lease(kGradients, "unit", kBytes);
+  runtime_->set_capture(1);
+  EXPECT_THAT(
+      [&] { host_->to_device(device.mutable_get(), bytes.get(), kBytes); },
+      testing::ThrowsMessage<Error>(HasSubstr("without a graph")));
+  runtime_->set_capture(0);
+}
+
+}  // namespace LOWTIDE_FILE
+}  // namespace lowtide::memory
