@@ -149,6 +149,23 @@ def optimizer_in_backward(system_name: str) -> Record:
     return sorted(record.values, key=lambda entry: entry[0])
 
 
+def stepped_in_backward(system_name: str) -> Record:
+    """`optimize_in_backward`, clipped, beside an optimizer behind the backward."""
+    model = llama(system_name)
+    optimizer: Any = adamw(model, foreach=False)
+    if system_name == "lowtide":
+        lowtide.optimize_in_backward(model, optimizer, max_norm=0.5)
+    record = Recorder()
+    for step in range(NUM_STEPS):
+        record.add("loss", backward(model, step))
+        if system_name != "lowtide":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        record.add_model(model)
+    return record.values
+
+
 def all_reduce_hook(system_name: str) -> Record:
     model = llama(system_name)
     for unit in (*model.layers, model):
@@ -240,6 +257,7 @@ TRAININGS = [
     frozen_and_unused,
     tensor_parallel,
     optimizer_in_backward,
+    stepped_in_backward,
     all_reduce_hook,
     scaled,
     through_state_dicts,
