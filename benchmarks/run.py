@@ -51,8 +51,10 @@ CASES = (
     "peers",
     "published",
     "unedited_trainer",
+    "experts",
     "foreign_scripts",
     "soak",
+    "worlds",
 )
 
 DOCS_HEAD = """\

@@ -6,8 +6,10 @@
 
 #include <array>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 
 #include "base/tensor_over.h"
@@ -238,6 +240,17 @@ void bind_device_memory(py::module_& module) {
       .def("figures", &pool_figures)
       .def("host_tensor", &host_tensor, py::arg("device"), py::arg("name"),
            py::arg("bytes"));
+}
+
+// By kind, those that there were.
+std::map<std::string, std::int64_t> calls_of(const shard::Root& root,
+                                             const shard::Unit& unit) {
+  const auto counts = root.log().counts(unit.number());
+  std::map<std::string, std::int64_t> calls;
+  for (std::size_t i = 0; i < counts.size(); ++i) {
+    if (counts[i] > 0) calls[shard::StepNote::kKinds[i]] = counts[i];
+  }
+  return calls;
 }
 
 }  // namespace
@@ -482,6 +495,7 @@ void bind_shard(py::module_& module) {
       .def_property_readonly("backwards", &Root::backwards)
       .def("ended", &Root::ended, py::arg("backward"))
       .def_property_readonly("entered_units", &Root::entered_units)
+      .def("calls_of", &calls_of, py::arg("unit"))
       .def("abort", &Root::abort, NoGil(), py::arg("drop_gradients") = true);
 
   py::class_<ForwardHooks>(module, "ForwardHooks")

@@ -362,6 +362,7 @@ void Unit::on_output_gradient(std::int64_t call) {
   parameters_.set_ahead(false);
   if (entered) {
     prefetch_in_backward();
+    gradients_.set_lingering(wire_outlasts());
     // After the gather, which must not wait for other units' gradients.
     root_->stream().expects(gradients_);
     if (fused_.has_main_gradients()) {
@@ -377,11 +378,27 @@ void Unit::on_output_gradient(std::int64_t call) {
 
 // Other calls of the module or the units inside it take their own time before
 // its gradients come.
-void Unit::prefetch_in_backward() {
-  const bool gradients_come_now =
+std::int64_t Unit::tokens_of_gradients() const {
+  const bool come_now =
       gradients_.leaves_early() && !rows_.delivers_gradients();
+  return come_now ? common_.fewest_rows : 0;
+}
+
+bool Unit::wire_outlasts() const {
+  if (gradients_.source_bytes() < root_->lingering_from()) {
+    return false;
+  }
+  const auto elements = gradients_.elements();
+  return wire_outlasts_backward(
+      is_gathered_in_backward() ? buffers().gathered_bytes() : 0,
+      gradients_.sync() ? gradients_.wire_bytes() : 0, groups_.gather->size(),
+      std::accumulate(elements.begin(), elements.end(), std::int64_t{0}),
+      tokens_of_gradients());
+}
+
+void Unit::prefetch_in_backward() {
   if (prefetch_.waits(settings_->backward_prefetch, gradients_.elements(),
-                      gradients_come_now ? common_.fewest_rows : 0) &&
+                      tokens_of_gradients()) &&
       root_->stream().contains(gradients_)) {
     root_->stream().precede(gradients_, prefetch_.gradients_before(),
                             [this] { prefetch_.gather_expected(); });

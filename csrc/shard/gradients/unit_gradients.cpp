@@ -177,7 +177,7 @@ GradientColumns UnitGradients::columns(std::int32_t i, std::int64_t begin,
 std::vector<std::int64_t> UnitGradients::elements() const {
   std::vector<std::int64_t> elements;
   for (const auto i : trainable_) {
-    elements.push_back(parameter(i).numel);
+    elements.push_back(elements_every_token_uses(infos_.of(i).sizes));
   }
   return elements;
 }
@@ -288,7 +288,7 @@ at::Tensor UnitGradients::Parameter::piece_written_from() {
 void UnitGradients::begin(bool sync) {
   sync_ = sync;
   small_.clear();
-  sealed_ = leaves_early_ = false;
+  sealed_ = leaves_early_ = lingering_ = false;
   completed_.clear();
   used_elsewhere_.begin();
   for (auto& parameter : parameters_) {

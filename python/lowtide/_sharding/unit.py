@@ -53,6 +53,7 @@ from lowtide.policies import (
 )
 
 _numbers = itertools.count(1)  # of gathers without a root
+alive: "weakref.WeakSet[UnitState]" = weakref.WeakSet()
 
 
 class UnitState:
@@ -118,6 +119,7 @@ class UnitState:
             lazy_init=functools.partial(_with_alive, weakref.ref(self), before_forward),
             modules=modules,
         )
+        alive.add(self)
         for module in modules:
             module.__dict__[UNIT_STATE] = self
             # So that torch.distributed.fsdp.fully_shard.state(module) finds it.

@@ -160,6 +160,7 @@ def load(
                 process_group=ranks.group,
                 no_dist=ranks.group is None,
             )
+        extra = ranks.run(who, lambda: _extra(staged, opened))
         _commit(who, staged, opened, live, ranks)
     saved_by = opened.manifest.world_size if opened.manifest else ranks.size
     if saved_by != ranks.size:
@@ -168,7 +169,7 @@ def load(
             f"got {ranks.size}: random number generators stay as they are. Seed them.",
             stacklevel=2,
         )
-    return _extra(staged, opened)
+    return extra
 
 
 def _write(

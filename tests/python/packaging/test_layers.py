@@ -62,10 +62,10 @@ PYTHON_LAYERS = {
     "stepping": 5,  # remembers as a save does
     "in_backward": 5,  # lets a save's copies run first
     "wrapping": 4,
-    "cli": 5,
-    "integrations": 4,
-    "__init__": 6,
-    "__main__": 6,
+    "integrations": 6,
+    "cli": 7,
+    "__init__": 8,
+    "__main__": 8,
 }
 
 
