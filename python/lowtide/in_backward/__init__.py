@@ -69,8 +69,8 @@ def optimize_in_backward(
             step, and the first behind ``load_state_dict``, is exact.
 
     Raises:
-        ValueError: For a model without units, and an optimizer that asks for a closure
-            or already steps in backward.
+        ValueError: For a model without units, and an optimizer that has none of their
+            parameters, or some that another steps in backward, or asks for a closure.
         RuntimeError: In a second backward that reduces before ``step()``; from
             ``step()``, ``state_dict()`` and the next backward once one raised that had
             stepped some of the units, until states are loaded or ``lowtide.step`` has
@@ -119,6 +119,13 @@ def _require_steppable(optimizer: Optimizer, units: list[UnitState]) -> None:
             f"lowtide: optimize_in_backward: expected, for {name}, parameters that are "
             "stepped behind the backward, got some that an optimizer steps in it "
             "already. Keep that one, or build the model anew."
+        )
+    shards = {id(owner.shard) for state in units for owner in state.parameters}
+    if all(id(p) not in shards for p in _parameters(optimizer)):
+        raise ValueError(
+            f"lowtide: optimize_in_backward: expected an optimizer of the model's "
+            f"sharded parameters, got {name} with none of them. Make it behind "
+            "fully_shard, of model.parameters()."
         )
     needed = [
         parameter.name
@@ -264,6 +271,8 @@ class _InBackward:
             self._clip_and_step(self._max_norm)
         self._record.clear()
         self._drop()
+        if self._late:
+            self._host.clear()  # of the first step
 
     def _clip_and_step(self, max_norm: float) -> None:
         optimizer = self._optimizer

@@ -363,6 +363,9 @@ def refusals() -> None:
     assert_same_tensors(everything(model, optimizer), before, "")
     with pytest.raises(ValueError, match="steps in it already"):
         lowtide.optimize_in_backward(model, optimizer)
+    early = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    with pytest.raises(ValueError, match="SGD with none of them"):
+        lowtide.optimize_in_backward(model, early)
     with pytest.raises(ValueError, match="without a unit"):
         lowtide.optimize_in_backward(nn.Linear(2, 2), torch.optim.SGD)
 
