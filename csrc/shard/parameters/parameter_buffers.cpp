@@ -244,8 +244,7 @@ std::unique_ptr<comm::Pending> ParameterBuffers::gather(
     return nullptr;
   }
   prepare_extended();
-  auto gathered =
-      memory_->lease(memory::Category::gathered, *unit_, gathered_bytes());
+  auto gathered = lease_gathered();
   c10::DataPtr input;
   if (input_bytes() > 0) {
     input =
@@ -278,8 +277,7 @@ std::unique_ptr<comm::Pending> ParameterBuffers::gather(
 
 std::unique_ptr<comm::Pending> ParameterBuffers::gather_parts(
     comm::Collectives& group) {
-  bind_gathered(
-      memory_->lease(memory::Category::gathered, *unit_, gathered_bytes()));
+  bind_gathered(lease_gathered());
   return issue_gather(
       memory_->runtime(),
       [&] {
@@ -289,10 +287,15 @@ std::unique_ptr<comm::Pending> ParameterBuffers::gather_parts(
       [&] { drop(); });
 }
 
-void ParameterBuffers::keep_part(std::int64_t index, std::int64_t parts) {
-  require_no_array();
+void ParameterBuffers::keep_part(std::int64_t index, std::int64_t parts,
+                                 bool keep) {
+  if (!keep) {
+    require_no_array();
+  }
   kept_.keep(gathered_, runs(), index, parts);
-  drop();
+  if (!keep) {
+    drop();
+  }
 }
 
 std::vector<KeptPart::Run> ParameterBuffers::runs() const {
@@ -338,7 +341,17 @@ std::unique_ptr<comm::Pending> ParameterBuffers::issue(
   return outs.empty() ? nullptr : group.all_gather(outs, ins, *unit_);
 }
 
+c10::DataPtr ParameterBuffers::lease_gathered() const {
+  return bound_ ? c10::DataPtr()
+                : memory_->lease(memory::Category::gathered, *unit_,
+                                 gathered_bytes());
+}
+
 void ParameterBuffers::bind_gathered(c10::DataPtr lease) {
+  if (bound_) {
+    return;
+  }
+  bound_ = true;
   auto* base = static_cast<char*>(lease.get());
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     parameters_[i].storage.bind(base + layout_[i].gathered_offset,
@@ -418,6 +431,7 @@ void ParameterBuffers::drop() {
   }
   extended_.unbind();
   gathered_.unbind();
+  bound_ = false;
 }
 
 }  // namespace lowtide::shard
