@@ -410,10 +410,10 @@ TEST_F(ParameterBuffersTest, AKeptBufferIsWrittenToBehindWhatReadsIt) {
     EXPECT_TRUE(buffers_->bound());
     full.zero_();
     gather_and_arrive();
+    buffers_->drop_part();
     EXPECT_EQ(full.const_data_ptr(), place);
     EXPECT_EQ(live(Category::gathered), bytes);
     EXPECT_TRUE(full.equal(full_[0]));
-    buffers_->drop_part();
   }
   buffers_->release();
   EXPECT_FALSE(buffers_->bound());
