@@ -44,14 +44,17 @@ CASES = (
     "host_cost",
     "host_instructions",
     "optimizer_step",
+    "optimizer_in_backward",
     "step_cpu",
     "import_time",
     "plan_cost",
     "peers",
     "published",
     "unedited_trainer",
+    "experts",
     "foreign_scripts",
     "soak",
+    "worlds",
 )
 
 DOCS_HEAD = """\

@@ -30,7 +30,7 @@ add_custom_command(OUTPUT ${dry_generated}
     "${LOWTIDE_TORCH_LIB_DIR}/../version.py" VERBATIM)
 
 set(dry_models address_space.cpp capture.cpp completion.cpp gpus.cpp
-  kept_bytes.cpp order.cpp pinned_memory.cpp timekeeper.cpp)
+  kept_bytes.cpp order.cpp pinned_memory.cpp settings.cpp timekeeper.cpp)
 # What is no function of CUDA's, so that tests can link it.
 list(TRANSFORM dry_models PREPEND "csrc/phantom/driver/")
 add_library(lowtide_dry_models OBJECT ${dry_models})

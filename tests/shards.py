@@ -56,7 +56,7 @@ SHARDS = (
     pytest_shard("phantom", 8),
     pytest_shard("faults", 4),
     pytest_shard("soak", 10, jobs=0),
-    pytest_shard("frameworks", 8, jobs=0),
+    pytest_shard("frameworks", 12, jobs=0),
     pytest_shard("install", 10, jobs=0),
     pytest_shard("unity", 10, jobs=0),
     pytest_shard("figures", 30, jobs=0, takes_turns=False),

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from case import Case, Row, rows_of
 from foreign import Absent, foreign
@@ -154,7 +155,7 @@ SCRIPTS = (
         make=images,
     ),
     Script(
-        *("Qwen3-30B-A3B, 4,096 tokens, FSDP2", "foreign_experts.py"),
+        *("Qwen3-30B-A3B, 4,096 tokens, FSDP2", "foreign_experts.py", "qwen3"),
         world=16,
         origin="ours, over transformers' Qwen3-MoE",
     ),
@@ -201,6 +202,17 @@ def on(script: Script) -> str:
 
 def planned(script: Script) -> tuple[Row, float]:
     """What it reserves, with what the plan notes; seconds of processor."""
+    plan, processor = plan_of(script)
+    said = f"{script.source}. Notes: {'; '.join(plan['notes']) or 'none'}"
+    gib = round(plan["peak_reserved"] / GIB, 3)
+    reserved = rows_of(NAME)(
+        *("lowtide plan", f"reserved, {on(script)}", gib, "GiB", "simulated", said)
+    )
+    return reserved, processor
+
+
+def plan_of(script: Script, *options: str) -> tuple[dict[str, Any], float]:
+    """Its plan as JSON, with ``options`` of the command; seconds of processor."""
     foreign("packages")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
@@ -214,7 +226,7 @@ def planned(script: Script) -> tuple[Row, float]:
         command = [
             *(sys.executable, "-W", "ignore", "-m", "lowtide", "plan", *world),
             *("--gpu", script.gpu, "--steps", str(STEPS), "--limit", str(LIMIT)),
-            *("--json", "plan.json", "--output", "printed", "--", program),
+            *(*options, "--json", "plan.json", "--output", "printed", "--", program),
             *shlex.split(script.arguments),
         ]
         errors = folder / "errors"
@@ -232,13 +244,8 @@ def planned(script: Script) -> tuple[Row, float]:
             raise RuntimeError(f"{script.what}: expected a plan, got {status}\n{said}")
         plan = json.loads((folder / "plan.json").read_text())
         places = ((f"{folder}/", ""), (f"{foreign('packages')}/", ""))
-        notes = [shortened(note, places) for note in plan["notes"]]
-        said = f"{script.source}. Notes: {'; '.join(notes) or 'none'}"
-        gib = round(plan["peak_reserved"] / GIB, 3)
-        reserved = rows_of(NAME)(
-            *("lowtide plan", f"reserved, {on(script)}", gib, "GiB", "simulated", said)
-        )
-        return reserved, used.ru_utime + used.ru_stime
+        plan["notes"] = [shortened(note, places) for note in plan["notes"]]
+        return plan, used.ru_utime + used.ru_stime
 
 
 def shortened(note: str, places: Sequence[tuple[str, str]]) -> str:

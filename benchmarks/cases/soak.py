@@ -102,8 +102,8 @@ processor.
 
 torch 2.11 itself keeps something of every DTensor operator (pytorch issues 178276 and
 181761). So the optimizer has `local_parameters` and nothing is clipped on these CPUs,
-and each world still leaves some ten kilobytes of its meshes, beside its keys in the
-store of rank 0: that is most of what resident memory grows by.""",
+and each world still leaves some ten kilobytes, as FSDP2's does in the same loop
+([worlds](#worlds)): that is most of what resident memory grows by.""",
     run=measure,
     only_by_name="takes an hour",
 )

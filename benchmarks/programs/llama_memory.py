@@ -69,6 +69,14 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--expandable", action="store_true")
     parser.add_argument("--gradient-budget", type=int, help="bytes of lowtide's ring")
     parser.add_argument("--compile", action="store_true", help="each block")
+    parser.add_argument(
+        "--muon", choices=("lowtide", "torch"), help="for the blocks' matrices"
+    )
+    parser.add_argument(
+        "--in-backward",
+        choices=("unclipped", "exact", "late"),
+        help="the optimizer steps there; clipped so, by norm 1",
+    )
     parser.add_argument("--whole-embedding", action="store_true", help="no rows")
     parser.add_argument("--gather-embedding-in-backward", action="store_true")
     parser.add_argument(
@@ -114,10 +122,18 @@ def selective_checkpoint(layer: nn.Module, x: Tensor, rope: Tensor) -> Tensor:
     return checkpoint(layer, x, rope, use_reentrant=False, context_fn=contexts)
 
 
+def offloaded_checkpoint(layer: nn.Module, x: Tensor, rope: Tensor) -> Tensor:
+    """lowtide's, whose blocks' inputs wait in host memory."""
+    from lowtide import tag
+
+    return layer(tag(x, "residual"), rope)
+
+
 CHECKPOINTS: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
     "none": no_checkpoint,
     "selective": selective_checkpoint,
     "full": full_checkpoint,
+    "offloaded": offloaded_checkpoint,
 }
 
 
@@ -177,6 +193,11 @@ def build(args: argparse.Namespace, device: str = "meta") -> nn.Module:
         config = replace(config, vocab_size=args.vocab_size)
     with torch.device(device):
         model = LlamaWithLoss(config, args.checkpoint, args.loss)
+    if args.checkpoint == "offloaded":
+        from lowtide import ActivationPolicy, checkpoint
+
+        for layer in model.layers:
+            checkpoint(layer, ActivationPolicy(offload=["residual"]))
     if args.compile:
         for layer in model.layers:
             layer.compile(fullgraph=True)
@@ -266,6 +287,54 @@ def tune(model: nn.Module, args: argparse.Namespace) -> None:
         embedding.settings.leaf_module = False
 
 
+# -- the optimizer ----------------------------------------------------------------
+
+
+class Both:
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+def with_muon(model: Any, name: str) -> Both:
+    import lowtide
+
+    matrices = [p for p in model.layers.parameters() if p.ndim == 2]
+    those = set(map(id, matrices))
+    others = [p for p in model.parameters() if id(p) not in those]
+    muon = {"lowtide": lowtide.Muon, "torch": torch.optim.Muon}[name]
+    return Both(muon(matrices), torch.optim.AdamW(others, fused=True))
+
+
+def make_optimizer(
+    model: nn.Module, args: argparse.Namespace
+) -> torch.optim.Optimizer | Both:
+    if args.muon is not None:
+        return with_muon(model, args.muon)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    if args.in_backward is None:
+        return optimizer
+    from lowtide import optimize_in_backward
+
+    clips = args.in_backward != "unclipped"
+    how: dict[str, Any] = {"max_norm": 1.0, "clip": args.in_backward} if clips else {}
+    return optimize_in_backward(model, optimizer, **how)
+
+
+def clip(model: Any, args: argparse.Namespace) -> None:
+    if args.system == "fsdp1":
+        model.clip_grad_norm_(1.0)
+    elif args.in_backward is None:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
 # -- the steps --------------------------------------------------------------------
 
 
@@ -297,7 +366,7 @@ class Peaks:
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
     model = WRAP[args.system](build(args), args)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    optimizer = make_optimizer(model, args)
     peaks, steps = Peaks(), []
     for _ in range(NUM_STEPS):
         peaks.begin()
@@ -312,10 +381,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
                 loss.backward()
                 del loss, tokens
                 peaks.mark("backward")
-        if args.system == "fsdp1":
-            model.clip_grad_norm_(1.0)
-        else:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        clip(model, args)
         optimizer.step()
         optimizer.zero_grad()
         peaks.mark("optimizer")

@@ -16,9 +16,17 @@ import sys
 from typing import Any
 
 import torch
-from llama_memory import NUM_STEPS, WRAP, build, parser, set_sync, tune
+from llama_memory import (
+    NUM_STEPS,
+    WRAP,
+    build,
+    clip,
+    make_optimizer,
+    parser,
+    set_sync,
+    tune,
+)
 from stage import start
-from torch import nn
 
 import lowtide.phantom
 from lowtide.phantom import machines
@@ -37,7 +45,7 @@ def train(args: argparse.Namespace, time: lowtide.phantom.timeline) -> None:
     model: Any = WRAP[args.system](build(args), args)
     # The head belongs to the loss, whose chunks hold both.
     model.norm.register_forward_hook(lambda *_: time.phase("loss"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    optimizer = make_optimizer(model, args)
     for _ in range(NUM_STEPS):
         time.begin_step()
         for microbatch in range(args.microbatches):
@@ -50,7 +58,7 @@ def train(args: argparse.Namespace, time: lowtide.phantom.timeline) -> None:
                 loss.backward()
                 del loss, tokens
         time.phase("optimizer")
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        clip(model, args)
         optimizer.step()
         optimizer.zero_grad()
         if args.system == "lowtide":

@@ -75,8 +75,10 @@ class BackendChannel final : public HostChannel {
     }
     std::vector<std::string> texts;
     for (const auto& text : all[0]) {
-      texts.emplace_back(
-          reinterpret_cast<const char*>(text.const_data_ptr<std::uint8_t>()));
+      // Another rank's bytes, which need not end with a zero.
+      const auto* bytes =
+          reinterpret_cast<const char*>(text.const_data_ptr<std::uint8_t>());
+      texts.emplace_back(bytes, strnlen(bytes, text.nbytes()));
     }
     return texts;
   }

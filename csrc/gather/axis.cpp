@@ -55,10 +55,12 @@ at::Tensor Arriving::take() {
 }
 
 Axis::Axis(std::shared_ptr<comm::Collectives> collectives,
-           std::shared_ptr<memory::DeviceMemory> memory, Compare compare)
+           std::shared_ptr<memory::DeviceMemory> memory, Compare compare,
+           bool compare_bits)
     : collectives_(std::move(collectives)),
       memory_(std::move(memory)),
-      compare_(std::move(compare)) {}
+      compare_(std::move(compare)),
+      compare_bits_(compare_bits) {}
 
 std::string Axis::on_rank(const std::string& value) const {
   return base::on_rank(value, collectives_->rank(), collectives_->size());

@@ -62,11 +62,15 @@ class Axis {
   // Raises where the ranks of the group differ in `lines`.  Collective.
   using Compare = std::function<void(const std::vector<std::string>& lines)>;
 
+  // `compare_bits`: sites look whether what they kept still has its bits, which
+  // writes that no version counter sees change (LOWTIDE_DEBUG).
   Axis(std::shared_ptr<comm::Collectives> collectives,
-       std::shared_ptr<memory::DeviceMemory> memory, Compare compare);
+       std::shared_ptr<memory::DeviceMemory> memory, Compare compare,
+       bool compare_bits = false);
 
   comm::Collectives& collectives() const { return *collectives_; }
   std::int64_t size() const { return collectives_->size(); }
+  bool compares_bits() const { return compare_bits_; }
   // "<value> (rank r of w)"
   std::string on_rank(const std::string& value) const;
 
@@ -104,6 +108,7 @@ class Axis {
   const std::shared_ptr<comm::Collectives> collectives_;
   const std::shared_ptr<memory::DeviceMemory> memory_;
   const Compare compare_;
+  const bool compare_bits_;
 
   mutable std::mutex mutex_;
   std::map<std::int64_t, std::weak_ptr<Site>> sites_;

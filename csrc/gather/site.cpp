@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/digest.h"
 #include "base/graph_task.h"
 
 namespace lowtide::gather {
@@ -13,6 +14,8 @@ Site::Site(Private, std::shared_ptr<Axis> axis, std::string name,
       name_(std::move(name)),
       shard_(base::without_history(shard)),
       shard_version_(shard),
+      shard_digest_(axis_->compares_bits() ? std::optional(base::digest(shard_))
+                                           : std::nullopt),
       prefetch_bytes_(prefetch_bytes) {}
 
 std::shared_ptr<Site> Site::make(std::shared_ptr<Axis> axis, std::string name,
@@ -93,8 +96,20 @@ void Site::require_unmodified() const {
   }
 }
 
+void Site::require_same_bits() const {
+  if (shard_digest_ && *shard_digest_ != base::digest(shard_)) {
+    throw Error(base::error_text(
+        base::concat("sequence-parallel gather '", name_, "'"),
+        "the shard's bits as they were gathered",
+        axis_->on_rank("others, which no version counter told: a write through "
+                       ".data, or by a kernel that torch does not know"),
+        "Write to a clone(): backward gathers the shard again."));
+  }
+}
+
 std::shared_ptr<Site::Value> Site::issue(bool ahead) {
   require_unmodified();
+  require_same_bits();
   axis_->agree();
   auto value = std::make_shared<Value>();
   value->prefetched = ahead;

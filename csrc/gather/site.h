@@ -86,6 +86,7 @@ class Site : public std::enable_shared_from_this<Site> {
   bool all_taken(const Value& value) const;
   void release(Value& value, std::vector<at::Tensor>& released);
   void forget_at_end_of(std::int64_t graph_task);
+  void require_same_bits() const;
   [[noreturn]] void modified(const char* what, const base::SeenVersion& seen,
                              const char* next_step) const;
 
@@ -93,6 +94,7 @@ class Site : public std::enable_shared_from_this<Site> {
   const std::string name_;
   const at::Tensor shard_;
   const base::SeenVersion shard_version_;
+  const std::optional<std::int64_t> shard_digest_;  // where bits are compared
   const std::int64_t prefetch_bytes_;
   std::optional<base::SeenVersion> gathered_;
   base::WeakNodePtr node_;

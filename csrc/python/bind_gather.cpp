@@ -126,9 +126,10 @@ const char* name_of(ActiveHooks active) {
 void bind_gather(py::module_& module) {
   py::class_<Axis, AxisPtr>(module, "GatherAxis")
       .def(py::init<std::shared_ptr<comm::Collectives>,
-                    std::shared_ptr<memory::DeviceMemory>, Axis::Compare>(),
+                    std::shared_ptr<memory::DeviceMemory>, Axis::Compare,
+                    bool>(),
            py::arg("collectives"), py::arg("memory"), py::kw_only(),
-           py::arg("compare"))
+           py::arg("compare"), py::arg("compare_bits") = false)
       .def_property_readonly("size", &Axis::size)
       .def("figures", &figures)
       .def("reset_figures", &Axis::reset_figures);

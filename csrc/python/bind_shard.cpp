@@ -1,14 +1,18 @@
 // Bindings of csrc/shard: construction from Python objects, no logic.
+#include <c10/util/Logging.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <array>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 
+#include "base/tensor_over.h"
 #include "comm/collectives.h"
 #include "comm/host_channel.h"
 #include "device/make_runtime.h"
@@ -61,7 +65,8 @@ std::shared_ptr<shard::Unit> make_unit(
 }
 
 // Owns a Python callable; dies under the GIL.
-std::function<void(const at::Tensor&)> tensor_hook(const py::object& hook) {
+template <typename... Arguments>
+std::function<void(Arguments...)> hook_of(const py::object& hook) {
   if (hook.is_none()) return {};
   const auto release = [](py::object* dying) {
     const py::gil_scoped_acquire gil;
@@ -69,9 +74,9 @@ std::function<void(const at::Tensor&)> tensor_hook(const py::object& hook) {
   };
   const std::shared_ptr<py::object> callable(
       std::make_unique<py::object>(hook).release(), release);
-  return [callable](const at::Tensor& tensor) {
+  return [callable](Arguments... arguments) {
     const py::gil_scoped_acquire gil;
-    (*callable)(tensor);
+    (*callable)(arguments...);
   };
 }
 
@@ -187,6 +192,33 @@ std::shared_ptr<shard::SleepingBytes> put_to_sleep(
   return std::make_shared<shard::SleepingBytes>(named, std::move(device), host);
 }
 
+// Host bytes as a tensor, which gives them back behind the compute stream's
+// work of that moment.
+at::Tensor host_tensor(const std::shared_ptr<memory::PinnedPool>& pool,
+                       const memory::DeviceMemory& device,
+                       const std::string& name, std::int64_t bytes) {
+  struct Held {
+    memory::HostSlot slot;
+    std::shared_ptr<device::Runtime> runtime;
+  };
+  auto held = std::make_unique<Held>(
+      Held{pool->acquire(name, bytes), device.shared_runtime()});
+  void* const data = held->slot.data();
+  const auto release = [](void* context) {
+    const std::unique_ptr<Held> dying(static_cast<Held*>(context));
+    try {
+      dying->slot.set_last_use(dying->runtime->record(device::Stream::compute));
+    } catch (const std::exception& error) {  // the device is gone, say
+      LOG(WARNING) << error.what();
+    }
+  };
+  return base::tensor_over(
+      base::owning_storage(
+          c10::DataPtr(data, held.release(), release, c10::Device(at::kCPU)),
+          bytes),
+      at::kByte, {bytes}, {1}, 0);
+}
+
 void bind_device_memory(py::module_& module) {
   py::class_<memory::DeviceMemory, std::shared_ptr<memory::DeviceMemory>>(
       module, "DeviceMemory")
@@ -212,7 +244,20 @@ void bind_device_memory(py::module_& module) {
            py::arg("device"), py::kw_only(), py::arg("cap_bytes"),
            py::arg("holds"))
       .def_property_readonly("ledger", &memory::PinnedPool::ledger)
-      .def("figures", &pool_figures);
+      .def("figures", &pool_figures)
+      .def("host_tensor", &host_tensor, py::arg("device"), py::arg("name"),
+           py::arg("bytes"));
+}
+
+// By kind, those that there were.
+std::map<std::string, std::int64_t> calls_of(const shard::Root& root,
+                                             const shard::Unit& unit) {
+  const auto counts = root.log().counts(unit.number());
+  std::map<std::string, std::int64_t> calls;
+  for (std::size_t i = 0; i < counts.size(); ++i) {
+    if (counts[i] > 0) calls[shard::StepNote::kKinds[i]] = counts[i];
+  }
+  return calls;
 }
 
 }  // namespace
@@ -261,6 +306,10 @@ void bind_shard(py::module_& module) {
       .def_readwrite("unshard_in_backward", &UnitSettings::unshard_in_backward)
       .def_readwrite("encloses_units", &UnitSettings::encloses_units)
       .def_readwrite("leaf_module", &UnitSettings::leaf_module)
+      .def("set_on_gradients",
+           [](UnitSettings& settings, const py::object& hook) {
+             settings.on_gradients = hook_of<>(hook);
+           })
       .def(
           "prefetch",
           [](UnitSettings& settings,
@@ -284,7 +333,7 @@ void bind_shard(py::module_& module) {
       .def_readwrite("unused_too", &GradientReduction::unused_too)
       .def("set_hook",
            [](GradientReduction& reduction, const py::object& hook) {
-             reduction.hook = tensor_hook(hook);
+             reduction.hook = hook_of<const at::Tensor&>(hook);
            });
 
   using shard::Unit;
@@ -457,7 +506,10 @@ void bind_shard(py::module_& module) {
       .def("reduce_accumulated", &Root::reduce_accumulated, NoGil())
       .def("optimizer_stepped", &Root::optimizer_stepped)
       .def_property_readonly("optimizer_steps", &Root::optimizer_steps)
+      .def_property_readonly("backwards", &Root::backwards)
+      .def("ended", &Root::ended, py::arg("backward"))
       .def_property_readonly("entered_units", &Root::entered_units)
+      .def("calls_of", &calls_of, py::arg("unit"))
       .def("abort", &Root::abort, NoGil(), py::arg("drop_gradients") = true);
 
   py::class_<ForwardHooks>(module, "ForwardHooks")

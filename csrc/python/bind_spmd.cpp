@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "base/digest.h"
 #include "python/bindings.h"
 #include "spmd/region_record.h"
 #include "spmd/register_rule.h"
@@ -208,7 +209,7 @@ void bind_record(py::module_& module) {
         }
         return result;
       });
-  module.def("digest", &spmd::digest, py::arg("tensor"), NoGil());
+  module.def("digest", &base::digest, py::arg("tensor"), NoGil());
   module.def(
       "first_difference",
       [](Collectives& axis, const c10::Device& device,

@@ -3,6 +3,10 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <initializer_list>
+
+#include "base/check.h"
+
 namespace py = pybind11;
 
 namespace lowtide::python {
@@ -105,30 +109,50 @@ at::Tensor PyModuleView::local_gradient(std::int32_t parameter,
 
 namespace {
 
-// As a module's, an optimizer's, or something that they call for a parameter.
-bool zero_grad_reads() {
+// The name of the innermost `depth` frames' functions that is one of `names`.
+const char* running(std::initializer_list<const char*> names, int deepest) {
   if (PyGILState_Check() == 0) {
-    return false;
+    return nullptr;
   }
   auto frame = py::reinterpret_borrow<py::object>(
       reinterpret_cast<PyObject*>(PyEval_GetFrame()));
-  for (int depth = 0; frame && depth < 2; ++depth) {
-    auto* const running = reinterpret_cast<PyFrameObject*>(frame.ptr());
+  for (int depth = 0; frame && depth < deepest; ++depth) {
+    auto* const raw = reinterpret_cast<PyFrameObject*>(frame.ptr());
     const auto code = py::reinterpret_steal<py::object>(
-        reinterpret_cast<PyObject*>(PyFrame_GetCode(running)));
-    if (py::object(code.attr("co_name")).equal(py::str("zero_grad"))) {
-      return true;
+        reinterpret_cast<PyObject*>(PyFrame_GetCode(raw)));
+    const py::object name = code.attr("co_name");
+    for (const auto* one : names) {
+      if (name.equal(py::str(one))) return one;
     }
     frame = py::reinterpret_steal<py::object>(
-        reinterpret_cast<PyObject*>(PyFrame_GetBack(running)));
+        reinterpret_cast<PyObject*>(PyFrame_GetBack(raw)));
   }
-  return false;
+  return nullptr;
+}
+
+// As a module's, an optimizer's, or something that they call for a parameter.
+bool zero_grad_reads() { return running({"zero_grad"}, 2) != nullptr; }
+
+// In a comprehension, and by way of a property of lowtide's.
+void refuse_to_clip() {
+  const auto* const who =
+      running({"clip_grad_norm_", "clip_grad_value_", "_unscale_grads_"}, 3);
+  if (who == nullptr) return;
+  throw Error(base::error_text(
+      who, "gradients behind the backward",
+      "a model whose optimizer steps in backward and has taken them",
+      "Give lowtide.optimize_in_backward max_norm= to clip; it does not go "
+      "together with GradScaler."));
 }
 
 }  // namespace
 
 shard::ModuleView::Clears PyModuleView::clears_gradients() const {
   return &zero_grad_reads;
+}
+
+shard::ModuleView::Misses PyModuleView::misses_gradients() const {
+  return &refuse_to_clip;
 }
 
 }  // namespace lowtide::python

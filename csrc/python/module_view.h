@@ -39,6 +39,8 @@ class PyModuleView final : public shard::ModuleView {
   MainGradientUse took_main_gradient(std::int32_t parameter) override;
   // A Python function called zero_grad is reading.
   Clears clears_gradients() const override;
+  // A Python function of torch's, or lowtide's, that clips or unscales is.
+  Misses misses_gradients() const override;
 
  private:
   void show(const std::vector<pybind11::object>& parameters);

@@ -26,7 +26,9 @@ void ArrivingGradients::watch_shards() {
   for (std::size_t i = 0; i < leaves_.size(); ++i) {
     observed_.emplace_back(
         std::vector<at::Tensor>{leaves_.shards()[i], leaves_.full()[i]},
-        view != nullptr ? view->clears_gradients() : nullptr);
+        view != nullptr ? view->clears_gradients() : nullptr,
+        view != nullptr ? view->misses_gradients() : nullptr);
+    observed_.back().set_taken(taken_);
   }
   observe();
 }
@@ -179,6 +181,15 @@ void ArrivingGradients::drop_cleared() {
     if (observed_[k].cleared()) {
       drop(static_cast<std::int32_t>(k));
     }
+  }
+}
+
+void ArrivingGradients::taken(bool taken) {
+  if (std::exchange(taken_, taken) == taken) {
+    return;
+  }
+  for (auto& gradient : observed_) {
+    gradient.set_taken(taken);
   }
 }
 

@@ -66,6 +66,8 @@ class ArrivingGradients {
   void drop_cleared();
   // After what waits may have changed: looks whether it is cleared.
   void observe();
+  // An optimizer in backward has taken all gradients there are, or not.
+  void taken(bool taken);
   // Throws lowtide::Error if a split backward left gradients out for good.
   void require_split_backward_complete();
 
@@ -83,6 +85,7 @@ class ArrivingGradients {
   WrittenGradients written_;
   std::vector<ObservedGradient> observed_;
   bool observes_ = false;
+  bool taken_ = false;
 };
 
 }  // namespace lowtide::shard

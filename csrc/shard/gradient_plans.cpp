@@ -114,10 +114,12 @@ std::vector<RingUnit> GradientPlans::ring_units() const {
 
 std::int64_t GradientPlans::budget() const {
   std::int64_t ranks = 1;
+  std::int64_t largest = 0;
   for (const auto& unit : ring_units()) {
     ranks = std::max(ranks, unit.ranks);
+    largest = std::max(largest, unit.wire_bytes);
   }
-  return budget_.value_or(default_ring_budget(ranks));
+  return budget_.value_or(default_ring_budget(ranks, largest));
 }
 
 std::int64_t GradientPlans::shared_ring_bytes() const {

@@ -1,5 +1,7 @@
 #include "shard/policy.h"
 
+#include <c10/util/accumulate.h>
+
 #include <algorithm>
 #include <limits>
 #include <numeric>
@@ -14,6 +16,8 @@ constexpr std::int64_t kMiB = std::int64_t{1} << 20;
 constexpr std::int64_t kWorthARing = 4;
 // Latency outweighs bytes for fewer ranks than that.
 constexpr std::int64_t kVeryManyRanks = 128;
+
+constexpr std::int64_t kLargestUnitOverRing = 11;
 
 constexpr std::int64_t kRanksOfANode = 8;
 constexpr std::int64_t kFlopsPerByteOfMemory = 300;
@@ -55,8 +59,10 @@ std::int64_t ring_slots(std::int64_t ranks, bool own) {
   return own && ranks < kManyRanks ? kMostRingSlots : kRingSlots;
 }
 
-std::int64_t default_ring_budget(std::int64_t ranks) {
-  return std::max(kDefaultRingBudget, ranks * kRingBudgetPerRank);
+std::int64_t default_ring_budget(std::int64_t ranks,
+                                 std::int64_t largest_unit_bytes) {
+  return std::max({kDefaultRingBudget, ranks * kRingBudgetPerRank,
+                   largest_unit_bytes / kLargestUnitOverRing});
 }
 
 std::int64_t ring_bytes(std::int64_t budget_bytes,
@@ -104,6 +110,25 @@ std::int64_t ring_bytes_of_equal_chunks(std::int64_t ring_bytes,
       std::max<std::int64_t>(1, ring_bytes / (slots * (ranks + 1)));
   const auto chunks = std::max(slots, (of_a_rank + in_slot / 2) / in_slot);
   return slots * (ranks + 1) * (of_a_rank / chunks + row_bytes);
+}
+
+std::int64_t elements_every_token_uses(c10::ArrayRef<std::int64_t> sizes) {
+  return sizes.size() == 3 ? 0 : c10::multiply_integers(sizes);
+}
+
+bool wire_outlasts_backward(std::int64_t gathered_bytes,
+                            std::int64_t reduced_bytes, std::int64_t ranks,
+                            std::int64_t elements, std::int64_t tokens) {
+  constexpr double kFlops = 450e12;
+  constexpr double kFlopsPerElement = 6;
+  const double bytes_per_second = ranks <= kRanksOfANode ? 300e9 : 240e9;
+  const auto received = static_cast<double>(gathered_bytes + reduced_bytes) *
+                        static_cast<double>(ranks - 1) /
+                        static_cast<double>(ranks);
+  const auto computed = kFlopsPerElement * static_cast<double>(elements) *
+                        static_cast<double>(tokens);
+  return ranks > 1 && tokens > 0 &&
+         received / bytes_per_second > computed / kFlops;
 }
 
 std::int64_t elements_that_cover(std::int64_t bytes, std::int64_t ranks,

@@ -40,7 +40,11 @@ inline constexpr std::int64_t kMostRingSlots = 4;
 
 // `own`: a ring that one unit has for itself.
 std::int64_t ring_slots(std::int64_t ranks, bool own);
-std::int64_t default_ring_budget(std::int64_t ranks);
+// `largest_unit_bytes`: of the gradients that one unit sends.  Where that is
+// many times the ring its chunks would be all latency, and the ring is a small
+// part of what the unit's gradients take anyway.
+std::int64_t default_ring_budget(std::int64_t ranks,
+                                 std::int64_t largest_unit_bytes);
 
 // The ring that units share: the budget, but no more than a quarter of the
 // largest unit's gradients on the wire (a longer ring would hold chunks that
@@ -89,6 +93,27 @@ std::int64_t ring_bytes_of_equal_chunks(std::int64_t ring_bytes,
                                         std::int64_t wire_bytes,
                                         std::int64_t ranks,
                                         std::int64_t row_bytes);
+
+// --- how long gradients wait for the wire ------------------------------------
+
+// Elements of a parameter whose gradient takes 4 FLOPs for each element and
+// token to compute.  Stacked matrices, of three dimensions, are experts: how
+// many tokens each gets nobody knows, so they hide nothing.
+std::int64_t elements_every_token_uses(c10::ArrayRef<std::int64_t> sizes);
+
+// [Note: A wire that is slower than backward]
+// Whether what a unit of `elements` gathers and reduces in a backward takes
+// longer than it computes, `tokens` rows of output with their recomputation:
+// 6 FLOPs an element and token at 450 TFLOP/s, half of an H100's rate, against
+// (ranks - 1) / ranks of the bytes at 300 GB/s within a node of 8 and 240 GB/s
+// between nodes, whose 8 links a ring has to itself.  Then whoever waits for
+// gradients to leave stops computing although what is to come could hide them.
+// `tokens` 0: not known.  A unit whose gradients have fewer than
+// kLingeringBytes is spared the question: they leave in tens of microseconds.
+inline constexpr std::int64_t kLingeringBytes = std::int64_t{8} << 20;
+bool wire_outlasts_backward(std::int64_t gathered_bytes,
+                            std::int64_t reduced_bytes, std::int64_t ranks,
+                            std::int64_t elements, std::int64_t tokens);
 
 // --- when the next unit's gather leaves -------------------------------------
 //

@@ -24,6 +24,7 @@ class RankComparison {
   // The units are known: by the channels of their meshes.
   void begin();
   StepLog& log() { return log_; }
+  const StepLog& log() const { return log_; }
   bool compares() const { return log_.compares(); }
 
   // Settings and frozen parameters that have changed since they were noted.

@@ -198,6 +198,7 @@ void Root::open_backward() {
   backward_ = base::current_graph_task();
   graph_kept_ = base::graph_task_keeps_graph();
   LOWTIDE_INVARIANT(backward_ != -1, "autograd runs on this thread");
+  count_backward();
   in_backward_ = participants();
   std::vector<UnitGradients*> streamed;
   for (auto* unit : in_backward_) {
@@ -215,6 +216,17 @@ void Root::open_backward() {
           alive->failed_ = true;
         }
       });
+}
+
+void Root::count_backward() {
+  if (ended_backward_ != backwards_) raised_backwards_.push_back(backwards_);
+  ++backwards_;
+}
+
+bool Root::ended(std::int64_t number) const {
+  return number == ended_backward_ ||
+         (number < backwards_ && std::ranges::find(raised_backwards_, number) ==
+                                     raised_backwards_.end());
 }
 
 // [Note: Graphs that are kept]
@@ -278,6 +290,7 @@ void Root::reduce_accumulated() {
   LOWTIDE_INVARIANT(backward_ == -1 && base::current_graph_task() == -1,
                     "no backward is under way");
   for (auto* unit : living(units_)) unit->require_split_backward_complete();
+  count_backward();
   std::vector<UnitGradients*> streamed;
   for (auto* unit : participants()) {
     if (unit->gradients().accumulating()) {
@@ -319,6 +332,7 @@ void Root::close_backward() {
   }
   in_backward_.clear();
   backward_ = -1;
+  ended_backward_ = backwards_;
 }
 
 // --- recovery ---------------------------------------------------------------

@@ -14,6 +14,7 @@
 #include "memory/device_memory.h"
 #include "shard/gradient_plans.h"
 #include "shard/gradients/gradient_stream.h"
+#include "shard/policy.h"
 #include "shard/rank_comparison.h"
 #include "shard/schedule.h"
 #include "shard/step_log.h"
@@ -34,6 +35,10 @@ class Root : public std::enable_shared_from_this<Root> {
   // every rank.
   void set_gradient_budget(std::int64_t bytes) { plans_.set_budget(bytes); }
   std::int64_t gradient_budget() const { return plans_.budget(); }
+  // Gradients of a unit that are fewer bytes wait for no wire
+  // ([Note: A wire that is slower than backward]).
+  void set_lingering_from(std::int64_t bytes) { lingering_from_ = bytes; }
+  std::int64_t lingering_from() const { return lingering_from_; }
 
   // --- called by units ------------------------------------------------------
   // Returns the unit to gather ahead, or null.
@@ -64,6 +69,7 @@ class Root : public std::enable_shared_from_this<Root> {
   Unit* enter_backward(Unit& unit, std::int64_t call);
   GradientStream& stream() { return stream_; }
   StepLog& log() { return ranks_.log(); }
+  const StepLog& log() const { return ranks_.log(); }
 
   // Reduces what backwards without sync have accumulated, outside of any
   // backward: `.grad` is set when it returns.
@@ -79,6 +85,11 @@ class Root : public std::enable_shared_from_this<Root> {
   void optimizer_stepped() { ++optimizer_steps_; }
   std::int64_t optimizer_steps() const { return optimizer_steps_; }
 
+  // How many backwards, and reductions outside of any, have begun, and whether
+  // the `number`th of them has come to its end.
+  std::int64_t backwards() const { return backwards_; }
+  bool ended(std::int64_t number) const;
+
   const Units& units() const { return units_; }
   // By number, those of the forward that runs or has run last.
   const std::vector<std::int32_t>& entered_units() const {
@@ -87,6 +98,7 @@ class Root : public std::enable_shared_from_this<Root> {
 
  private:
   void begin_forward(Unit& unit);
+  void count_backward();
   void end_forward();
   void close_backward();
   void require_agreement();
@@ -99,6 +111,7 @@ class Root : public std::enable_shared_from_this<Root> {
   Schedule schedule_{0};
   RankComparison ranks_;
   GradientPlans plans_;
+  std::int64_t lingering_from_ = kLingeringBytes;
   GradientStream stream_;
   bool posted_backward_ = false;
 
@@ -110,6 +123,9 @@ class Root : public std::enable_shared_from_this<Root> {
   std::int64_t forward_at_step_ = 0;
   std::int64_t optimizer_steps_ = 0;
 
+  std::int64_t backwards_ = 0;
+  std::int64_t ended_backward_ = 0;             // the last that has
+  std::vector<std::int64_t> raised_backwards_;  // those that never will
   std::int64_t backward_ = -1;  // the graph task that was opened
   bool graph_kept_ = false;     // by that task
   // When a backward last kept its graph, in optimizer steps.

@@ -41,7 +41,15 @@ void StepLog::compare_over(std::shared_ptr<comm::HostChannel> channel,
   channels_.push_back({std::move(channel), std::move(units)});
 }
 
+StepLog::Counts StepLog::counts(std::int32_t unit) const {
+  const auto place = static_cast<std::size_t>(unit + 1);
+  return place < counts_.size() ? counts_[place] : Counts{};
+}
+
 void StepLog::note(StepNote note, std::string in_words) {
+  const auto place = static_cast<std::size_t>(note.unit + 1);
+  if (place >= counts_.size()) counts_.resize(place + 1);
+  ++counts_[place][static_cast<std::size_t>(note.what)];
   if (!compares()) return;
   if (!in_words.empty()) words_[notes_.size()] = std::move(in_words);
   hash_ = mix(hash_, static_cast<std::uint64_t>(note.what));

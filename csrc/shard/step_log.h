@@ -36,6 +36,10 @@ struct StepNote {
     trainable,  // value: a hash of which parameters are
     settings,   // value: a hash of them
   };
+  // By kind, for logs.
+  static constexpr std::array<const char*, 8> kKinds = {
+      "forward", "gather",   "rows",      "reduce",
+      "sum",     "backward", "trainable", "settings"};
   What what = What::gather;
   std::int32_t unit = -1;  // -1: the root
   std::int64_t value = 0;
@@ -56,6 +60,10 @@ class StepLog {
 
   // `in_words`: what its value stands for on this rank now, for error texts.
   void note(StepNote note, std::string in_words = {});
+  // How often each kind was noted of a unit (-1: the root) until now, compared
+  // or not.
+  using Counts = std::array<std::int64_t, StepNote::kKinds.size()>;
+  Counts counts(std::int32_t unit) const;
   // Asks the other ranks if anything has been noted since the last time;
   // `numbers_of` gives each unit's numbers.  Does not block.
   using Numbers = std::array<std::int64_t, 8>;
@@ -84,6 +92,7 @@ class StepLog {
   std::string root_;
   NameOf name_of_;
   std::vector<Channel> channels_;
+  std::vector<Counts> counts_;   // by unit, the root first
   std::vector<StepNote> notes_;  // since the last that was required
   std::map<std::size_t, std::string> words_;  // by place in notes_
   std::size_t num_posted_ = 0;

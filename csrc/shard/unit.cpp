@@ -316,7 +316,8 @@ StepLog::Numbers Unit::numbers_to_compare() {
   return OwnNumbers{.output_rows = output_rows_,
                     .saved = leaves().ever_saved(),
                     .graphs = graphs,
-                    .listened = leaves().have_gradient_hooks(),
+                    .listened = leaves().have_gradient_hooks() ||
+                                settings_->on_gradients != nullptr,
                     .used_hash = leaves().used_hash(),
                     .calls_without_inputs = calls_.has_calls_without_inputs(
                         root_->optimizer_steps())}
@@ -362,6 +363,7 @@ void Unit::on_output_gradient(std::int64_t call) {
   parameters_.set_ahead(false);
   if (entered) {
     prefetch_in_backward();
+    gradients_.set_lingering(wire_outlasts());
     // After the gather, which must not wait for other units' gradients.
     root_->stream().expects(gradients_);
     if (fused_.has_main_gradients()) {
@@ -377,11 +379,27 @@ void Unit::on_output_gradient(std::int64_t call) {
 
 // Other calls of the module or the units inside it take their own time before
 // its gradients come.
-void Unit::prefetch_in_backward() {
-  const bool gradients_come_now =
+std::int64_t Unit::tokens_of_gradients() const {
+  const bool come_now =
       gradients_.leaves_early() && !rows_.delivers_gradients();
+  return come_now ? common_.fewest_rows : 0;
+}
+
+bool Unit::wire_outlasts() const {
+  if (gradients_.source_bytes() < root_->lingering_from()) {
+    return false;
+  }
+  const auto elements = gradients_.elements();
+  return wire_outlasts_backward(
+      is_gathered_in_backward() ? buffers().gathered_bytes() : 0,
+      gradients_.sync() ? gradients_.wire_bytes() : 0, groups_.gather->size(),
+      std::accumulate(elements.begin(), elements.end(), std::int64_t{0}),
+      tokens_of_gradients());
+}
+
+void Unit::prefetch_in_backward() {
   if (prefetch_.waits(settings_->backward_prefetch, gradients_.elements(),
-                      gradients_come_now ? common_.fewest_rows : 0) &&
+                      tokens_of_gradients()) &&
       root_->stream().contains(gradients_)) {
     root_->stream().precede(gradients_, prefetch_.gradients_before(),
                             [this] { prefetch_.gather_expected(); });
@@ -554,17 +572,19 @@ void Unit::finish_backward() {
 }
 
 // [Note: Hooks on gradients]
-// A post-accumulate hook, an optimizer in backward, wants its gradient as soon
-// as it is there: such a unit lands when its last chunk has left, also on ranks
-// that have no hook, because sums over replicas then leave as well.  All others
-// land when their slots are needed and become `.grad` at the end.
+// A post-accumulate hook, or an optimizer in backward, wants its gradient as
+// soon as it is there: such a unit lands when its last chunk has left, also on
+// ranks that have no hook, because sums over replicas then leave as well.  All
+// others land when their slots are needed and become `.grad` at the end.
 void Unit::publish_gradients() {
-  gradients_.publish(
+  const bool any = gradients_.publish(
       settings_->reduction.unused_too ? leaves().trainable()
                                       : std::vector<bool>(),
       [view = leaves().view()](const auto& which, const auto& locals) {
         return view != nullptr ? view->wrap_gradients(which, locals) : locals;
       });
+  if (any && settings_->on_gradients) settings_->on_gradients();
+  arriving_.taken(settings_->on_gradients != nullptr);
 }
 
 void Unit::end_backward(bool more_backwards, bool graph_kept) {

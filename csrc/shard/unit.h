@@ -199,6 +199,9 @@ class Unit final : public BackwardReceiver,
   void end_forward(bool keep = false);  // it stays gathered
 
   // --- gradients ------------------------------------------------------------
+  // Rows of the unit's output whose gradients come in its call's backward.
+  std::int64_t tokens_of_gradients() const;
+  bool wire_outlasts() const;
   void prefetch_in_backward();
   void replan();
   // Of this backward, which the unit takes part in; null: without sync.

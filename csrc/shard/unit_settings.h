@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -31,6 +32,10 @@ struct UnitSettings {
   Prefetch::Listed forward_prefetch;
   Prefetch::Listed backward_prefetch;
   GradientReduction reduction;
+  // Called when a backward has made gradients of the unit visible, behind their
+  // post-accumulate hooks and on the stream that reduced them: an optimizer in
+  // backward, which takes them.  May throw, may take the GIL.
+  std::function<void()> on_gradients;
 
   // Other units run inside this one's forward: its gradients leave last.
   bool encloses_units = false;

@@ -11,9 +11,6 @@
 
 namespace lowtide::spmd {
 
-// Of sizes, dtype and bytes; copies the tensor to the host.
-std::int64_t digest(const at::Tensor& tensor);
-
 struct Difference {
   // The first value that differs, or -1 if the ranks have different numbers of
   // values.

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
         share_comm_ctx,
     )
     from lowtide.clipping import clip_grad_norm_
+    from lowtide.in_backward import optimize_in_backward
     from lowtide.memory import memory_report
+    from lowtide.muon import Muon
     from lowtide.optimizing import local_parameters, sharded_optimizer
     from lowtide.planning import plan
     from lowtide.policies import (
@@ -59,8 +61,10 @@ _PUBLIC = {
     "share_comm_ctx": "lowtide.api",
     "clip_grad_norm_": "lowtide.clipping",
     "local_parameters": "lowtide.optimizing",
+    "optimize_in_backward": "lowtide.in_backward",
     "sharded_optimizer": "lowtide.optimizing",
     "memory_report": "lowtide.memory",
+    "Muon": "lowtide.muon",
     "ActivationPolicy": "lowtide.policies",
     "CPUOffloadPolicy": "lowtide.policies",
     "DataParallelMeshDims": "lowtide.policies",
@@ -82,6 +86,7 @@ __all__ = [
     "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",
+    "Muon",
     "OffloadPolicy",
     "UnshardHandle",
     "abort_step",
@@ -92,6 +97,7 @@ __all__ = [
     "local_parameters",
     "losses",
     "memory_report",
+    "optimize_in_backward",
     "phantom",
     "plan",
     "register_fsdp_forward_method",

@@ -5,10 +5,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lowtide._sharding.local_parameter import LocalParameter, local_parameter_of
+from lowtide._sharding.local_parameter import (
+    LocalParameter,
+    as_sharded,
+    local_parameter_of,
+)
 from lowtide._sharding.subclass import is_extended
 from lowtide._sharding.unit import unit_state
 
@@ -61,7 +65,7 @@ def sharded_optimizer(
         for p in group["params"]
         if isinstance(p, LocalParameter)
     ]
-    _exchange(optimizer, {id(p): p._sharded for p in locals_}, _as_sharded)
+    _exchange(optimizer, {id(p): p._sharded for p in locals_}, as_sharded)
     try:
         yield optimizer
     finally:
@@ -79,13 +83,6 @@ def _exchange(
             optimizer.state[replacement] = {
                 name: convert(replacement, value) for name, value in values.items()
             }
-
-
-def _as_sharded(parameter: DTensor, value: Any) -> Any:
-    if isinstance(value, Tensor) and value.shape == parameter._local_tensor.shape:
-        if value.dim() > 0:
-            return DTensor(value, parameter._spec, requires_grad=False)
-    return value
 
 
 def _as_local(parameter: LocalParameter, value: Any) -> Any:

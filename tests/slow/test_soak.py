@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import footprint
 import pytest
+import worlds
 from cases.soak import run
 from soak import FAULTS, LAYOUTS, LEAKS, Plan
+
+from support.ranks import RankPool
 
 pytestmark = [pytest.mark.slow("soak"), pytest.mark.timeout(1200)]
 
@@ -36,3 +39,27 @@ def test_the_slope_of_what_is_kept_catches_it(leak: str) -> None:
         assert grown[quantity] >= 0.95 * 1000 * kept, one["samples"]
         # Threads and graphs take memory, and slots are in the host's ledger.
         assert grown.keys() <= {quantity, "resident", "ledger"}, one["samples"]
+
+
+WORLDS = 60
+# Between two systems in the same loop; a model that stays is twice as many.
+NOISE = 8 << 10
+
+
+def left_by_a_world(system: str) -> list[dict[str, float]]:
+    """By rank."""
+    with RankPool(worlds.RANKS, group=False) as pool:
+        ranks = pool.run(worlds.worlds, system, WORLDS, timeout=400)
+    settled = [samples[WORLDS // 2 :] for samples in ranks]
+    return [
+        {name: footprint.slope([float(one[name]) for one in each]) for name in each[0]}
+        for each in settled
+    ]
+
+
+def test_a_world_leaves_no_more_than_with_fsdp2() -> None:
+    ours, theirs = left_by_a_world("lowtide"), left_by_a_world("FSDP2")
+    for rank, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert mine["heap"] < other["heap"] + NOISE, (rank, mine, other)
+        for name in ("descriptors", "threads", "pinned", "ledger"):
+            assert mine[name] == 0, (rank, mine)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 
 #include "phantom/driver/gpus.h"
 
@@ -21,7 +22,14 @@ struct Settings {
   bool immediate = true;
 };
 
-// Read once.  A value that is not valid ends the process with a message.
+// As getenv.
+using Environment = const std::function<const char*(const char*)>&;
+
+// Throws std::invalid_argument, with the rule, for a value that is not valid.
+Settings settings_in(Environment environment);
+
+// The process's, read once.  A value that is not valid ends the process with a
+// message.
 const Settings& settings();
 
 }  // namespace lowtide::dry

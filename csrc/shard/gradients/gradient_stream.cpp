@@ -205,7 +205,9 @@ void GradientStream::write(std::size_t place,
   if (!pieces.empty()) {
     open(place);
     entries_[place].chunk->write(pieces);
-    ring_.reclaim(std::max(parcel(place).unit().source_bytes(), room_));
+    const auto& unit = parcel(place).unit();
+    ring_.reclaim(
+        std::max(unit.source_bytes() + unit.lingering_bytes(), room_));
   }
 }
 
@@ -224,6 +226,11 @@ void GradientStream::write(std::size_t place,
 // module, leaves room when its backward is over: its own sources and slots stay
 // in it as long as they like, and compute waits for nothing.  Without room,
 // slots of its own go first.
+//
+// Where the wire is slower than backward ([Note: A wire that is slower than
+// backward]) compute would stand still until gradients have left that its next
+// unit could hide.  There those of one unit may stay until the next one's
+// backward is over.
 void GradientStream::expects(UnitGradients& unit) {
   if (producing_ != &unit) {
     if (producing_ != nullptr && producing_->own_slots() &&
@@ -231,8 +238,8 @@ void GradientStream::expects(UnitGradients& unit) {
       land_until(next_);
       ring_.drop_slots();
     }
-    const auto keep =
-        std::max({unit.source_bytes() / 4, unit.slot_bytes(), room_});
+    const auto keep = std::max({unit.source_bytes() / 4, unit.slot_bytes(),
+                                room_, unit.lingering_bytes()});
     land_in_place(keep);
     ring_.reclaim(keep);
   }
@@ -244,7 +251,8 @@ void GradientStream::expects(UnitGradients& unit) {
 
 void GradientStream::produces(const UnitGradients& unit) {
   if (producing_ != &unit) {
-    const auto keep = std::max(unit.slot_bytes(), room_);
+    const auto keep =
+        std::max({unit.slot_bytes(), room_, unit.lingering_bytes()});
     land_in_place(keep);
     ring_.reclaim(keep);
     producing_ = &unit;

@@ -177,7 +177,7 @@ GradientColumns UnitGradients::columns(std::int32_t i, std::int64_t begin,
 std::vector<std::int64_t> UnitGradients::elements() const {
   std::vector<std::int64_t> elements;
   for (const auto i : trainable_) {
-    elements.push_back(parameter(i).numel);
+    elements.push_back(elements_every_token_uses(infos_.of(i).sizes));
   }
   return elements;
 }
@@ -288,7 +288,7 @@ at::Tensor UnitGradients::Parameter::piece_written_from() {
 void UnitGradients::begin(bool sync) {
   sync_ = sync;
   small_.clear();
-  sealed_ = leaves_early_ = false;
+  sealed_ = leaves_early_ = lingering_ = false;
   completed_.clear();
   used_elsewhere_.begin();
   for (auto& parameter : parameters_) {
@@ -459,10 +459,10 @@ bool UnitGradients::used_all(const Lane& lane) const {
                      [&](auto i) { return used_here(i); });
 }
 
-void UnitGradients::publish(const std::vector<bool>& in_any_case,
+bool UnitGradients::publish(const std::vector<bool>& in_any_case,
                             const ShardedGradients::Wrap& wrap) {
   if (!sharded_.prepared()) {
-    return;
+    return false;
   }
   const auto elsewhere = used_elsewhere_.parameters();
   std::vector<std::int32_t> used;
@@ -475,6 +475,7 @@ void UnitGradients::publish(const std::vector<bool>& in_any_case,
   }
   std::sort(used.begin(), used.end());
   sharded_.publish(used, wrap);
+  return !used.empty();
 }
 
 void UnitGradients::abort() {

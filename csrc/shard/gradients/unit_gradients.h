@@ -151,7 +151,7 @@ class UnitGradients {
   std::size_t size() const { return parameters_.size(); }
   // In the order of the plan.
   const std::vector<std::int32_t>& trainable() const { return trainable_; }
-  // The sizes of their gradients.
+  // Of their gradients, those that every token has a share in.
   std::vector<std::int64_t> elements() const;
   // All parameters, those first whose gradients came first in the backward that
   // has just ended; the others as planned.
@@ -192,6 +192,13 @@ class UnitGradients {
   // it ran, its parameters and their gradients aside.
   void set_room(std::int64_t bytes) { room_ = bytes; }
   std::int64_t room() const { return room_; }
+  // Bytes of gradients of the units before it that may still wait for the wire
+  // while this unit's backward runs ([Note: A wire that is slower than
+  // backward]).
+  void set_lingering(bool lingering) { lingering_ = lingering; }
+  std::int64_t lingering_bytes() const {
+    return lingering_ ? source_bytes_ : 0;
+  }
   // Bytes of all gradients, padded, in the dtypes they travel in.
   std::int64_t wire_bytes() const;
   // Of slabs of gradients in place that live at once in a backward with sync.
@@ -254,7 +261,8 @@ class UnitGradients {
   void end();
   // Those that any rank produced since the last reduction become `.grad`, once
   // they have landed, and those of `in_any_case` (by number; empty: none).
-  void publish(const std::vector<bool>& in_any_case,
+  // Returns whether there are any.
+  bool publish(const std::vector<bool>& in_any_case,
                const ShardedGradients::Wrap& wrap);
   // Whether this rank did for all members of the lane.
   bool used_all(const Lane& lane) const;
@@ -289,6 +297,7 @@ class UnitGradients {
   std::int64_t source_bytes_ = 0;
   std::int64_t room_ = 0;
   bool own_slots_ = false;
+  bool lingering_ = false;
   bool sync_ = true;
   bool accumulating_ = false;
   bool sealed_ = false;

@@ -14,8 +14,10 @@ using torch::autograd::AutogradMeta;
 
 struct ObservedGradient::Seen {
   Clears clears = nullptr;
+  Misses misses = nullptr;
   bool observes = false;
   bool cleared = false;
+  bool taken = false;
 };
 
 struct ObservedGradient::Meta final : AutogradMeta {
@@ -27,6 +29,10 @@ struct ObservedGradient::Meta final : AutogradMeta {
   const at::Tensor& grad() const override {
     if (seen->observes && !seen->cleared && !base::in_backward()) {
       seen->cleared = seen->clears != nullptr && seen->clears();
+    }
+    if (seen->taken && !grad_.defined() && seen->misses != nullptr &&
+        !base::in_backward()) {
+      seen->misses();
     }
     return grad_;
   }
@@ -55,9 +61,10 @@ struct ObservedGradient::Meta final : AutogradMeta {
 };
 
 ObservedGradient::ObservedGradient(const std::vector<at::Tensor>& leaves,
-                                   Clears clears)
+                                   Clears clears, Misses misses)
     : seen_(std::make_shared<Seen>()), leaves_(leaves) {
   seen_->clears = clears;
+  seen_->misses = misses;
   for (const auto& leaf : leaves_) {
     auto* meta = Meta::of(leaf);
     if (meta == nullptr) {
@@ -79,6 +86,8 @@ void ObservedGradient::observe(bool observe) {
     if (auto* meta = Meta::of(leaf)) meta->written = false;
   }
 }
+
+void ObservedGradient::set_taken(bool taken) const { seen_->taken = taken; }
 
 // A leaf may have got other metadata since, when Python swaps tensors.
 bool ObservedGradient::cleared() const {

@@ -22,14 +22,20 @@ class ObservedGradient {
   // Whether the code that reads a `.grad` on this thread is about to clear it;
   // may be null.
   using Clears = bool (*)();
+  // Called on a read of a `.grad` that is None because somebody took it: throws
+  // if the reader needs it; may be null.
+  using Misses = void (*)();
 
   // Several leaves may stand for one parameter.  Not views.
-  ObservedGradient(const std::vector<at::Tensor>& leaves, Clears clears);
+  ObservedGradient(const std::vector<at::Tensor>& leaves, Clears clears,
+                   Misses misses = nullptr);
 
   // Looks from now on, and forgets what has been seen; or does not look.
   void observe(bool observe);
   // Whether one of the leaves was cleared since, outside of any backward.
   bool cleared() const;
+  // From now on a gradient that is not there has been taken, or is not there.
+  void set_taken(bool taken) const;
 
  private:
   struct Seen;

@@ -35,6 +35,10 @@ class ModuleView {
   // null: nobody knows.  See graph/observed_gradient.h.
   using Clears = bool (*)();
   virtual Clears clears_gradients() const { return nullptr; }
+  // Throws if the code that found no `.grad` on this thread clips or unscales
+  // gradients, which an optimizer in backward has taken; null: nobody knows.
+  using Misses = void (*)();
+  virtual Misses misses_gradients() const { return nullptr; }
   // This rank's part of a gradient that is a DTensor, and any other subclass
   // as a plain tensor.
   virtual at::Tensor local_gradient(std::int32_t parameter,

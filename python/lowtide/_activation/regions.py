@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import functools
 import itertools
@@ -94,6 +95,15 @@ class RegionState:
                 first_backward=_check_after_backward,
             ),
         )
+
+    def offload_all(self) -> bool:
+        """Whether the policy kept on the device, of the last regions, what it offloads
+        of others (``keep_last``); from the next forward on it does not."""
+        if not self.policy.offload or not self.policy.keep_last:
+            return False
+        self.policy = dataclasses.replace(self.policy, keep_last=0)
+        self.region = self._make(self.call)
+        return True
 
     def treats_inside_a_graph(self) -> bool:
         """Whether a graph of this module alone can do all that the policy says, and

@@ -5,6 +5,7 @@ checkpointed region stores is compared, bit for bit, when it is used: writes thr
 ``.data`` and by kernels that torch does not know change no version counter.
 """
 
+import ctypes
 import functools
 import os
 from collections.abc import Iterable
@@ -26,7 +27,19 @@ def enabled() -> bool:
         raise ValueError(
             f"lowtide: {_VARIABLE}: expected 0 or 1, got {value!r}. Unset it for 0."
         )
+    if value == "1":
+        require_values(_VARIABLE)
     return value == "1"
+
+
+def require_values(variable: str) -> None:
+    """Raises ValueError over the dry driver, under which tensors have no bits."""
+    if hasattr(ctypes.CDLL(None), "lowtide_dry_launches"):
+        raise ValueError(
+            f"lowtide: {variable}: expected a device that computes, got the dry "
+            "driver, under which there are no values to compare. Unset it for "
+            "`lowtide plan` and `lowtide phantom`."
+        )
 
 
 def digest(tensor: Tensor) -> str:

@@ -9,11 +9,17 @@ from typing import TextIO
 
 import torch.distributed as dist
 
+from lowtide._base.debugging import require_values
+
 _VARIABLE = "LOWTIDE_DEBUG_LOG"
 
 
+@functools.cache
 def enabled() -> bool:
-    return bool(os.environ.get(_VARIABLE))
+    if not os.environ.get(_VARIABLE):
+        return False
+    require_values(_VARIABLE)
+    return True
 
 
 def write(line: str) -> None:

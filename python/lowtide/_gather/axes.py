@@ -9,6 +9,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from lowtide import _C
+from lowtide._base import debugging
 from lowtide._base.agreement import require_same_lines
 from lowtide._base.memory import device_memory
 
@@ -53,6 +54,7 @@ def _axis_and_collectives(
         collectives,
         device_memory(device),
         compare=functools.partial(_compare, group.group_name, device),
+        compare_bits=debugging.enabled(),
     )
     _axes[key] = (axis, collectives)
     return axis, collectives

@@ -90,16 +90,21 @@ def one_communicator() -> bool:
 _COMPARE_RANKS = "LOWTIDE_COMPARE_RANKS"
 
 
-def _host_group(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup | None:
+def compares_ranks() -> bool:
     value = os.environ.get(_COMPARE_RANKS, "on")
     if value not in ("on", "off"):
         raise ValueError(
             f"lowtide: {_COMPARE_RANKS}: expected on or off, got {value!r}. Unset it "
             "to compare what ranks did in every step."
         )
+    return value == "on"
+
+
+def _host_group(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup | None:
+    compares = compares_ranks()
     shards = mesh.get_group(mesh.ndim - 1)
     comparable = dist.is_gloo_available() and dist.get_backend(shards) != "fake"
-    if value == "off" or mesh.size() == 1 or not comparable:
+    if not compares or mesh.size() == 1 or not comparable:
         return None
     try:
         with no_split():

@@ -95,6 +95,14 @@ def sharded_of(parameter: Tensor) -> Tensor:
     return parameter._sharded if isinstance(parameter, LocalParameter) else parameter
 
 
+def as_sharded(parameter: DTensor, state: Any) -> Any:
+    """An optimizer's state that is as long as the parameter's rows is sharded, too."""
+    if isinstance(state, Tensor) and state.shape == parameter._local_tensor.shape:
+        if state.dim() > 0:
+            return DTensor(state, parameter._spec, requires_grad=False)
+    return state
+
+
 # -- what concerns all rows -----------------------------------------------------------
 
 

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from lowtide._sharding import stepped
 from lowtide._sharding.local_parameter import sharded_of
 from lowtide._sharding.owners import became, replacements
-from lowtide._sharding.unit import UnitState
+from lowtide._sharding.unit import UnitState, alive
 
 _units: "weakref.WeakSet[UnitState]" = weakref.WeakSet()  # of every root
 _known: "weakref.WeakKeyDictionary[Optimizer, _Known]" = weakref.WeakKeyDictionary()
@@ -47,6 +48,8 @@ def _register_once() -> None:
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return  # compiled code counts the writes
+    if stepped.in_unit(optimizer):
+        return  # which counts by itself
     known = _known.get(optimizer)
     stamp = (_num_roots, replacements(), len(optimizer.param_groups))
     if known is None or known.stamp != stamp:
@@ -62,6 +65,24 @@ def steps_of(unit: UnitState) -> int:
     """How often parameters of its model were stepped. Foreach and fused optimizers do
     not count their writes to a DTensor as versions."""
     return unit.root.optimizer_steps if unit.root is not None else 0
+
+
+def modules_around(optimizer: Optimizer) -> list[nn.Module]:
+    """Modules of units that have a parameter it steps, or such a unit inside: whole
+    models among them, also before their first forward."""
+    stepped = {id(parameter) for parameter in _parameters_of(optimizer)}
+    own = {
+        module
+        for unit in alive
+        if any(id(parameter.shard) in stepped for parameter in unit.parameters)
+        for module in unit.modules
+    }
+    return [
+        module
+        for unit in alive
+        for module in unit.modules
+        if not own.isdisjoint(module.modules())
+    ]
 
 
 def _look_at(

@@ -1,6 +1,7 @@
 """One parameter in its two forms: the shard between steps, the full one in use."""
 
 import dataclasses
+import warnings
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ from lowtide._torch_version import (
     set_gradient_dtype,
 )
 from lowtide.policies import DataParallelMeshDims, ParameterDtypes
+
+# Bytes of padding of one parameter that a gather may move unmentioned.
+MUCH_PADDING = 64 << 20
 
 
 @dataclasses.dataclass(eq=False)
@@ -211,6 +215,8 @@ def make_shard(
             f"{data.shape[placement.dim]}. Return Shard(0) for it from "
             "shard_placement_fn: only dim 0 may be uneven."
         )
+    if rank == 0:
+        _warn_of_padding(data, placement.dim, size, who)
     extended = extended_class(data)
     if extended is not None:
         require_both_hooks(data, who)
@@ -246,6 +252,26 @@ def make_shard(
         ),
         "extended_class": extended,
     }
+
+
+def _warn_of_padding(data: torch.Tensor, dim: int, ranks: int, who: str) -> None:
+    """Few experts among many ranks, above all: rows are padded to one a rank."""
+    rows = data.shape[dim]
+    padded = -(-rows // ranks) * ranks
+    padding = (padded - rows) * (data.nbytes // max(rows, 1))
+    if padding < max(data.nbytes, MUCH_PADDING):
+        return
+    even = [i for i in range(data.ndim) if data.shape[i] % ranks == 0]
+    instead = "a mesh of fewer ranks"
+    if even:
+        instead = f"a shard_placement_fn that returns Shard({even[0]}) for it"
+    warnings.warn(
+        f"lowtide: {who}: expected at least as many rows as ranks, got "
+        f"{tuple(data.shape)} split along dimension {dim} over {ranks} ranks: every "
+        f"gather and reduction moves {padded / rows:.3g} times its bytes, as with "
+        f"FSDP2. Pass {instead}.",
+        stacklevel=2,
+    )
 
 
 def _checked(parameter: nn.Parameter, placement: Shard | None, who: str) -> Shard:

@@ -2,6 +2,7 @@
 
 import functools
 import weakref
+from collections import Counter
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from lowtide._sharding.unit import UnitState
 _roots: "weakref.WeakSet[UnitState]" = weakref.WeakSet()
 _watched: "weakref.WeakSet[UnitState]" = weakref.WeakSet()
 _steps = 0
+_seen: Counter[str] = Counter()  # forwards since the last step, by unit
 
 
 def log_root(root: UnitState, units: list[UnitState]) -> None:
@@ -43,6 +45,7 @@ def _after_forward(
     unit = reference()
     if unit is None or torch.compiler.is_compiling():
         return
+    _seen[unit.name] += 1
     if in_backward():
         how = "again"
     else:
@@ -82,8 +85,15 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             gradient = parameter.shard.grad
             seen = "none" if gradient is None else digest(gradient)
             replay_log.write(f"gradient of {parameter.name}: {seen}")
-    for name, calls in _calls().items():
-        replay_log.write(f"calls until now, {name}: {calls}")
+    for unit in _units():
+        if unit.root is not None and unit.unit is not None:
+            calls = unit.root.calls_of(unit.unit)
+            replay_log.write(f"calls until now of {unit.name}: {_text(calls)}")
+        if not _seen[unit.name]:
+            replay_log.write(f"no forward of {unit.name} was seen: none, or compiled")
+    _seen.clear()
+    for name, counted in _calls().items():
+        replay_log.write(f"calls until now, {name}: {counted}")
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -98,6 +108,10 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _units() -> list[UnitState]:
     trees = [root.tree for root in sorted(_roots, key=lambda root: root.name)]
     return [unit for tree in trees for one in tree if (unit := one()) is not None]
+
+
+def _text(calls: dict[str, int]) -> str:
+    return ", ".join(f"{kind} {count}" for kind, count in sorted(calls.items()))
 
 
 def _calls() -> dict[str, str]:

@@ -55,6 +55,7 @@ from lowtide.policies import (
 )
 
 _numbers = itertools.count(1)  # of gathers without a root
+alive: "weakref.WeakSet[UnitState]" = weakref.WeakSet()
 
 
 class UnitState:
@@ -91,6 +92,8 @@ class UnitState:
         self.parameters: list[UnitParameter] = []
         self.groups = groups_of(mesh, device)
         self.unit: _C.Unit | None = None
+        # Called with this when its gradients have been reduced.
+        self.gradient_takers: list[Callable[[UnitState], None]] = []
         self.root: _C.Root | None = None  # of the tree this unit is in
         self.tree: list[weakref.ref[UnitState]] = []  # its units
         # The number of the last gather that no root has noted; its ranks have not
@@ -120,6 +123,7 @@ class UnitState:
             lazy_init=functools.partial(_with_alive, weakref.ref(self), before_forward),
             modules=modules,
         )
+        alive.add(self)
         for module in modules:
             module.__dict__[UNIT_STATE] = self
             # So that torch.distributed.fsdp.fully_shard.state(module) finds it.
@@ -444,6 +448,13 @@ class UnitState:
         forward, backward = ([of.unit for of in states if of.unit] for states in ahead)
         self.settings.prefetch(forward=forward, backward=backward)
 
+    def add_gradient_taker(self, taker: "Callable[[UnitState], None]") -> None:
+        """Of an optimizer in backward: called with this whenever the unit's gradients
+        have been reduced, on the stream that reduced them."""
+        self.gradient_takers.append(taker)
+        give = functools.partial(_give_gradients, weakref.ref(self))
+        self.settings.set_on_gradients(give)
+
     def choose_rows(self) -> None:
         """Lets a large embedding and its gradient come in blocks of rows."""
         module = self.modules[0]
@@ -552,6 +563,13 @@ def _with_alive(
     state = reference()
     assert state is not None
     function(state)
+
+
+def _give_gradients(reference: weakref.ref[UnitState]) -> None:
+    state = reference()
+    assert state is not None
+    for take in state.gradient_takers:
+        take(state)
 
 
 def _refuse_replaced(state: "weakref.ref[UnitState]", index: int, name: str) -> None:

@@ -50,6 +50,12 @@ def add_parser(subparsers: Subparsers) -> None:
         help="logits are not made for a cross entropy: see docs/losses.md. The models' "
         "head is found, or named as in --defer-logits=output",
     )
+    add(
+        "--all-or-nothing",
+        action="store_true",
+        help="optimizer steps happen on all ranks or on none, and run again where "
+        "memory was refused: see docs/frameworks.md",
+    )
     add("-m", action="store_true", dest="is_module", help="the program is a module")
     add("program", help="a file, or with -m a module; what follows is its own")
     parser.set_defaults(run=run)
@@ -81,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     if not options.is_module:
         words[0] = os.path.abspath(words[0])
     _require(options.program, options.is_module)
-    session = _begin(options.policy, options.defer_logits)
+    session = _begin(options)
     try:
         as_main.run(words)
     except BaseException as error:
@@ -92,10 +98,10 @@ def run(options: argparse.Namespace) -> int:
     return _status(session, options.policy)
 
 
-def _begin(policy: str | None, head: str | None) -> Session:
+def _begin(given: argparse.Namespace) -> Session:
     from lowtide.integrations import session, spawned
 
-    options = session.Options(policy, head)
+    options = session.Options(given.policy, given.defer_logits, given.all_or_nothing)
     try:
         begun = session.Session(options)
     except ValueError as error:

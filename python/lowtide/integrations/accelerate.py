@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+from lowtide.integrations.all_or_nothing import guard
 from lowtide.integrations.binding import bind
 
 __all__ = ["use_lowtide"]
@@ -12,12 +13,18 @@ __all__ = ["use_lowtide"]
 _Accelerator = TypeVar("_Accelerator", bound=Any)
 
 
-def use_lowtide(accelerator: _Accelerator) -> _Accelerator:
+def use_lowtide(
+    accelerator: _Accelerator, *, all_or_nothing: bool = False
+) -> _Accelerator:
     """Makes ``accelerator.prepare`` shard with lowtide; returns ``accelerator``.
 
     Everything else is accelerate's: the upcast to fp32, loading on rank 0 alone,
     which modules become units, clipping, ``save_state``, ``load_state`` and
     ``get_state_dict``. Of a Trainer pass ``trainer.accelerator``, before ``train``.
+
+    Args:
+        all_or_nothing: Steps of the optimizers that are prepared happen on all ranks
+            or on none, see :mod:`lowtide.integrations.all_or_nothing`.
 
     Raises:
         ValueError: For an accelerator that does not shard with FSDP2.
@@ -37,7 +44,11 @@ def use_lowtide(accelerator: _Accelerator) -> _Accelerator:
     def prepare_with_lowtide(*objects: Any, **settings: Any) -> Any:
         # Its function imports torch's when it is called.
         with bind():
-            return prepare(*objects, **settings)
+            prepared = prepare(*objects, **settings)
+        if all_or_nothing:
+            for optimizer in accelerator._optimizers:
+                guard(optimizer.optimizer)
+        return prepared
 
     accelerator.prepare = prepare_with_lowtide
     return accelerator

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lowtide import api
+from lowtide.integrations.all_or_nothing import guard
 from lowtide.integrations.binding import bind
 
 __all__ = ["strategy_class"]
@@ -26,10 +27,20 @@ def strategy_class(theirs: type[Any]) -> type[Any]:
         """Lightning's ``ModelParallelStrategy``, its arguments included, in which
         ``configure_model`` shards with lowtide, whichever ``fully_shard`` it calls.
 
+        ``all_or_nothing=True``: optimizer steps, which Lightning calls forward and
+        backward in, happen on all ranks or on none, see
+        :mod:`lowtide.integrations.all_or_nothing`.
+
         Raises:
             ValueError: If ``configure_model`` leaves a model that lowtide has not
                 sharded.
         """
+
+        def __init__(
+            self, *args: Any, all_or_nothing: bool = False, **settings: Any
+        ) -> None:
+            super().__init__(*args, **settings)
+            self._all_or_nothing = all_or_nothing
 
         @contextmanager
         def model_sharded_context(self) -> Iterator[None]:
@@ -46,6 +57,9 @@ def strategy_class(theirs: type[Any]) -> type[Any]:
                     "blocks and then on the model."
                 )
             super().setup(trainer)
+            if self._all_or_nothing:
+                for optimizer in self.optimizers:
+                    guard(optimizer)
 
     LowtideStrategy.__module__ = __name__
     return LowtideStrategy

@@ -21,6 +21,7 @@ from lowtide._sharding import blocks
 from lowtide._sharding.fsdp_module import FSDPModule
 from lowtide._sharding.unit import unit_state
 from lowtide.activations import checkpoint
+from lowtide.integrations import all_or_nothing
 from lowtide.integrations.binding import bind
 from lowtide.integrations.deferral import Deferral
 from lowtide.integrations.policy_text import parse_policy
@@ -40,10 +41,13 @@ class Options:
             forward. None leaves activations alone.
         defer_logits: The name of the head whose logits are deferred, ``""`` to find
             it. None leaves heads alone.
+        all_or_nothing: Steps of the program's optimizers happen on all ranks or on
+            none, see :mod:`lowtide.integrations.all_or_nothing`.
     """
 
     policy: str | None = None
     defer_logits: str | None = None
+    all_or_nothing: bool = False
 
 
 class Session:
@@ -62,6 +66,8 @@ class Session:
         self.num_blocks = 0  # that got it
         self.binding = bind(self._shard)
         self._undo_refusal = _refuse_fsdp1()
+        self._guards = options.all_or_nothing
+        self._undo_guards = all_or_nothing.guard_all() if self._guards else lambda: None
         FSDPModule.__del__ = self._on_end_of
         # A child by fork has none of our exit functions, by design of multiprocessing.
         util.register_after_fork(self, Session._arrive_in_child)
@@ -69,6 +75,7 @@ class Session:
     def end(self) -> None:
         self.binding.undo()
         self._undo_refusal()
+        self._undo_guards()
         del FSDPModule.__del__
 
     @property
@@ -156,6 +163,8 @@ class Session:
         yield from held
         if self._deferral is not None:
             yield from self._deferral.lines()
+        if self._guards:
+            yield f"lowtide: run: --all-or-nothing: {all_or_nothing.counts.text()}"
         if not held:
             yield (
                 f"lowtide: run: {len(self._sharded)} units were sharded, and no model "

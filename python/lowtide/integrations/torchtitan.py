@@ -1,4 +1,5 @@
-"""torchtitan: the ``parallelize_fn`` of a model on lowtide."""
+"""torchtitan: the ``parallelize_fn`` of a model on lowtide, and optimizers whose steps
+happen on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -9,9 +10,10 @@ from typing import Any
 from torch import nn
 
 from lowtide import api
+from lowtide.integrations.all_or_nothing import guard
 from lowtide.integrations.binding import bind
 
-__all__ = ["parallelize_fn"]
+__all__ = ["build_optimizers_fn", "parallelize_fn"]
 
 
 def parallelize_fn(theirs: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
@@ -39,3 +41,17 @@ def parallelize_fn(theirs: Callable[..., nn.Module]) -> Callable[..., nn.Module]
         return model
 
     return parallelize
+
+
+def build_optimizers_fn(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """``theirs``, torchtitan's ``build_optimizers`` say, with steps that are all or
+    nothing: for the ``build_optimizers_fn`` of a model's spec, see
+    :mod:`lowtide.integrations.all_or_nothing`."""
+
+    @functools.wraps(theirs)
+    def build(*args: Any, **settings: Any) -> Any:
+        optimizers = theirs(*args, **settings)
+        guard(optimizers)
+        return optimizers
+
+    return build

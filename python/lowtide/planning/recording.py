@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
 )
 
 from lowtide._base.memory import ledger
+from lowtide._sharding import stepped
 from lowtide.planning.modules import ModuleTable, clean
 from lowtide.planning.stacks import StackTable
 
@@ -236,7 +237,8 @@ class Recorder:
                     name = names.get(id(parameter), "parameter")
                     self._label("optimizer_state", f"{name} {key}", value)
         self._in_optimizer = False
-        if not (self._has_gradients or _has_gradients(optimizer)):
+        in_backward = stepped.is_attached(optimizer)  # where it had its gradients
+        if not (self._has_gradients or _has_gradients(optimizer) or in_backward):
             self.idle_steps.append(type(optimizer).__name__)
         done = self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
         if done <= len(self.step_ends):  # another optimizer's part of the step

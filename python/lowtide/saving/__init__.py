@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from lowtide._sharding import stepped
 from lowtide.saving import background, commit, content, folders, staging, verification
 from lowtide.saving.background import Saving, Snapshot
 from lowtide.saving.content import Optimizers
@@ -159,6 +160,7 @@ def load(
                 process_group=ranks.group,
                 no_dist=ranks.group is None,
             )
+        extra = ranks.run(who, lambda: _extra(staged, opened))
         _commit(who, staged, opened, live, ranks)
     saved_by = opened.manifest.world_size if opened.manifest else ranks.size
     if saved_by != ranks.size:
@@ -167,7 +169,7 @@ def load(
             f"got {ranks.size}: random number generators stay as they are. Seed them.",
             stacklevel=2,
         )
-    return _extra(staged, opened)
+    return extra
 
 
 def _write(
@@ -237,6 +239,8 @@ def _commit(
         for change in reversed(begun):
             change.undo()
         raise
+    for optimizer in live.optimizers:
+        stepped.loaded(optimizer)
 
 
 def _extra(staged: staging.Staged, opened: verification.Opened) -> dict[str, Any]:

@@ -150,6 +150,11 @@ def _register_once() -> None:
 
 
 def _before_step(*args: Any) -> None:
+    let_snapshots_finish()
+
+
+def let_snapshots_finish() -> None:
+    """Before anything is written that one may still copy, on the current stream."""
     while _awaited:
         event, device = _awaited.pop()
         torch.get_device_module(device).current_stream(device).wait_event(event)

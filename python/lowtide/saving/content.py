@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import _get_fqns, get_model_state_d
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lowtide._sharding import stepped
 from lowtide._sharding.parameter import UnitParameter
 from lowtide._sharding.unit import UnitState, unit_state
 from lowtide.optimizing import sharded_optimizer
@@ -146,6 +147,7 @@ def _optimizer_state(of: Live) -> dict[str, Any]:
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     for optimizer in of.optimizers:
+        stepped.require_whole(optimizer, "save")
         for group in optimizer.param_groups:
             for p in group["params"]:
                 if id(p) not in names:

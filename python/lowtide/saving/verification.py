@@ -8,6 +8,7 @@ import dataclasses
 import os
 import warnings
 import zlib
+from collections import Counter
 from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -16,6 +17,7 @@ from lowtide.saving import manifest, metadata
 from lowtide.saving.errors import CheckpointError
 
 _AT_ONCE = 1 << 24  # bytes
+_MOST_EMPTY = 1024  # places of lists that have nothing in them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +63,7 @@ def open_checkpoint(folder: Path) -> Opened:
         folder, metadata.parse(data, str(folder)), vouched, zlib.crc32(data)
     )
     _require_places(opened)
+    _require_paths(opened)
     return opened
 
 
@@ -150,6 +153,34 @@ def _require_places(opened: Opened) -> None:
                 f"{info.relative_path}: '{index.fqn}'",
                 "a place that the manifest names",
                 f"byte {info.offset}",
+            )
+
+
+def _require_paths(opened: Opened) -> None:
+    """Where values are put together again: DCP fills lists up to the number it is
+    given, which a name or two do not need to be large."""
+    most = len(opened.metadata.state_dict_metadata) + _MOST_EMPTY
+    paths = opened.metadata.planner_data or {}
+    for name, path in paths.items():
+        if not isinstance(path, tuple) or not all(
+            isinstance(key, str) or (type(key) is int and 0 <= key <= most)
+            for key in path
+        ):
+            raise _damaged(
+                opened.folder,
+                f"{manifest.METADATA}: '{name}'",
+                f"a path of names and of numbers up to {most}",
+                repr(path),
+            )
+    above = {path[:n] for path in paths.values() for n in range(len(path))}
+    above.update(path for path, count in Counter(paths.values()).items() if count > 1)
+    for name, path in paths.items():
+        if path in above:
+            raise _damaged(
+                opened.folder,
+                f"{manifest.METADATA}: '{name}'",
+                "a place of its own",
+                f"{path}, where there are others",
             )
 
 

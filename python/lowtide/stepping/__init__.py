@@ -21,6 +21,9 @@ __all__ = ["Step", "StepUndone", "step"]
 
 _Value = TypeVar("_Value")
 
+# Blocks of this process that have begun and not ended, the innermost last.
+_open: list["Step"] = []
+
 # How long a rank that found no memory waits for the others to be through with the step.
 _UNTIL_AGAIN = datetime.timedelta(seconds=60)
 
@@ -91,6 +94,7 @@ class Step:
             self._decision = Decision(self._group)
             self._remembered = Remembered(self._model, self._optimizers)
             self._signals.deliver()
+            _open.append(self)
         except BaseException as error:
             self._signals.give_back()
             if self._decision is not None:
@@ -104,6 +108,7 @@ class Step:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        _open.remove(self)
         try:
             raised = self._end(error)
         finally:
@@ -111,6 +116,11 @@ class Step:
         self._signals.deliver()
         if raised is not None:
             raise raised from error
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Whose states and parameters are remembered."""
+        return self._optimizers
 
     @property
     def happened(self) -> bool:
@@ -121,7 +131,8 @@ class Step:
 
     def run(self, function: Callable[[], _Value]) -> _Value:
         """What ``function`` returns, called in the block; where a rank finds no memory
-        the step is dropped, memory that nobody uses is given back to the device and
+        the step is dropped, memory that nobody uses is given back to the device, what
+        activation policies keep there by ``keep_last`` is offloaded from then on, and
         ``function`` is called once more, on all ranks. It is not where a rank does not
         come out of the step: others may wait for one that raised alone."""
         try:
@@ -133,6 +144,7 @@ class Step:
             _let_go_of_frames(error)
             self._require_all_again(error)
         out_of_memory.give_back(self._device)
+        out_of_memory.offload_more(self._model)
         with self:
             return function()
 
@@ -193,15 +205,27 @@ def _undone(answer: Answer, decision: Decision) -> StepUndone:
     )
 
 
-def _require_nothing_waits(model: nn.Module) -> None:
+def innermost() -> Step | None:
+    """The block that this process is in."""
+    return _open[-1] if _open else None
+
+
+def unit_that_waits(model: nn.Module) -> str | None:
+    """The name of a unit whose gradients wait for a reduction: no step begins there."""
     for module in model.modules():
         state = unit_state(module)
         if state is not None and state.unit is not None and state.unit.accumulating:
-            raise RuntimeError(
-                f"lowtide: step: expected unit '{state.name}' without gradients that "
-                "wait for a reduction, got some of earlier microbatches, which could "
-                "not come back. Begin the step before the first microbatch."
-            )
+            return state.name
+    return None
+
+
+def _require_nothing_waits(model: nn.Module) -> None:
+    if (name := unit_that_waits(model)) is not None:
+        raise RuntimeError(
+            f"lowtide: step: expected unit '{name}' without gradients that wait for a "
+            "reduction, got some of earlier microbatches, which could not come back. "
+            "Begin the step before the first microbatch."
+        )
 
 
 def _let_go_of_frames(error: BaseException) -> None:

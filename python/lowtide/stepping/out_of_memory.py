@@ -1,10 +1,14 @@
-"""What a step that found no memory says: who held how much when it was refused."""
+"""What a step that found no memory says, who held how much when it was refused, and
+what is changed before it is tried again."""
 
+import warnings
 from collections.abc import Iterable
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
+from lowtide._activation.regions import regions
 from lowtide._base.failures import text_of
 from lowtide._base.memory import ledger
 from lowtide.memory import CATEGORIES, human
@@ -45,3 +49,17 @@ def give_back(device: torch.device) -> None:
     """What torch's allocator has reserved and nobody uses."""
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
+
+
+def offload_more(model: nn.Module) -> None:
+    """What policies of activations let the device keep although they offload it of
+    other regions: the same on all ranks, and no bit of the step is another."""
+    changed = [state.module_name for _, state in regions(model) if state.offload_all()]
+    if changed:
+        warnings.warn(
+            "lowtide: step: expected memory for the step with what keep_last of "
+            f"ActivationPolicy keeps on the device, got none: {len(changed)} "
+            f"checkpointed modules ({', '.join(sorted(set(changed)))}) offload it from "
+            "now on. Lower keep_last.",
+            stacklevel=2,
+        )

@@ -34,7 +34,14 @@ inline at::Tensor peer(const comm::RecordingCollectives::Request& request,
 }
 
 struct Paper {
-  Paper() { watch = scripted->watch_torch_allocations(); }
+  explicit Paper(bool compare_bits = false)
+      : axis(std::make_shared<Axis>(
+            collectives, std::make_shared<memory::DeviceMemory>(waits, ledger),
+            [this](const std::vector<std::string>& lines) {
+              compared.push_back(lines);
+            },
+            compare_bits)),
+        watch(scripted->watch_torch_allocations()) {}
 
   at::Tensor shard(float from) {
     return (at::arange(kRows * kFeatures, at::kFloat) * 0.25f + from)
@@ -73,11 +80,7 @@ struct Paper {
   std::shared_ptr<comm::RecordingCollectives> collectives =
       std::make_shared<comm::RecordingCollectives>(0, kSize, scripted, &peer);
   std::vector<std::vector<std::string>> compared;
-  std::shared_ptr<Axis> axis = std::make_shared<Axis>(
-      collectives, std::make_shared<memory::DeviceMemory>(waits, ledger),
-      [this](const std::vector<std::string>& lines) {
-        compared.push_back(lines);
-      });
+  std::shared_ptr<Axis> axis;
   std::unique_ptr<device::AllocationObserver> watch;
 };
 

@@ -100,6 +100,31 @@ TEST(SiteTest, ReadingOutsideOfBackwardIssuesNothing) {
   EXPECT_THAT(paper.calls(), SizeIs(1));
 }
 
+TEST(SiteTest, AWriteThatNoVersionTellsIsAnErrorWhereBitsAreCompared) {
+  for (const bool compares : {false, true}) {
+    Paper paper(compares);
+    SavedValues saved;
+    const at::Tensor shard = paper.shard(0) * 1;
+    const at::Tensor x = rematerialised(paper, shard, "a", saved);
+    const at::Tensor loss = square(x, saved).sum();
+    loss.backward({}, /*retain_graph=*/true);
+    shard.variable_data().mul_(2);  // as .data
+    if (!compares) {
+      EXPECT_NO_THROW(loss.backward());
+      continue;
+    }
+    EXPECT_THAT(
+        [&] { loss.backward(); },
+        ThrowsMessage<Error>(StrEq(
+            "lowtide: sequence-parallel gather 'a': expected the shard's bits "
+            "as they were gathered, got others, which no version counter told: "
+            "a write through .data, or by a kernel that torch does not know "
+            "(rank 0 of 2). Write to a clone(): backward gathers the shard "
+            "again.")));
+    EXPECT_EQ(paper.figures("a").regathers, 1);
+  }
+}
+
 TEST(SiteTest, AWriteToTheShardIsAnError) {
   Paper paper;
   SavedValues saved;

@@ -75,6 +75,54 @@ TEST(GradientHooksTest, UnitsAreUpdatedWhereTheyAreReducedInAnyCase) {
   });
 }
 
+// All of a unit at once, by its setting, behind the hooks of its parameters.
+TEST(GradientHooksTest, AUnitsGradientsAreTakenTogether) {
+  const Scenario scenario = chain_of_layers();
+  const auto expected = train_naively(scenario, 2);
+  run_ranks(2, [&](Exchange& exchange, std::int64_t r) {
+    Rank rank(exchange, r, scenario.units);
+    std::vector<std::string> taken;
+    for (std::size_t unit = 0; unit <= kLayers; ++unit) {
+      rank.unit(unit).settings().on_gradients = [&, unit] {
+        EXPECT_FALSE(rank.root->ended(rank.root->backwards()));
+        taken.push_back(rank.unit(unit).name());
+        for (std::size_t p = 0; p < dense().size(); ++p) {
+          if (rank.shard(unit, p).grad().defined()) {
+            Optimizer(rank, base::concat("take ", unit))(rank.shard(unit, p));
+          }
+        }
+      };
+    }
+    for (int step = 0; step < scenario.num_steps; ++step) {
+      run_step(rank, scenario, step);
+      EXPECT_TRUE(rank.root->ended(rank.root->backwards()));
+      EXPECT_EQ(rank.parameter_difference(
+                    expected[static_cast<std::size_t>(step)].parameters),
+                "");
+    }
+    EXPECT_EQ(taken.size(), 2 * (kLayers + 1));
+    EXPECT_EQ(rank.runtime->log()[rank.runtime->entries("take 3")[0]].stream,
+              Stream::reduce);
+    EXPECT_EQ(rank.unrest(), "");
+    EXPECT_THAT(rank.runtime->violations(), IsEmpty());
+  });
+}
+
+TEST(GradientHooksTest, ABackwardThatRaisedNeverEnds) {
+  const Scenario scenario = chain_of_layers();
+  run_ranks(2, [&](Exchange& exchange, std::int64_t r) {
+    Rank rank(exchange, r, scenario.units);
+    rank.unit(1).settings().on_gradients = [] {
+      throw std::runtime_error("an optimizer failed");
+    };
+    EXPECT_THROW(run_step(rank, scenario, 0), std::runtime_error);
+    rank.unit(1).settings().on_gradients = nullptr;
+    run_step(rank, scenario, 0);
+    EXPECT_FALSE(rank.root->ended(1));
+    EXPECT_TRUE(rank.root->ended(2));
+  });
+}
+
 TEST(GradientHooksTest, AUnitIsUpdatedBeforeTheNextOnesBackward) {
   const Scenario scenario = chain_of_layers();
   run_ranks(2, [&](Exchange& exchange, std::int64_t r) {

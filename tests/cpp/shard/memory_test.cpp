@@ -140,6 +140,31 @@ TEST_P(NumLayersTest, GradientsOnTheirWayAreThoseOfOneUnitAtMost) {
   });
 }
 
+TEST_P(NumLayersTest, WhereTheWireIsSlowerTheyAreThoseOfTwoUnitsAtMost) {
+  const Scenario scenario = layers(GetParam());
+  const std::int64_t largest = sum(scenario.units[1], [](const auto& p) {
+    return std::accumulate(p.sizes.begin(), p.sizes.end(), itemsize(p.compute),
+                           std::multiplies<>());
+  });
+  const auto expected = train_naively(scenario, kWorldSize);
+  on_two_ranks(scenario, [&](Rank& rank) {
+    rank.root->set_lingering_from(0);
+    std::int64_t most = 0;
+    rank.on_kernel = [&](const std::string&) {
+      most = std::max(most, rank.root->stream().ring().retired_bytes());
+    };
+    for (int step = 0; step < scenario.num_steps; ++step) {
+      run_step(rank, scenario, step);
+      EXPECT_EQ(rank.gradient_difference(expected[step].gradients), "");
+      rank.optimize();
+      rank.zero_grad();
+    }
+    EXPECT_GT(most, largest);
+    EXPECT_LE(most, 2 * largest);
+    EXPECT_EQ(rank.root->stream().ring().retired_bytes(), 0);
+  });
+}
+
 // Bytes of sources that wait where the backward of layers.0 begins, after that
 // of layers.1 whose output is `times` as wide as its input.
 std::int64_t retired_behind(std::int64_t times) {

@@ -63,6 +63,20 @@ TEST(ObservedGradientTest, ABackwardClearsNothing) {
   EXPECT_FALSE(observed.cleared());
 }
 
+TEST(ObservedGradientTest, TellsWhoMissesWhatWasTaken) {
+  auto p = leaf();
+  const ObservedGradient observed({p}, nullptr,
+                                  [] { throw std::runtime_error("taken"); });
+  EXPECT_FALSE(p.grad().defined());
+  observed.set_taken(true);
+  EXPECT_THROW(static_cast<void>(p.grad()), std::runtime_error);
+  (p * 2).sum().backward();  // which looks for one to add to
+  EXPECT_TRUE(p.grad().defined());
+  p.mutable_grad().reset();
+  observed.set_taken(false);
+  EXPECT_FALSE(p.grad().defined());
+}
+
 TEST(ObservedGradientTest, OutlivesNothing) {
   auto p = leaf();
   { ObservedGradient(std::vector<at::Tensor>{p}, &yes).observe(true); }

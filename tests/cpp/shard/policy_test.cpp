@@ -12,11 +12,17 @@ namespace lowtide::shard {
 namespace LOWTIDE_FILE {
 
 constexpr std::int64_t kMiB = std::int64_t{1} << 20;
+constexpr std::int64_t kGiB = kMiB << 10;
 
 TEST(RingBytesTest, TheBudgetGrowsWithTheRanks) {
-  EXPECT_EQ(default_ring_budget(8), 192 * kMiB);
-  EXPECT_EQ(default_ring_budget(128), 192 * kMiB);
-  EXPECT_EQ(default_ring_budget(256), 384 * kMiB);
+  EXPECT_EQ(default_ring_budget(8, kGiB), 192 * kMiB);
+  EXPECT_EQ(default_ring_budget(128, kGiB), 192 * kMiB);
+  EXPECT_EQ(default_ring_budget(256, kGiB), 384 * kMiB);
+}
+
+TEST(RingBytesTest, TheBudgetGrowsWithAUnitOfManyChunks) {
+  EXPECT_EQ(default_ring_budget(64, 2 * kGiB), 192 * kMiB);
+  EXPECT_EQ(default_ring_budget(64, 11 * kGiB), kGiB);
 }
 
 TEST(RingBytesTest, AmongFewRanksARingOfAUnitsOwnHasMoreSlots) {
@@ -203,6 +209,40 @@ TEST(ElementsThatCover, AreThoseOfACopyForOneRank) {
 TEST(ElementsThatCover, UnknownTokensCoverNothing) {
   EXPECT_EQ(elements_that_cover(2, 2, 0),
             std::numeric_limits<std::int64_t>::max());
+}
+
+TEST(ElementsEveryTokenUses, AreNoneOfStackedExperts) {
+  EXPECT_EQ(elements_every_token_uses({1024, 4096}), 4 * kMiB);
+  EXPECT_EQ(elements_every_token_uses({4096}), 4096);
+  EXPECT_EQ(elements_every_token_uses({64, 64, 3, 3}), 64 * 64 * 9);
+  EXPECT_EQ(elements_every_token_uses({8, 28672, 4096}), 0);
+}
+
+// A block of Llama 3 8B: 416 MiB gathered, 832 reduced.
+
+TEST(WireOutlastsBackward, NotOfDenseBlocksWithLongSequences) {
+  for (const std::int64_t ranks : {2, 8, 64, 256}) {
+    EXPECT_FALSE(
+        wire_outlasts_backward(416 * kMiB, 832 * kMiB, ranks, kBlock, 8192));
+  }
+}
+
+TEST(WireOutlastsBackward, OfDenseBlocksWithShortOnes) {
+  // 4.3 ms of 8 ranks, 5.4 of 64; 3.1 ms for 1024 tokens.
+  EXPECT_TRUE(wire_outlasts_backward(416 * kMiB, 832 * kMiB, 8, kBlock, 1024));
+  EXPECT_FALSE(wire_outlasts_backward(416 * kMiB, 832 * kMiB, 8, kBlock, 2048));
+  EXPECT_TRUE(wire_outlasts_backward(416 * kMiB, 832 * kMiB, 64, kBlock, 1024));
+}
+
+TEST(WireOutlastsBackward, OfExperts) {
+  // Mixtral's block: 42 M elements beside its experts' 1.4 G.
+  EXPECT_TRUE(wire_outlasts_backward(2 * 1409 * kMiB, 4 * 1409 * kMiB, 64,
+                                     42 * kMiB, 4096));
+}
+
+TEST(WireOutlastsBackward, NotOfOneRankOrUnknownTokens) {
+  EXPECT_FALSE(wire_outlasts_backward(416 * kMiB, 832 * kMiB, 1, kBlock, 1));
+  EXPECT_FALSE(wire_outlasts_backward(416 * kMiB, 832 * kMiB, 8, kBlock, 0));
 }
 
 const std::vector<std::int64_t> kGradients = {kFfn,  kFfn,  kFfn,   kSquare,

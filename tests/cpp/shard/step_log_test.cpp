@@ -212,6 +212,25 @@ TEST_F(StepLogTest, AFailedStepIsForgotten) {
   for (auto& log : logs) EXPECT_EQ(error_of(log), "none");
 }
 
+TEST(StepLogAloneTest, CallsAreCountedByUnitAndKindComparedOrNot) {
+  StepLog log("model", [](std::int32_t) { return std::string("layer"); });
+  log.note({What::gather, 2});
+  log.note({What::gather, 2});
+  log.note({What::reduce, 2, 1});
+  log.note({What::forward});
+  log.forget();
+  const auto count = [&](std::int32_t unit, What what) {
+    return log.counts(unit)[static_cast<std::size_t>(what)];
+  };
+  EXPECT_EQ(count(2, What::gather), 2);
+  EXPECT_EQ(count(2, What::reduce), 1);
+  EXPECT_EQ(count(-1, What::forward), 1);
+  EXPECT_EQ(log.counts(1), StepLog::Counts{});
+  EXPECT_EQ(log.counts(9), StepLog::Counts{});
+  EXPECT_STREQ(StepNote::kKinds[static_cast<std::size_t>(What::settings)],
+               "settings");
+}
+
 TEST(StepLogAloneTest, WithoutRanksNothingIsKept) {
   StepLog log("model", [](std::int32_t) { return std::string(); });
   EXPECT_FALSE(log.compares());

@@ -156,11 +156,91 @@ def test_a_log_says_what_happened_and_nothing_that_changes_by_itself(tmp_path) -
         kinds = {re.split(r"[:\d]", line)[0].strip() for line in lines}
         assert kinds >= {"unit", "forward of", "backward of", "step", "gradient of"}
         assert "parameter" in kinds
-        (calls, *_) = [line for line in lines if line.startswith("calls until now")]
+        (calls, *_) = [line for line in lines if line.startswith("calls until now,")]
         assert re.fullmatch(
             r"calls until now, gather: all-gather \d+ times, \d+ bytes", calls
         )
+        of_a_unit = [line for line in lines if line.startswith("calls until now of 1:")]
+        assert [
+            re.sub(r", (settings|trainable) \d+", "", line) for line in of_a_unit
+        ] == [
+            f"calls until now of 1: backward {n}, gather {2 * n}, reduce {n}"
+            for n in (1, 2, 3)
+        ]
+        assert not any("no forward" in line for line in lines)
         assert not any("0x" in line or "tensor(" in line for line in lines)
+
+
+def train_compiled() -> list[torch.Tensor]:
+    model = make()
+    model[0].compile(backend="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        model(data(step)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.to_local().clone() for p in model.parameters()]
+
+
+def test_compiled_blocks_train_as_before_and_are_in_the_log(pool_of, tmp_path) -> None:
+    with RankPool(2, env=DEBUG | {"LOWTIDE_DEBUG_LOG": str(tmp_path)}) as pool:
+        found = pool.run(train_compiled)
+    for ours, expected in zip(found, pool_of(2).run(train_compiled), strict=True):
+        assert all(map(torch.equal, ours, expected))
+    lines = (tmp_path / "rank-0.txt").read_text().splitlines()
+    assert sum(line.startswith("forward of 0 ") for line in lines) >= 2  # steps
+    assert not any(line.startswith("no forward of") for line in lines)
+
+
+def step_without_a_unit() -> None:
+    model = make()
+    model(data()).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()
+    model[0](data()).sum().backward()
+    optimizer.step()
+
+
+def test_the_log_says_which_unit_did_not_run(tmp_path) -> None:
+    with RankPool(2, env={"LOWTIDE_DEBUG_LOG": str(tmp_path)}) as pool:
+        pool.run(step_without_a_unit)
+    lines = (tmp_path / "rank-0.txt").read_text().splitlines()
+    missing = [line for line in lines if line.startswith("no forward of")]
+    assert missing == [
+        f"no forward of {name} was seen: none, or compiled"
+        for name in ("Sequential", "1")
+    ]
+
+
+# -- sequence parallelism -------------------------------------------------------------
+
+
+def write_to_a_shard_unseen() -> str:
+    """What the backward raises of a shard that is gathered again in it."""
+    group = dist.group.WORLD
+    assert group is not None
+    layer = lowtide.sequence_parallel.ColumnParallelLinear(
+        WIDTH, WIDTH, group=group, name="in"
+    )
+    x = data().requires_grad_() * 1.0
+    with lowtide.sequence_parallel.gather_policy(regather=["in"], min_bytes=0):
+        out = layer(x)
+    x.data.mul_(2)
+    try:
+        out.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_shard_that_is_gathered_again_has_the_bits_of_its_forward(pool_of) -> None:
+    with RankPool(2, env=DEBUG) as pool:
+        for said in pool.run(write_to_a_shard_unseen):
+            assert said.startswith(
+                "lowtide: sequence-parallel gather 'in': expected the shard's bits as "
+                "they were gathered, got others, which no version counter told: "
+            )
+    assert pool_of(2).run(write_to_a_shard_unseen) == ["no error"] * 2
 
 
 def refused() -> str:

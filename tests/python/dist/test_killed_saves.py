@@ -210,6 +210,62 @@ def test_a_disk_that_fills_up_keeps_the_checkpoints_it_has(pool_of, small_disk):
         assert names and not any(name.startswith(".") for name in names)
 
 
+def save_read_only(path: Path) -> tuple[str, int]:
+    model, optimizer = make()
+    try:
+        lowtide.save(path / "step-1", model, optimizer, {"step": 1})
+    except CheckpointError as error:
+        return str(error), lowtide.load(path, model, optimizer)["step"]
+    raise AssertionError("saved")
+
+
+def test_a_folder_that_is_read_only_keeps_what_it_has(pool_of, small_disk):
+    """To root, whom permissions do not stop, only a disk is read-only."""
+    pool_of(2).run(save_after, small_disk / "step-0", 0)
+    assert os.system(f"mount -o remount,ro {small_disk}") == 0
+    for text, step in pool_of(2).run(save_read_only, small_disk):
+        assert "got on rank 0 of 2: OSError: [Errno 30] Read-only file system" in text
+        assert step == 0
+
+
+def published_behind(path: Path) -> list[str]:
+    """Files whose bytes ranks have put on storage when the checkpoint is renamed."""
+    model, optimizer = make()
+    store = dist.distributed_c10d._get_default_store()
+    fsync, rename = os.fsync, os.rename
+    on_storage: list[str] = []
+
+    def noted_fsync(descriptor: Any) -> None:
+        number = descriptor if isinstance(descriptor, int) else descriptor.fileno()
+        fsync(number)
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{number}"))
+        store.set(f"on storage/{name}", "")
+
+    def noted_rename(source: Any, target: Any, **how: Any) -> None:
+        if os.fspath(target) == os.fspath(path):
+            names = ["__0_0.distcp", "__1_0.distcp", ".metadata", "lowtide.json"]
+            on_storage.extend(n for n in names if store.check([f"on storage/{n}"]))
+            store.set("renamed", "")
+        elif os.fspath(source).endswith(".tmp"):  # DCP's, of its metadata
+            store.set(f"on storage/{os.path.basename(target)}", "")
+        rename(source, target, **how)
+
+    os.fsync, os.rename = noted_fsync, noted_rename
+    try:
+        lowtide.save(path, model, optimizer)
+    finally:
+        os.fsync, os.rename = fsync, rename
+    assert store.check(["renamed"])
+    return on_storage
+
+
+def test_a_checkpoint_is_renamed_when_every_ranks_file_is_on_storage(tmp_path):
+    with RankPool(2) as pool:
+        of_rank_0, of_rank_1 = pool.run(published_behind, tmp_path / "it")
+    assert of_rank_0 == ["__0_0.distcp", "__1_0.distcp", ".metadata", "lowtide.json"]
+    assert of_rank_1 == []
+
+
 def save_below_a_file(path: Path) -> str:
     model, optimizer = make()
     with pytest.raises(CheckpointError) as raised:

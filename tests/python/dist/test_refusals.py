@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -428,3 +429,34 @@ def test_every_method_of_fsdp2_is_lowtides_own():
     own = {name for name in vars(lowtide.FSDPModule) if not name.startswith("__")}
     assert methods <= own
     assert "set_all_reduce_hook" in methods
+
+
+def shard_few_rows(shapes: list[tuple[int, ...]]) -> list[str]:
+    from lowtide._sharding import parameter
+
+    module = nn.Module()
+    for i, shape in enumerate(shapes):
+        module.register_parameter(f"w{i}", nn.Parameter(torch.zeros(shape)))
+    before, parameter.MUCH_PADDING = parameter.MUCH_PADDING, 0
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            lowtide.fully_shard(module)
+    finally:
+        parameter.MUCH_PADDING = before
+    return [str(one.message) for one in caught]
+
+
+def test_padding_of_a_whole_parameter_is_said_on_one_rank(pool_of):
+    """Experts fewer than ranks."""
+    shapes = [(1, 8, 4), (1, 3), (2, 4), (3, 4)]
+    first, second = (
+        f"lowtide: Module.{name}: expected at least as many rows as ranks, got {shape} "
+        f"split along dimension 0 over 2 ranks: every gather and reduction "
+        f"moves 2 times its bytes, as with FSDP2. Pass {what}."
+        for name, shape, what in (
+            ("w0", (1, 8, 4), "a shard_placement_fn that returns Shard(1) for it"),
+            ("w1", (1, 3), "a mesh of fewer ranks"),
+        )
+    )
+    assert pool_of(2).run(shard_few_rows, shapes) == [[first, second], []]

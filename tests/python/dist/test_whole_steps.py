@@ -17,6 +17,7 @@ from torch import nn
 
 import lowtide
 from lowtide import stepping
+from lowtide._activation.regions import regions
 from lowtide._base import memory
 from lowtide.stepping import StepUndone
 from lowtide.stepping.remembered import Remembered
@@ -351,6 +352,58 @@ def no_memory() -> None:
 )
 def test_a_step_without_memory_is_tried_once_more(pool_of, where, ranks):
     check(pool_of(2).run(refuse_memory, where, ranks))
+
+
+def offload_more() -> Any:
+    """The last blocks' inputs are offloaded, too, from the step that found no memory
+    on."""
+
+    def train(refused: bool) -> dict[str, Any]:
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)]
+        policy = lowtide.ActivationPolicy(offload=["input"], keep_last=2)
+        for layer in layers:
+            lowtide.fully_shard(lowtide.checkpoint(layer, policy))
+        model: Any = nn.Sequential(nn.Linear(6, 6), *layers)
+        lowtide.fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        failing = False
+
+        def one_step() -> None:
+            model(torch.ones(4, 6)).square().sum().backward()
+            nonlocal failing
+            if failing:
+                failing = False
+                no_memory()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        moved: list[list[int]] = []
+        for number in range(3):
+            failing = refused and number == 1
+            lowtide.step(model, optimizer).run(one_step)
+            # Counted from the beginning, and from the refusal on.
+            figures = [each.region.figures()["input"] for _, each in regions(model)]
+            moved.append([each["moved"] for each in figures])
+        assert moved == (MOVED_AFTER_REFUSAL if refused else MOVED), moved
+        return shards(model, optimizer)
+
+    with pytest.warns(UserWarning, match="keep_last") as warned:
+        found = train(refused=True)
+    assert str(warned[0].message).startswith(
+        "lowtide: step: expected memory for the step with what keep_last of "
+        "ActivationPolicy keeps on the device, got none: 3 checkpointed modules"
+    )
+    return [(found, train(refused=False))]
+
+
+# Of three modules, the last two kept, by step.
+MOVED = [[1, 0, 0], [2, 0, 0], [3, 0, 0]]
+MOVED_AFTER_REFUSAL = [[1, 0, 0], [1, 1, 1], [2, 2, 2]]
+
+
+def test_what_policies_keep_on_the_device_is_offloaded_after_a_refusal(pool_of):
+    check(pool_of(2).run(offload_more))
 
 
 def refuse_memory_again(alone: bool) -> str:

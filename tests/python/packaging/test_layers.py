@@ -51,6 +51,7 @@ PYTHON_LAYERS = {
     "clipping": 3,
     "losses": 3,
     "memory": 3,
+    "muon": 3,
     "optimizing": 3,
     "sleeping": 3,
     "phantom": 3,
@@ -59,11 +60,12 @@ PYTHON_LAYERS = {
     "planning": 4,  # runs programs: uses every engine, and the phantom
     "saving": 4,
     "stepping": 5,  # remembers as a save does
+    "in_backward": 5,  # lets a save's copies run first
     "wrapping": 4,
-    "cli": 5,
-    "integrations": 4,
-    "__init__": 6,
-    "__main__": 6,
+    "integrations": 6,
+    "cli": 7,
+    "__init__": 8,
+    "__main__": 8,
 }
 
 

@@ -4,10 +4,13 @@ bytes; nothing is unpickled that could run, and nothing listens beyond this mach
 from __future__ import annotations
 
 import ast
+import json
 import os
 import pickle
+import re
 import resource
 import stat
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +22,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -27,11 +31,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+import lowtide
 from lowtide._activation.regions import pinned_cap
-from lowtide._base import environment
+from lowtide._base import debugging, environment
 from lowtide._sharding import groups
 from lowtide.integrations.policy_text import parse_policy
-from lowtide.phantom.dry import launch
+from lowtide.phantom.clock import timeline
+from lowtide.phantom.dry import ends, launch, ranks
 from lowtide.phantom.dry.stores import Meeting, SharedStore
 from lowtide.saving import CheckpointError, metadata
 
@@ -88,17 +94,95 @@ def test_a_number_of_the_environment_is_one_or_refused(text: str, least: int) ->
         assert not text or value == int(text)
 
 
-@given(VALUES)
+# What reads each variable of ours and of torchrun's. The dry driver reads LOWTIDE_DRY_*
+# itself, before Python does (tests/cpp/driver/settings_test.cpp).
+READERS: dict[str, Callable[[], Any]] = {
+    "LOWTIDE_PINNED_BYTES": pinned_cap,
+    "LOCAL_WORLD_SIZE": pinned_cap,
+    "RANK": lambda: environment.number("RANK", 0),
+    "LOWTIDE_COMMUNICATORS": groups.one_communicator,
+    "LOWTIDE_COMPARE_RANKS": groups.compares_ranks,
+    "LOWTIDE_DEBUG": debugging.enabled.__wrapped__,
+    "LOWTIDE_DRY_GPU": timeline,
+}
+OF_THE_DRIVER = {f"LOWTIDE_DRY_{name}" for name in ("DEVICES", "EVENTS", "LIMIT")}
+OF_THE_DRIVER |= {"LOWTIDE_DRY_MEMORY", "LOWTIDE_DRY_GPU"}
+FOLDERS = {"LOWTIDE_DEBUG_LOG"}  # which any text may name
+
+
+@pytest.mark.parametrize("name", READERS)
+@given(text=VALUES)
+@settings(max_examples=60)
+def test_settings_of_the_environment_are_known_or_refused(name: str, text: str) -> None:
+    with mock.patch.dict(os.environ, {name: text}):
+        value = value_or_message(READERS[name])
+    if isinstance(value, str):
+        assert value.startswith((f"lowtide: {name}: expected ", "lowtide: phantom."))
+
+
+def test_every_variable_is_known_here() -> None:
+    """``os.environ`` and ``getenv`` are asked for these, and for others' that are not
+    parsed."""
+    named = set()
+    for folder, pattern in (("python/lowtide", "*.py"), ("csrc", "*.[ch]*")):
+        for file in (ROOT / folder).rglob(pattern):
+            text = file.read_text()
+            named |= set(re.findall(r'"(LOWTIDE_[A-Z_]+[A-Z])"', text))
+    named.discard("LOWTIDE_RULE_NAME_")
+    assert named == {
+        *(name for name in READERS if name.startswith("LOWTIDE_")),
+        *OF_THE_DRIVER,
+        *FOLDERS,
+    }
+
+
+# Names that are almost patterns.
+NAMES = st.lists(
+    st.sampled_from(
+        ["0", "2", "linear", "*", "?", "[", "]", "[a-", ".", "..", "x", "²"]
+    ),
+    min_size=1,
+    max_size=6,
+).map("".join)
+
+
+@given(st.lists(st.one_of(NAMES, st.text(max_size=8)), max_size=3), st.booleans())
+@settings(max_examples=150)
+def test_names_of_a_policy_are_found_or_refused(
+    names: list[str], offload: bool
+) -> None:
+    block = nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({"linear": nn.Linear(2, 2)}))
+    block = nn.Sequential(block[0], nn.Tanh())
+
+    def attach() -> Any:
+        lists: dict[str, Any] = {"offload" if offload else "save": names}
+        return lowtide.checkpoint(block, lowtide.ActivationPolicy(**lists))
+
+    found = value_or_message(attach)
+    assert found is block or found.startswith("lowtide: "), found
+
+
+@given(st.text())
+@example('Current thread\n  File "')
+@example('  File "a", line 99999999999999999999 in f\n' * 3)
 @settings(max_examples=100)
-def test_settings_of_the_environment_are_known_or_refused(text: str) -> None:
-    names = ("LOWTIDE_PINNED_BYTES", "LOCAL_WORLD_SIZE", "LOWTIDE_COMMUNICATORS")
-    for name, read in zip(
-        names, (pinned_cap, pinned_cap, groups.one_communicator), strict=True
-    ):
-        with mock.patch.dict(os.environ, {name: text}):
-            value = value_or_message(read)
-        if isinstance(value, str):
-            assert value.startswith(f"lowtide: {name}: expected ")
+def test_what_a_process_says_of_its_end_is_a_line_or_nothing(text: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        told = Path(folder, "told")
+        told.write_bytes(text.encode("utf-8", "surrogatepass"))
+        assert isinstance(ends.last_line(told), str)
+
+
+@given(st.one_of(st.binary(max_size=40), st.text(alphabet='{}[]":,1ea ')))
+@example(b"[" * 100_000)
+@example(b'{"calls": [')
+@settings(max_examples=150)
+def test_a_report_is_whole_or_none(given: bytes | str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "0.json")
+        file.write_bytes(given if isinstance(given, bytes) else given.encode())
+        found = ranks.whole_report(file)
+    assert found is None or found == json.loads(given)
 
 
 # -- bytes ----------------------------------------------------------------------------
@@ -189,6 +273,44 @@ def test_pickles_are_loaded_with_weights_alone() -> None:
                     found.add(str(file.relative_to(package)))
                 assert name not in ("eval", "tempfile.mktemp", "os.system")
     assert found == MAY_UNPICKLE
+
+
+# What reads bytes of a file or JSON of another process, and which tests give it others.
+# Plans, reports, memory snapshots and replay logs are written and never read; a script
+# or model file is a program.
+READS = {
+    "saving/folders.py": "test_saving_manifest.py",
+    "saving/manifest.py": "test_saving_manifest.py",
+    "saving/metadata.py": "this file",
+    "saving/planners.py": "test_hostile_checkpoints.py",
+    "saving/verification.py": "test_hostile_checkpoints.py",
+    "saving/writer.py": "its own, just written",
+    "phantom/dry/ends.py": "this file",
+    "phantom/dry/objects.py": "objects of dry ranks, of one user, on the loopback",
+    "phantom/dry/program.py": "its own arguments",
+    "phantom/dry/ranks.py": "this file",
+    "planning/decisions.py": "the program's sources, which run anyway",
+    "planning/model_file.py": "likewise",
+    "planning/stacks.py": "likewise",
+    "_sharding/misread.py": "likewise",
+    "cli/env.py": "the system's own",
+}
+READING = re.compile(
+    r"(^|\.)(read_text|read_bytes|loads|load|_Unpickler|getlines?|literal_eval|mmap)$"
+)
+NO_FILES = ("dcp.load", "background.load", "self.load", "functools", "saving.load")
+
+
+def test_every_reader_of_a_file_is_known_here() -> None:
+    package, found = ROOT / "python/lowtide", set()
+    for file in package.rglob("*.py"):
+        for name, call in calls(file):
+            reads = READING.search(name) and not name.startswith(NO_FILES)
+            modes = [ast.unparse(each) for each in (*call.args, *call.keywords)]
+            opens = name.endswith("open") and any("'r" in mode for mode in modes)
+            if reads or opens:
+                found.add(str(file.relative_to(package)))
+    assert found == set(READS)
 
 
 # -- what others may reach ------------------------------------------------------------

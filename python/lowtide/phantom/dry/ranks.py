@@ -122,7 +122,7 @@ def run_programs(
                 children.append(child)
                 end = ends.wait(child, settings.limit, told)
             lines = output.read_text(errors="replace").splitlines(keepends=True)
-            found = json.loads(report.read_text()) if report.exists() else None
+            found = whole_report(report)
             complaint = end.complaint("phantom", program[0], settings.limit)
             printed = "".join(lines[-_MOST_LINES:])
             return Outcome(rank, end.exit_status, found, printed, complaint)
@@ -134,6 +134,15 @@ def run_programs(
         if outcome.report is not None
     ]
     return list(outcomes.values()), Verdict.of(logs)
+
+
+def whole_report(file: Path) -> dict[str, Any] | None:
+    """None of a process that ended before, or while, it wrote one."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 @contextlib.contextmanager

@@ -1,0 +1,119 @@
+"""Networks of experts at 64 ranks: what torchtitan's trainer and a loop over transformers
+take, unedited, under FSDP2 and under `lowtide run`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from case import Case, Row, rows_of
+
+from cases.foreign_scripts import GIB, Script, plan_of
+from cases.time_llama import ms
+
+NAME = "experts"
+WORLD = 64
+DEFERRED = "deferred logits"
+# What we set out to reach, of FSDP2's.
+BARS = {"exposed communication": 1.0, "communication": 1.05}
+
+TITAN = "torchtitan/models/qwen3/train_configs/qwen3_moe_debug.toml"
+ARGUMENTS = (
+    "--model.flavor 30B-A3B --parallelism.expert_parallel_degree 8 "
+    "--training.local_batch_size 1"
+)
+# By network: the program of benchmarks/programs and its arguments.
+PROGRAMS = {
+    "Qwen3-30B-A3B, torchtitan, experts over 8 ranks": (
+        "published.py trainers.torchtitan commit=v0.2.2 file=torchtitan/train.py "
+        f"config={TITAN} ranks={WORLD} 'arguments={ARGUMENTS}'"
+    ),
+    "Qwen3-30B-A3B, transformers": "foreign_experts.py qwen3",
+    "Mixtral-8x7B, transformers": "foreign_experts.py mixtral",
+}
+SYSTEMS = {
+    "fsdp2": "fsdp2",
+    "lowtide": "lowtide",
+    DEFERRED: "lowtide --defer-logits",
+}
+
+Plan = dict[str, Any]
+
+
+def rows_at(network: str) -> list[Row]:
+    plans = {
+        system: plan_of(script(network, how), "--time")[0]
+        for system, how in SYSTEMS.items()
+    }
+    row, found = rows_of(NAME), []
+    for system, plan in plans.items():
+        deferred = system == DEFERRED
+        name = "lowtide" if deferred else system
+        loss = DEFERRED if deferred else "same loss"
+        quantity = f"reserved, {network}, {loss}"
+        note = f"allocated {gib(plan['peak_allocated'])}, peak in {plan['peak_moment']}"
+        value = gib(plan["peak_reserved"])
+        found.append(row(name, quantity, value, "GiB", "simulated", note))
+        if name == "lowtide":
+            # FSDP2 makes the logits in either case.
+            theirs = plans["fsdp2"]["peak_reserved"]
+            share = round(plan["peak_reserved"] / theirs, 3)
+            quantity = f"of FSDP2's reserved, {network}, {loss}"
+            found.append(row(name, quantity, share, "", "arithmetic"))
+    times = {system: times_of(plans[system]) for system in ("lowtide", "fsdp2")}
+    for what, theirs in times["fsdp2"].items():
+        ours = times["lowtide"][what]
+        for system, seconds in (("lowtide", ours), ("fsdp2", theirs)):
+            quantity = f"{what}, {network}"
+            found.append(row(system, quantity, ms(seconds), "ms", "simulated"))
+        quantity = f"of FSDP2's {what}, {network}"
+        share = round(ours / theirs, 3)
+        found.append(row("lowtide", quantity, share, "", "arithmetic"))
+        if what in BARS:
+            found.append(row("bar", quantity, BARS[what], "", "arithmetic"))
+    return found
+
+
+def script(network: str, system: str) -> Script:
+    return Script(
+        *(network, "unedited.py", f"{system} {PROGRAMS[network]}"), world=WORLD
+    )
+
+
+def times_of(plan: Plan) -> dict[str, float]:
+    step = plan["step_time"]["step"]
+    return {
+        "step": step["seconds"],
+        "communication": step["communication"],
+        "exposed communication": step["exposed"],
+    }
+
+
+def gib(num_bytes: int) -> float:
+    return round(num_bytes / GIB, 2)
+
+
+def measure() -> Sequence[Row]:
+    return [row for network in PROGRAMS for row in rows_at(network)]
+
+
+CASE = Case(
+    name=NAME,
+    describe="Networks of experts at 64 ranks, unedited: `lowtide run` and FSDP2.",
+    how="""\
+torchtitan 0.2.2's trainer with its Qwen3, experts over groups of 8 ranks and sharded
+over 8 such groups (its `expert_parallel_degree`), selective checkpointing; and a loop
+over transformers' models after torch's tutorial of FSDP2, whose experts are sharded with
+their layers over all 64 ranks, checkpointed: 4,096 tokens a rank, loss over whole
+logits. As they stand, or under `python -m lowtide run`. `python -m lowtide plan --time`
+says what the process reserves (the most of three steps) and how long the third takes on
+H100s ([time.md](time.md)); routers are taken to choose every expert equally often.
+*deferred logits*: under `lowtide run --defer-logits`. *bar*: what we set out to reach.
+
+Clone and packages are looked for in the folder that `LOWTIDE_FOREIGN` names, as for
+published.""",
+    run=measure,
+    parts={network: partial(rows_at, network) for network in PROGRAMS},
+    only_by_name="wants clones of other repositories",
+)

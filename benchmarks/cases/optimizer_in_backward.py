@@ -1,0 +1,100 @@
+"""A Llama step whose optimizer steps in backward, simulated, beside one behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from case import Case, Row, rows_of
+from points import Each, Points
+
+NAME = "optimizer_in_backward"
+GIB = 1 << 30
+BAR = 14.0  # GiB, what we set out to reach
+SETTING = ("--system", "lowtide", "--config", "8b", "--world", "8")
+HOWS: dict[str, tuple[str, ...]] = {
+    "behind the backward, clipped": (),
+    "in backward, not clipped": ("--in-backward", "unclipped"),
+    "in backward, clip late": ("--in-backward", "late"),
+    "in backward, clip exact": ("--in-backward", "exact"),
+}
+INPUTS = {
+    "blocks' inputs on the device": (),
+    "blocks' inputs offloaded": ("--checkpoint", "offloaded"),
+}
+SEGMENTS = {"default": (), "expandable": ("--expandable",)}
+MUONS = ("lowtide", "torch")
+WHERE = "8B, 8 ranks, s 8192"
+
+
+def measure() -> list[Row]:
+    memory = Points("llama_memory.py", timeout=3600)
+    time = Points("llama_time.py", timeout=3600)
+    return [
+        *memory.all_of(lambda each: list(memory_rows(each))),
+        *time_rows(time.each),
+        *muon_rows(memory.each, time.each),
+    ]
+
+
+def memory_rows(each: Each) -> Iterator[Row]:
+    row = rows_of(NAME)
+    variants = list(product(INPUTS, SEGMENTS, HOWS))
+    runs = [
+        (*SETTING, "--loss", "vocabulary", *INPUTS[i], *SEGMENTS[s], *HOWS[h])
+        for i, s, h in variants
+    ]
+    for (inputs, segments, how), figures in zip(variants, each(runs), strict=True):
+        steady = figures["steady"]
+        quantity = f"reserved, {WHERE}, {segments} segments, {inputs}: {how}"
+        note = f"allocated {round(steady['allocated'] / GIB, 2)}"
+        reserved = round(steady["reserved"] / GIB, 2)
+        yield row("lowtide", quantity, reserved, "GiB", "simulated", note)
+        if how == "in backward, not clipped":
+            yield row("bar", quantity, BAR, "GiB", "arithmetic")
+
+
+def time_rows(each: Each) -> Iterator[Row]:
+    row = rows_of(NAME)
+    runs = [(*SETTING, "--loss", "tokens", *how) for how in HOWS.values()]
+    for how, figures in zip(HOWS, each(runs), strict=True):
+        milliseconds = round(figures["step"]["seconds"] * 1e3, 1)
+        quantity = f"step, 8B, 8 ranks, H100: {how}"
+        yield row("lowtide", quantity, milliseconds, "ms", "simulated")
+
+
+def muon_rows(memory: Each, time: Each) -> Iterator[Row]:
+    row = rows_of(NAME)
+    runs = [(*SETTING, "--loss", "tokens", "--muon", whose) for whose in MUONS]
+    for whose, of_memory, of_time in zip(MUONS, memory(runs), time(runs), strict=True):
+        milliseconds = round(of_time["phases"]["optimizer"]["seconds"] * 1e3, 1)
+        exposed = round(of_time["phases"]["optimizer"]["exposed"] * 1e3, 1)
+        note = f"exposed communication {exposed} ms"
+        quantity = f"Muon's step, clipped, 8B, 8 ranks, H100: {whose}'s"
+        yield row("lowtide", quantity, milliseconds, "ms", "simulated", note)
+        allocated = of_memory["steady"]["moments"]["optimizer"]["allocated"]
+        quantity = f"allocated in Muon's step, {WHERE}: {whose}'s"
+        yield row("lowtide", quantity, round(allocated / GIB, 2), "GiB", "simulated")
+
+
+CASE = Case(
+    name=NAME,
+    describe="A Llama step whose optimizer steps in backward, simulated.",
+    how="""\
+`programs/llama_memory.py` and `llama_time.py` as in memory_llama and time_llama, with
+`lowtide.optimize_in_backward`; fused AdamW, loss over rows of the head (memory) and by
+chunks of tokens (time). *Clip exact* has the bits of clipping behind the backward:
+gradients wait in page-locked host memory, 3.7 GiB a rank by arithmetic, and `step()`
+brings them back unit by unit, behind nothing that would hide it. *Clip late* scales by
+the norm of the step before.
+
+The bar is missed with blocks' inputs on the device: without any gradient the forward
+alone has 14.9 GiB there. Parameters and Adam's states are 11.2 GiB by arithmetic,
+inputs of 32 blocks 2.0, and the rest is one block's backward: what it recomputes, two
+gathered blocks, its gradients in bf16 and the ring.
+
+Muon has the blocks' matrices, fused AdamW what is left; its step's time is from the
+clipping on.""",
+    run=measure,
+    only_by_name="twenty simulated runs take ten minutes",
+)

@@ -1,0 +1,73 @@
+"""The total norm of gradients that are never there together.
+
+torch stacks the norms of all gradients and takes the norm of those. Here they are taken
+unit by unit, of this rank's rows, and become one vector in the parameters' order, which
+is then what torch has: its norm has the same bits.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._ops._math_ops import _NormPartial
+
+_EPS = 1e-6  # torch.nn.utils.clip_grads_with_norm_'s
+
+
+# Of a gradient: its parameter's place among all, its rows', and how it is sharded.
+Norm = tuple[int, Tensor, Any]
+
+
+def norms_of(places: Sequence[int], gradients: Sequence[Tensor]) -> list[Norm]:
+    """L2, on the current stream."""
+    norms = torch._foreach_norm([rows_of(gradient) for gradient in gradients], 2.0)
+    return [
+        (place, norm, (g.device_mesh, g.placements) if isinstance(g, DTensor) else None)
+        for place, norm, g in zip(places, norms, gradients, strict=True)
+    ]
+
+
+def total_norm(norms: Iterable[Norm]) -> Tensor:
+    """Collective, on the current stream."""
+    alike: dict[Any, list[Tensor]] = {}
+    for _, norm, key in sorted(norms, key=lambda norm: norm[0]):
+        alike.setdefault(key, []).append(norm)
+    totals = [_total(key, of_rows) for key, of_rows in alike.items()]
+    if len(totals) == 1:
+        return totals[0]
+    return torch.linalg.vector_norm(torch.stack(totals), 2.0)
+
+
+def _total(key: Any, norms: list[Tensor]) -> Tensor:
+    of_rows = torch.stack(norms)
+    if key is None:
+        return torch.linalg.vector_norm(of_rows, 2.0)
+    mesh, placements = key
+    partial = [
+        _NormPartial(2.0) if placement.is_shard() else Replicate()
+        for placement in placements
+    ]
+    whole = DTensor.from_local(of_rows, mesh, partial, run_check=False)
+    norm = torch.linalg.vector_norm(whole, 2.0)
+    assert isinstance(norm, DTensor)
+    return norm.full_tensor()
+
+
+def coefficient(max_norm: float, total: Tensor) -> Tensor:
+    """What torch's clipping multiplies gradients of that norm by."""
+    return torch.clamp(max_norm / (total + _EPS), max=1.0)
+
+
+def scale_(gradients: Iterable[Tensor], by: Tensor) -> None:
+    rows = [rows_of(gradient) for gradient in gradients]
+    alike: dict[torch.dtype, list[Tensor]] = {}
+    for each in rows:
+        alike.setdefault(each.dtype, []).append(each)
+    for of_dtype in alike.values():
+        torch._foreach_mul_(of_dtype, by)
+
+
+def rows_of(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,81 @@
+"""What an optimizer in backward leaves of sharded gradients on the device, dry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import lowtide
+from lowtide.phantom.dry.launch import Machine
+from support.dry_process import call_dry
+
+DIM, WORLD, BLOCKS = 2048, 8, 8
+UNIT = 4 * DIM * DIM // WORLD  # bytes of its sharded gradients
+POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+HOWS: dict[str, dict[str, Any] | None] = {
+    "behind": None,
+    "unclipped": {},
+    "exact": {"max_norm": 1.0},
+    "late": {"max_norm": 1.0, "clip": "late"},
+}
+
+
+def steps() -> dict[str, dict[str, int]]:
+    dist.init_process_group("nccl")
+    return {name: steps_of(how) for name, how in HOWS.items()}
+
+
+def steps_of(how: dict[str, Any] | None) -> dict[str, int]:
+    """Bytes of a steady step: what its backward leaves on the device, its sharded
+    gradients at their peak, and what its ``step()`` has beyond what is there before."""
+    mesh = init_device_mesh("cuda", (WORLD,))
+    with torch.device("meta"):
+        model: Any = nn.Sequential(
+            *(nn.Linear(DIM, DIM, bias=False) for _ in range(BLOCKS))
+        )
+    for unit in (*model, model):
+        lowtide.fully_shard(unit, mesh=mesh, mp_policy=POLICY)
+    model.to_empty(device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    if how is not None:
+        lowtide.optimize_in_backward(model, optimizer, **how)
+    x = torch.zeros(16, DIM, device="cuda")
+    allocated = torch.cuda.memory_allocated
+    for _ in range(3):
+        loss = model(x).float().sum()
+        before = allocated()
+        lowtide.memory_report(model, reset_peaks=True)
+        loss.backward()
+        del loss
+        rows = lowtide.memory_report(model).categories
+        found = {
+            "left": allocated() - before,
+            "sharded gradients": rows["sharded_gradients"].peak,
+        }
+        before = allocated()
+        torch.cuda.reset_peak_memory_stats()
+        optimizer.step()
+        found["step"] = torch.cuda.max_memory_allocated() - before
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.skipif(not torch.version.cuda, reason="a CPU build of torch")
+def test_gradients_are_not_there_whole():
+    found = call_dry(steps, machine=Machine(world=WORLD))
+    behind = found["behind"]
+    slack = UNIT // 2  # norms, and what a loss holds
+    assert behind["left"] > BLOCKS * UNIT - slack
+    assert behind["sharded gradients"] >= BLOCKS * UNIT
+    for how in ("unclipped", "exact", "late"):
+        assert found[how]["left"] < slack, how
+        assert found[how]["sharded gradients"] < 3 * UNIT, how
+    assert found["unclipped"]["step"] < slack
+    assert found["late"]["step"] < slack
+    assert UNIT <= found["exact"]["step"] < 2 * UNIT + slack
