@@ -248,6 +248,7 @@ def places_of_full_parameters(keep: bool) -> list[Any]:
 
     model: Any = llama(get_system("lowtide"), Setting())
     model.set_keep_unsharded_storage(keep)
+    lowtide.memory_report(model, reset_peaks=True)
     read: list[torch.Tensor] = []
     linear = model.layers[0].w1  # within a unit
     linear.register_forward_hook(lambda *_: read.append(linear.weight.detach()))
