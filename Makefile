@@ -4,6 +4,8 @@
 # make demo      dev, then examples/demo.py
 # make lint      formatters and type checks
 # make bench     benchmarks, JSON and a table
+# make wheels    wheels of every torch, Python and with CUDA or not, tried, in dist
+#                (TORCH=2.15, PYTHON=3.12, CUDA=ON|OFF for some of them)
 #
 # Reads: TORCH (2.15, say: that version of torch, in .venv-2.15 and build-2.15), JOBS,
 #   LOWTIDE_CUDA (AUTO|ON|OFF), LOWTIDE_CUDA_ARCHS, LOWTIDE_UNITY, LOWTIDE_WERROR.
@@ -36,7 +38,7 @@ CPP_FILES = $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*
 # One build at a time, also when two shells say `make`.
 LOCK = flock $(BUILD)/.lock
 
-.PHONY: dev test test-all sanitize demo lint bench clean
+.PHONY: dev test test-all sanitize demo lint bench wheels clean
 .NOTPARALLEL:
 
 dev: $(CONFIGURED)
@@ -78,12 +80,18 @@ lint: dev
 bench: dev
 	$(BIN)/python benchmarks/run.py
 
+# Here TORCH, PYTHON and CUDA, where they are given, are versions to build for.
+given = $(if $(filter command,$(origin $(1))),--$(2) $($(1)))
+wheels:
+	python3 tools/wheels.py $(call given,TORCH,torch) $(call given,PYTHON,python) \
+	  $(call given,CUDA,cuda)
+
 clean:
 	rm -rf $(BUILD) dist python/lowtide/*.so python/lowtide/_built_for.py
 
 # An existing environment is reused; a changed requirements file updates it.
-$(VENV)/.dev: requirements/dev.txt requirements/torch-$(TORCH).txt \
-    requirements/frameworks.txt
+$(VENV)/.dev: requirements/build.txt requirements/dev.txt \
+    requirements/torch-$(TORCH).txt requirements/frameworks.txt
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || { echo \
 	  "lowtide: $(VENV): expected Python >= 3.10 with venv, got an error from" \
 	  "$(PYTHON). Run \`apt install python3-venv python3-dev\`." >&2; exit 1; }

@@ -10,10 +10,28 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.egg_info import egg_info
 
-OPTIONS = ("LOWTIDE_CUDA", "LOWTIDE_CUDA_ARCHS", "LOWTIDE_UNITY", "LOWTIDE_WERROR")
+OPTIONS = (
+    *("LOWTIDE_CUDA", "LOWTIDE_CUDA_ARCHS", "LOWTIDE_UNITY", "LOWTIDE_WERROR"),
+    "LOWTIDE_LOCAL_VERSION",
+)
 # Who installs compiles everything once, and that is the faster way.
 DEFAULTS = {"LOWTIDE_UNITY": "ON"}
+
+
+class WheelInfo(egg_info):
+    """Of a wheel for others (tools/wheels.py) version and requirement name the torch
+    that it is for: LOWTIDE_LOCAL_VERSION is +cu130torch2.11, say."""
+
+    def finalize_options(self) -> None:
+        if local := os.environ.get("LOWTIDE_LOCAL_VERSION"):
+            self.tag_build = local
+            minor = local.rpartition("torch")[2]
+            requirements = [f"torch=={minor}.*"]
+            self.distribution.install_requires = requirements
+            self.distribution.metadata.install_requires = requirements
+        super().finalize_options()
 
 
 class CMakeBuild(build_ext):
@@ -63,4 +81,7 @@ def run_cmake(command: list[str]) -> None:
         )
 
 
-setup(ext_modules=[Extension("lowtide._C", [])], cmdclass={"build_ext": CMakeBuild})
+setup(
+    ext_modules=[Extension("lowtide._C", [])],
+    cmdclass={"build_ext": CMakeBuild, "egg_info": WheelInfo},
+)

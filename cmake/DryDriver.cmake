@@ -45,7 +45,8 @@ file(GLOB dry_sources CONFIGURE_DEPENDS RELATIVE "${PROJECT_SOURCE_DIR}"
   "csrc/phantom/driver/*.cpp")
 list(REMOVE_ITEM dry_sources ${dry_models})
 add_library(lowtide_cuda_dry SHARED ${dry_sources} ${dry_generated}
-  $<TARGET_OBJECTS:lowtide_dry_models> $<TARGET_OBJECTS:lowtide_phantom_time>)
+  $<TARGET_OBJECTS:lowtide_dry_models> $<TARGET_OBJECTS:lowtide_phantom_time>
+  ${older_libraries})
 set_target_properties(lowtide_cuda_dry PROPERTIES
   DEFINE_SYMBOL "" NO_SONAME ON UNITY_BUILD OFF)
 target_compile_features(lowtide_cuda_dry PRIVATE cxx_std_20)
@@ -60,11 +61,19 @@ set_source_files_properties(${dry_generated} PROPERTIES
 
 # Beside it, what only torch knows: loaded by lowtide/phantom/dry, never linked.
 file(GLOB observer_sources CONFIGURE_DEPENDS "csrc/phantom/observer/*.cpp")
-add_library(lowtide_dry_observer SHARED ${observer_sources})
+add_library(lowtide_dry_observer SHARED ${observer_sources} ${older_libraries})
 target_compile_features(lowtide_dry_observer PRIVATE cxx_std_20)
 target_include_directories(lowtide_dry_observer PRIVATE csrc)
 target_include_directories(lowtide_dry_observer SYSTEM PRIVATE ${nvidia_headers}
   ${Python_INCLUDE_DIRS})
 target_link_libraries(lowtide_dry_observer PRIVATE lowtide_warnings torch::cpu
   "${LOWTIDE_TORCH_LIB_DIR}/libc10_cuda.so")
+# Where the functions of base/dynamic_loader.h are before glibc 2.34.
+find_library(LOWTIDE_LIBDL libdl.so.2)
+if(LOWTIDE_LIBDL)
+  foreach(library lowtide_cuda_dry lowtide_dry_observer)
+    target_link_options(${library} PRIVATE -Wl,--push-state,--no-as-needed
+      "${LOWTIDE_LIBDL}" -Wl,--pop-state)
+  endforeach()
+endif()
 set(LOWTIDE_DRY_TARGETS lowtide_cuda_dry lowtide_dry_observer)

@@ -47,6 +47,11 @@ at::ScalarType dtype_of(const py::object& dtype) {
   return py::cast<at::ScalarType>(dtype);
 }
 
+std::optional<at::ScalarType> optional_dtype_of(const py::object& dtype) {
+  if (dtype.is_none()) return std::nullopt;
+  return dtype_of(dtype);
+}
+
 std::shared_ptr<shard::Unit> make_unit(
     std::string name, std::vector<shard::ParameterInfo> infos,
     std::shared_ptr<comm::Collectives> gather,
@@ -165,12 +170,13 @@ py::dict planned_peaks(const std::vector<std::shared_ptr<shard::Unit>>& units,
   for (std::size_t i = 0; i < units.size(); ++i) {
     auto& unit = *units[i];
     const auto& settings = unit.settings();
-    planned.push_back({.bytes = bytes_of(unit),
-                       .inside = inside.at(i),
-                       .reshard_after_forward = settings.reshard_after_forward,
-                       .gradient_sync = settings.gradient_sync,
-                       .all_reduce = settings.reduction.all_reduce,
-                       .offloaded = settings.host != nullptr});
+    planned.push_back(
+        {.bytes = bytes_of(unit),
+         .inside = inside.at(i),
+         .reshard_after_forward =
+             settings.reshard_after_forward && !settings.keep_unsharded_storage,
+         .gradient_sync = settings.gradient_sync,
+         .all_reduce = settings.reduction.all_reduce});
   }
   const auto peaks = shard::planned_peaks(planned);
   return py::dict("parameters"_a = peaks.parameters,
@@ -286,7 +292,9 @@ void bind_shard(py::module_& module) {
                        const py::object& storage_dtype,
                        const py::object& compute_dtype,
                        const py::object& reduce_dtype, std::int64_t shard_dim,
-                       bool extended, bool gradient_as_computed) {
+                       bool extended, bool gradient_as_computed,
+                       const py::object& gradient_dtype,
+                       const py::object& arriving_dtype) {
              return shard::ParameterInfo{std::move(name),
                                          std::move(sizes),
                                          dtype_of(storage_dtype),
@@ -294,13 +302,16 @@ void bind_shard(py::module_& module) {
                                          dtype_of(reduce_dtype),
                                          shard_dim,
                                          extended,
-                                         gradient_as_computed};
+                                         gradient_as_computed,
+                                         optional_dtype_of(gradient_dtype),
+                                         optional_dtype_of(arriving_dtype)};
            }),
            py::kw_only(), py::arg("name"), py::arg("sizes"),
            py::arg("storage_dtype"), py::arg("compute_dtype"),
            py::arg("reduce_dtype"), py::arg("shard_dim") = 0,
-           py::arg("extended") = false,
-           py::arg("gradient_as_computed") = false);
+           py::arg("extended") = false, py::arg("gradient_as_computed") = false,
+           py::arg("gradient_dtype") = py::none(),
+           py::arg("arriving_dtype") = py::none());
 
   using shard::UnitSettings;
   py::class_<UnitSettings, std::shared_ptr<UnitSettings>>(module,
@@ -308,6 +319,8 @@ void bind_shard(py::module_& module) {
       .def(py::init<>())
       .def_readwrite("reshard_after_forward",
                      &UnitSettings::reshard_after_forward)
+      .def_readwrite("keep_unsharded_storage",
+                     &UnitSettings::keep_unsharded_storage)
       .def_readwrite("reshard_after_backward",
                      &UnitSettings::reshard_after_backward)
       .def_readwrite("post_forward_group", &UnitSettings::post_forward_group)

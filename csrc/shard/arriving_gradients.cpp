@@ -154,7 +154,7 @@ void ArrivingGradients::expect_as_computed() {
 void ArrivingGradients::expect_as_reduced() {
   for (const auto i : gradients_.trainable()) {
     if (infos_.of(i).gradient_as_computed) {
-      leaves_.set_gradient_dtype(i, infos_.of(i).reduce_dtype);
+      leaves_.set_gradient_dtype(i, infos_.of(i).dtype_on_arrival());
     }
   }
 }

@@ -6,6 +6,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -27,6 +28,11 @@ struct ParameterInfo {
   // Its gradient may come in the dtype it was computed in, see [Note: The dtype
   // of a gradient]; else in that of the full parameter.
   bool gradient_as_computed = false;
+  // Set where the program chose it by `grad_dtype`: the dtype of `.grad`, which
+  // is else the shards', and in which autograd sums what arrives, else as it is
+  // reduced.  Units reduce the narrower with the wider ones.
+  std::optional<at::ScalarType> gradient_dtype = std::nullopt;
+  std::optional<at::ScalarType> arriving_dtype = std::nullopt;
 
   // Of one rank; `rows`: its rows if dim 0 is split.
   std::vector<std::int64_t> local_sizes(std::int64_t world_size,
@@ -34,6 +40,12 @@ struct ParameterInfo {
   // [outer, N, width]: what comes before the split dimension, the ranks, and
   // one rank's part of what comes from it on.
   std::array<std::int64_t, 3> split(std::int64_t world_size) const;
+  at::ScalarType dtype_of_grad() const {
+    return gradient_dtype.value_or(storage_dtype);
+  }
+  at::ScalarType dtype_on_arrival() const {
+    return arriving_dtype.value_or(reduce_dtype);
+  }
   bool casts() const { return !extended && storage_dtype != compute_dtype; }
 };
 

@@ -83,7 +83,8 @@ void Unit::attach(std::vector<at::Tensor> shards, std::vector<at::Tensor> full,
     parameters.push_back(
         {leaves().shards()[i],
          infos_[i].local_sizes(groups_.gather->size(), slice.local_rows(rank)),
-         slice.local_numel(rank), slice.shard_numel, infos_[i].storage_dtype});
+         slice.local_numel(rank), slice.shard_numel,
+         infos_[i].dtype_of_grad()});
   }
   gradients_.sharded().set_parameters(std::move(parameters));
   auto watched = leaves().shards();
@@ -183,7 +184,7 @@ void Unit::unshard() {
 
 void Unit::reshard() {
   wait_for_gather();
-  parameters_.reshard();
+  parameters_.reshard(settings_->keep_unsharded_storage);
 }
 
 void Unit::wait_for_host_copies() const {
@@ -302,7 +303,7 @@ void Unit::end_forward(bool keep) {
   if (settings_->reshard_after_forward && !keep) {
     const auto& part_of = settings_->post_forward_group;
     if (part_of && parameters_.state() == UnitState::unsharded) {
-      parameters_.reshard_but_part(*part_of);
+      parameters_.reshard_but_part(*part_of, settings_->keep_unsharded_storage);
     } else {
       reshard();
     }
@@ -570,7 +571,7 @@ void Unit::finish_backward() {
     root_->stream().seal(gradients_);
   }
   if (settings_->reshard_after_backward) {
-    parameters_.seal();
+    parameters_.seal(settings_->keep_unsharded_storage);
   }
 }
 

@@ -17,6 +17,9 @@ namespace lowtide::shard {
 struct UnitSettings {
   bool reshard_after_forward = true;
   bool reshard_after_backward = true;
+  // Resharding leaves the gathered bytes where they are, for the next gather:
+  // the full parameters keep their addresses.
+  bool keep_unsharded_storage = false;
   // If set, what `reshard_after_forward` leaves is not this rank's shard but
   // its part of the parameters over this smaller group, from which backward
   // gathers; see kept_part.h.

@@ -133,6 +133,8 @@ class ParameterInfo:
         shard_dim: int = 0,
         extended: bool = False,
         gradient_as_computed: bool = False,
+        gradient_dtype: torch.dtype | None = None,
+        arriving_dtype: torch.dtype | None = None,
     ) -> None: ...
 
 class GradientReduction:
@@ -146,6 +148,7 @@ class GradientReduction:
 class UnitSettings:
     reshard_after_forward: bool
     reshard_after_backward: bool
+    keep_unsharded_storage: bool
     post_forward_group: Collectives | None
     gradient_sync: bool
     unshard_in_backward: bool

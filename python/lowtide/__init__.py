@@ -12,6 +12,7 @@ except ModuleNotFoundError:
     ) from None
 from lowtide import _version_check
 
+_version_check.check_python(built_for=_built_for.PYTHON)
 _version_check.check_torch(built_for=_built_for.TORCH, built_for_cuda=_built_for.CUDA)
 
 from lowtide import _C  # noqa: E402
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from lowtide.policies import (
         ActivationPolicy,
         CPUOffloadPolicy,
+        DataParallelMeshDims,
         MixedPrecisionPolicy,
         OffloadPolicy,
     )
@@ -65,6 +67,7 @@ _PUBLIC = {
     "Muon": "lowtide.muon",
     "ActivationPolicy": "lowtide.policies",
     "CPUOffloadPolicy": "lowtide.policies",
+    "DataParallelMeshDims": "lowtide.policies",
     "MixedPrecisionPolicy": "lowtide.policies",
     "OffloadPolicy": "lowtide.policies",
     "plan": "lowtide.planning",
@@ -80,6 +83,7 @@ _PUBLIC_MODULES = ("losses", "phantom", "sequence_parallel", "spmd")
 __all__ = [
     "ActivationPolicy",
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "Muon",

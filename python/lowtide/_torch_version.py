@@ -1,7 +1,8 @@
 """What differs between the versions of torch that lowtide runs on, by meaning: no other
 module asks for torch's version."""
 
-from typing import Any
+import dataclasses
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,38 @@ else:
     reduce_scatter_single = _c10d.reduce_scatter_tensor
 
 
+if VERSION >= (2, 12):
+    from torch.distributed.fsdp import DataParallelMeshDims
+else:
+
+    @dataclasses.dataclass
+    class DataParallelMeshDims:  # type: ignore[no-redef]
+        """torch 2.12's: the names of the dimensions of a mesh to shard over, several
+        of which are flattened, and of those to replicate over."""
+
+        shard: str | tuple[str, ...] | None = None
+        replicate: str | tuple[str, ...] | None = None
+
+        def __post_init__(self) -> None:
+            if self.shard is None and self.replicate is None:
+                raise ValueError(
+                    "lowtide: DataParallelMeshDims: expected names of dimensions, got "
+                    "none. Pass shard='dp', say."
+                )
+
+        @property
+        def shard_names(self) -> tuple[str, ...]:
+            return self._names(self.shard)
+
+        @property
+        def replicate_names(self) -> tuple[str, ...]:
+            return self._names(self.replicate)
+
+        @staticmethod
+        def _names(named: str | tuple[str, ...] | None) -> tuple[str, ...]:
+            return (named,) if isinstance(named, str) else tuple(named or ())
+
+
 def default_reduce_dtype(storage: torch.dtype, compute: torch.dtype) -> torch.dtype:
     """In which FSDP2 reduces the gradients of a parameter whose policy does not say:
     the dtype they are computed in, from 2.15 on the parameter's own."""
@@ -40,9 +73,24 @@ def gradient_as_computed(
 
 
 def set_gradient_dtype(
-    full: torch.Tensor, reduce: torch.dtype, *, as_computed: bool
+    full: torch.Tensor, arriving: torch.dtype, *, as_computed: bool, chosen: bool
 ) -> None:
-    """Which dtype ``.grad`` of FSDP2's gathered parameter has: its own, from 2.15 on
-    that it is reduced in, or any (``as_computed``)."""
-    if VERSION >= (2, 15) and full.is_floating_point():
-        full.grad_dtype = None if as_computed else reduce
+    """Which dtype ``.grad`` of FSDP2's gathered parameter has: its own; from 2.15 on,
+    and where the program chose one, ``arriving``, or any (``as_computed``)."""
+    if (VERSION >= (2, 15) or chosen) and full.is_floating_point():
+        full.grad_dtype = None if as_computed else arriving
+
+
+# Of a parameter whose `grad_dtype` nobody has set: `.grad` has the parameter's dtype.
+OWN: Final = "own"
+GradDtype = torch.dtype | None | Literal["own"]
+
+
+def chosen_grad_dtype(parameter: torch.Tensor) -> GradDtype:
+    """What a program has set a parameter's ``grad_dtype`` to: None is any. Before 2.15
+    torch does not tell the parameter's own dtype from none set."""
+    with torch._C.DisableTorchFunctionSubclass():
+        dtype = parameter.grad_dtype
+        differs = dtype != parameter.dtype
+        chosen = getattr(parameter, "_has_grad_dtype_override", differs)
+    return dtype if chosen else OWN

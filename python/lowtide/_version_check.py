@@ -1,9 +1,30 @@
-"""Refuses to load the extension under a torch it was not built for.
+"""Refuses to load the extension under a Python or torch it was not built for.
 
 torch promises no C++ ABI across minor versions: loading would crash, or worse, run.
 """
 
+import importlib.machinery
+import sys
+
 import torch
+
+_REBUILD = (
+    "Install the wheel of lowtide for what is here, rebuild lowtide with "
+    "`pip install --no-build-isolation .` in its checkout, or run"
+)
+
+
+def check_python(*, built_for: str) -> None:
+    """Raise ImportError unless this Python has the C ABI ``built_for``, such as
+    ``cpython-311-x86_64-linux-gnu``: the extension would not be found."""
+    running = importlib.machinery.EXTENSION_SUFFIXES[0].strip(".").removesuffix(".so")
+    if running != built_for:
+        raise ImportError(
+            f"lowtide: Python: expected {built_for}, which this build was compiled "
+            f"for, got {running} ({sys.executable}). Run `{sys.executable} -m pip "
+            "install` with the wheel of lowtide for this Python, or with "
+            "`--no-build-isolation .` in its checkout."
+        )
 
 
 def check_torch(*, built_for: str, built_for_cuda: str) -> None:
@@ -16,7 +37,6 @@ def check_torch(*, built_for: str, built_for_cuda: str) -> None:
         return
     raise ImportError(
         f"lowtide: torch: expected {built_for} (CUDA {built_for_cuda or 'off'}), which "
-        f"this build was compiled for, got {running} (CUDA {running_cuda}). Rebuild "
-        "lowtide with `pip install --no-build-isolation .` in its checkout, or run "
+        f"this build was compiled for, got {running} (CUDA {running_cuda}). {_REBUILD} "
         f"`pip install torch=={built_for.split('+')[0]}`."
     )

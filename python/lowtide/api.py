@@ -25,8 +25,14 @@ from lowtide._sharding.fsdp_module import (
 from lowtide._sharding.late import watch
 from lowtide._sharding.owners import owner_of
 from lowtide._sharding.root import before_first_forward
+from lowtide._sharding.spmd_mesh import data_parallel_mesh
 from lowtide._sharding.unit import UnitState, unit_state
-from lowtide.policies import CPUOffloadPolicy, GradientMode, MixedPrecisionPolicy
+from lowtide.policies import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    GradientMode,
+    MixedPrecisionPolicy,
+)
 
 __all__ = [
     "FSDPModule",
@@ -50,6 +56,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy | None = ...,
     ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
     grads: GradientMode = ...,
 ) -> "FSDPModule": ...
 
@@ -64,6 +71,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy | None = ...,
     ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
     grads: GradientMode = ...,
 ) -> list["FSDPModule"]: ...
 
@@ -77,6 +85,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = _DEFAULT_PRECISION,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
     grads: GradientMode = "exact",
 ) -> Any:
     """Shards the parameters of ``module`` over ``mesh``, in place; drop-in for
@@ -102,6 +111,9 @@ def fully_shard(
             ``Shard(0)``, others must be a multiple of the number of shards.
         mp_policy: Dtypes for compute, reduction, inputs and outputs; torch's own.
         ignored_params: Parameters to leave alone.
+        dp_mesh_dims: ``mesh`` is the mesh that every parameter is ``DTensor`` on, whole
+            over the dimensions that this names: those to shard over, several of which
+            are flattened, and those of replicas. The modules compute with ``DTensor``.
         offload_policy: ``CPUOffloadPolicy(pin_memory=True)``: shards, ``.grad`` and so
             the optimizer's states are on the host. What a gather reads is copied to
             the device ahead of it, gradients are copied back when they have been
@@ -122,8 +134,19 @@ def fully_shard(
         ValueError: For a module or parameter that can not be sharded.
     """
     roots = arguments.modules_of(module, "fully_shard")
-    arguments.check_settings(mesh, mp_policy, offload_policy, grads, "fully_shard")
+    arguments.check_settings(
+        mesh,
+        mp_policy,
+        offload_policy,
+        grads,
+        "fully_shard",
+        dp_mesh_dims=dp_mesh_dims,
+        reshard_after_forward=reshard_after_forward,
+    )
     mesh = mesh if mesh is not None else default_mesh()
+    storage_mesh = mesh
+    if dp_mesh_dims is not None:
+        mesh = data_parallel_mesh(storage_mesh, dp_mesh_dims)
     reshard = arguments.post_forward(reshard_after_forward, mesh)
     device = _device_of(mesh)
     modules = managed.managed_modules(roots)
@@ -143,6 +166,8 @@ def fully_shard(
         offload_policy,
         before_first_forward,
     )
+    if dp_mesh_dims is not None:
+        state.on_mesh(storage_mesh, dp_mesh_dims)
     state.shard(parameters, shard_placement_fn)
     for one in modules:
         # torch.compile then treats parameters as it does FSDP2's.

@@ -1,7 +1,8 @@
 """Policies: what users choose per unit, as frozen dataclasses."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,18 +12,25 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
 )
 
-from lowtide._torch_version import default_reduce_dtype
+from lowtide._torch_version import (
+    OWN,
+    DataParallelMeshDims,
+    GradDtype,
+    default_reduce_dtype,
+)
 
 __all__ = [
     "INPUT",
     "ActivationPolicy",
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "GradientMode",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ParameterDtypes",
     "overridden_dtype",
     "parameter_dtypes",
+    "reduced_together",
     "without_override",
 ]
 
@@ -41,9 +49,11 @@ REDUCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class ParameterDtypes:
     """The dtypes of one parameter on its way through a step."""
 
-    storage: torch.dtype  # of the shard, the optimizer and `.grad`
+    storage: torch.dtype  # of the shard and the optimizer
     compute: torch.dtype  # of the full parameter and its gradient in autograd
     reduce: torch.dtype  # of the gradient in the slab and on the wire
+    gradient: torch.dtype  # of `.grad`
+    arriving: torch.dtype  # that a gradient is rounded to before it is reduced
 
 
 def parameter_dtypes(
@@ -51,22 +61,57 @@ def parameter_dtypes(
     policy: MixedPrecisionPolicy,
     *,
     who: str,
+    grad_dtype: GradDtype = OWN,
     trainable: bool = True,
 ) -> ParameterDtypes:
-    """FSDP2's rule: parameters that are not floating-point are never cast, and
-    without a ``reduce_dtype`` gradients travel as in this version of torch. A frozen
-    parameter has no gradient to reduce: any dtype will do."""
+    """FSDP2's rule: parameters that are not floating-point are never cast; `.grad` has
+    the parameter's ``grad_dtype``, its own where none is set; and without a
+    ``reduce_dtype`` gradients travel in a ``grad_dtype`` that is set, else as in this
+    version of torch. A frozen parameter has no gradient to reduce: any dtype will do.
+
+    Raises:
+        NotImplementedError: For a dtype that is not reduced in, and for a
+            ``grad_dtype`` of None, which is any, without a ``reduce_dtype``.
+    """
     if not storage.is_floating_point:
-        return ParameterDtypes(storage, storage, storage)
+        return ParameterDtypes(storage, storage, storage, storage, storage)
     compute = policy.param_dtype or storage
-    reduce = policy.reduce_dtype or default_reduce_dtype(storage, compute)
+    if grad_dtype == OWN:
+        gradient, reduce = storage, default_reduce_dtype(storage, compute)
+    elif grad_dtype is None:
+        if trainable and policy.reduce_dtype is None:
+            raise NotImplementedError(
+                f"lowtide: {who}: expected a grad_dtype, or a reduce_dtype, that is "
+                "the same in every step, got None for both. Pass "
+                f"MixedPrecisionPolicy(reduce_dtype={compute})."
+            )
+        gradient = reduce = policy.reduce_dtype or compute
+    else:
+        gradient = reduce = grad_dtype
+    reduce = policy.reduce_dtype or reduce
+    if trainable and grad_dtype != OWN and gradient not in REDUCE_DTYPES:
+        raise NotImplementedError(
+            f"lowtide: {who}: expected grad_dtype torch.float32, torch.bfloat16, "
+            f"torch.float16 or torch.float64, got {gradient}. Leave it unset."
+        )
     if trainable and reduce not in REDUCE_DTYPES:
         raise NotImplementedError(
             f"lowtide: {who}: expected reduce_dtype torch.float32, torch.bfloat16, "
             f"torch.float16 or torch.float64, got {reduce}. Pass "
             "MixedPrecisionPolicy(reduce_dtype=torch.float32)."
         )
-    return ParameterDtypes(storage, compute, reduce)
+    return ParameterDtypes(storage, compute, reduce, gradient, reduce)
+
+
+def reduced_together(
+    own: ParameterDtypes, trainable: Iterable[ParameterDtypes]
+) -> ParameterDtypes:
+    """FSDP2's rule for a unit of which a parameter has a ``grad_dtype`` and the policy
+    no ``reduce_dtype``: all are reduced in the dtype that holds those of all
+    ``trainable`` ones."""
+    dtypes = (one.reduce for one in trainable)
+    widest = functools.reduce(torch.promote_types, dtypes, own.reduce)
+    return dataclasses.replace(own, reduce=widest)
 
 
 _OVERRIDE = "param_dtype_override_fn"

@@ -2,7 +2,6 @@
 // callers use them.  A context is the number of its device, plus one.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
-#include <dlfcn.h>
 
 #include <cstdint>
 #include <cstring>
@@ -10,6 +9,7 @@
 #include <mutex>
 #include <string>
 
+#include "base/dynamic_loader.h"
 #include "phantom/driver/device.h"
 #include "phantom/driver/kernels.h"
 #include "phantom/driver/missing.h"

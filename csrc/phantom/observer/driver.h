@@ -2,10 +2,10 @@
 #pragma once
 
 #include <c10/core/Storage.h>
-#include <dlfcn.h>
 
 #include <cstdint>
 
+#include "base/dynamic_loader.h"
 #include "phantom/time/costs.h"
 
 namespace lowtide::dry {

@@ -92,8 +92,7 @@ Way by_tree(double bytes, const Placement& placement, const Network& network,
   way.protocol = &protocol;
   way.base = protocol.base_latency;
   way.hops = 2 * ((ranks / nodes - 1) * hop_in_node(placement, protocol) +
-                  std::floor(std::log2(nodes)) *
-                      hop_between_nodes(placement, protocol));
+                  std::ilogb(nodes) * hop_between_nodes(placement, protocol));
   return with_bytes(way, 2 * bytes, CollectiveKind::all_reduce, placement,
                     network);
 }

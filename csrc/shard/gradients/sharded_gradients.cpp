@@ -2,6 +2,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/to.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -109,7 +110,13 @@ void ShardedGradients::write(const at::Tensor& to, const at::Tensor& from,
                   device::Access::read);
   runtime.touches(runtime.current(), to.const_data_ptr(), to.nbytes(),
                   device::Access::write);
-  add ? ops::foreach_add(to, from) : ops::foreach_copy(to, from);
+  if (!add) {
+    ops::foreach_copy(to, from);
+    return;
+  }
+  // FSDP2 rounds a result to the dtype of `.grad` before it adds it.
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  ops::foreach_add(to, from.to(to.scalar_type()));
 }
 
 void ShardedGradients::land(const std::vector<Piece>& pieces,

@@ -261,8 +261,7 @@ std::unique_ptr<comm::Pending> ParameterBuffers::gather(
     return nullptr;
   }
   prepare_extended();
-  auto gathered =
-      memory_->lease(memory::Category::gathered, *unit_, gathered_bytes());
+  auto gathered = lease_gathered();
   constexpr auto kInput = memory::Category::gather_input;
   auto input = memory_->lease(kInput, *unit_, own_input_bytes());
   auto staged = memory_->lease(kInput, *unit_, staged_bytes());
@@ -299,8 +298,7 @@ std::unique_ptr<comm::Pending> ParameterBuffers::gather(
 
 std::unique_ptr<comm::Pending> ParameterBuffers::gather_parts(
     comm::Collectives& group) {
-  bind_gathered(
-      memory_->lease(memory::Category::gathered, *unit_, gathered_bytes()));
+  bind_gathered(lease_gathered());
   return issue_gather(
       memory_->runtime(),
       [&] {
@@ -310,10 +308,15 @@ std::unique_ptr<comm::Pending> ParameterBuffers::gather_parts(
       [&] { drop(); });
 }
 
-void ParameterBuffers::keep_part(std::int64_t index, std::int64_t parts) {
-  require_no_array();
+void ParameterBuffers::keep_part(std::int64_t index, std::int64_t parts,
+                                 bool keep) {
+  if (!keep) {
+    require_no_array();
+  }
   kept_.keep(gathered_, runs(), index, parts);
-  drop();
+  if (!keep) {
+    drop();
+  }
 }
 
 std::vector<KeptPart::Run> ParameterBuffers::runs() const {
@@ -359,7 +362,17 @@ std::unique_ptr<comm::Pending> ParameterBuffers::issue(
   return outs.empty() ? nullptr : group.all_gather(outs, ins, *unit_);
 }
 
+c10::DataPtr ParameterBuffers::lease_gathered() const {
+  return bound_ ? c10::DataPtr()
+                : memory_->lease(memory::Category::gathered, *unit_,
+                                 gathered_bytes());
+}
+
 void ParameterBuffers::bind_gathered(c10::DataPtr lease) {
+  if (bound_) {
+    return;
+  }
+  bound_ = true;
   auto* base = static_cast<char*>(lease.get());
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     parameters_[i].storage.bind(base + layout_[i].gathered_offset,
@@ -451,6 +464,7 @@ void ParameterBuffers::drop() {
   }
   extended_.unbind();
   gathered_.unbind();
+  bound_ = false;
 }
 
 }  // namespace lowtide::shard

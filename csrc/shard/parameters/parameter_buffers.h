@@ -97,8 +97,9 @@ class ParameterBuffers {
   }
   // See [Note: Kept parts]; only where none of `extended` passes.
   //
-  // Copies part `index` out of the gathered buffer, which is then released.
-  void keep_part(std::int64_t index, std::int64_t parts);
+  // Copies part `index` out of the gathered buffer, which is then released, or
+  // stays for the next gather (`keep`).
+  void keep_part(std::int64_t index, std::int64_t parts, bool keep = false);
   bool keeps_part() const { return kept_.any(); }
   // The same as `gather`, from the parts that the ranks of `group` kept.
   std::unique_ptr<comm::Pending> gather_parts(comm::Collectives& group);
@@ -106,6 +107,9 @@ class ParameterBuffers {
 
   // Gives the input buffers back.
   void arrived();
+  // Whether there is a gathered buffer.  The next gather writes to it, else to
+  // a new one.
+  bool bound() const { return bound_; }
   // Gives the gathered buffer back; every parameter's storage is unbound.
   // Throws, and nothing has changed, if an array of a parameter is out; drop()
   // only warns of it.
@@ -163,6 +167,7 @@ class ParameterBuffers {
   void build_casts();
   void build_unpacks();
   void cast_masters();
+  c10::DataPtr lease_gathered() const;
   void bind_gathered(c10::DataPtr lease);
   void prepare_extended();
   std::unique_ptr<comm::Pending> issue(comm::Collectives& group);
@@ -183,6 +188,7 @@ class ParameterBuffers {
   // group may drop its references late, and use counts of those storages tell
   // what autograd saved ([Note: Saved parameters]).
   RepointedStorage gathered_;
+  bool bound_ = false;
   std::vector<Parameter> parameters_;
   // Masters to the gather's input; neighbours of one dtype pair are one run.
   Copies casts_;

@@ -55,7 +55,7 @@ void ParameterLeaves::install_node(std::size_t i) {
     nodes_[i] = install_gradient_node(full_[i], receiver_,
                                       static_cast<std::int32_t>(i));
     if (infos_[i].gradient_as_computed) {
-      shard::set_gradient_dtype(*nodes_[i], infos_[i].reduce_dtype);
+      shard::set_gradient_dtype(*nodes_[i], infos_[i].dtype_on_arrival());
     }
   }
 }

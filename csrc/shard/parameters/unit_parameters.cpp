@@ -72,26 +72,31 @@ bool UnitParameters::arrive() {
   return !made.empty();
 }
 
-void UnitParameters::reshard() {
+void UnitParameters::reshard(bool keep) {
   buffers_.drop_part();
-  if (state() == UnitState::unsharded) {
+  if (!keep && buffers_.bound()) {
     buffers_.release();
+  }
+  if (state() == UnitState::unsharded) {
     state_.on(UnitEvent::reshard);
   }
   leaves_.show_shards();
   ahead_ = false;
 }
 
-void UnitParameters::reshard_but_part(const comm::Collectives& group) {
-  buffers_.keep_part(group.rank(), group.size());
+void UnitParameters::reshard_but_part(const comm::Collectives& group,
+                                      bool keep) {
+  buffers_.keep_part(group.rank(), group.size(), keep);
   state_.on(UnitEvent::reshard);
   leaves_.show_shards();
   ahead_ = false;
 }
 
-void UnitParameters::seal() {
+void UnitParameters::seal(bool keep) {
   if (state() == UnitState::unsharded) {
-    buffers_.release();
+    if (!keep) {
+      buffers_.release();
+    }
     leaves_.show_shards();
     state_.on(UnitEvent::seal);
   }

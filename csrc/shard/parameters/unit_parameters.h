@@ -60,13 +60,14 @@ class UnitParameters {
   // Compute may read the parameters afterwards; nothing if no gather is under
   // way.  Returns whether an extension has made full parameters now.
   bool arrive();
-  // The modules show the shards, and the bytes go back; a gather must have
+  // The modules show the shards, and the bytes go back, also those that were
+  // kept before, or stay for the next gather (`keep`); a gather must have
   // arrived.
-  void reshard();
+  void reshard(bool keep = false);
   // The same, but this rank's part of `group` stays ([Note: Kept parts]).
-  void reshard_but_part(const comm::Collectives& group);
+  void reshard_but_part(const comm::Collectives& group, bool keep = false);
   // The same at the end of the unit's backward: its gradients are on their way.
-  void seal();
+  void seal(bool keep = false);
   // They all have landed.
   void drain();
   // Waits for what is under way, ignoring failures, and gives everything back.

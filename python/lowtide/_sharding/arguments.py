@@ -11,7 +11,12 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from lowtide._sharding import modules as managed
 from lowtide._sharding.fsdp_module import FSDPModule
-from lowtide.policies import GradientMode, MixedPrecisionPolicy
+from lowtide._sharding.spmd_mesh import check_dims
+from lowtide.policies import (
+    DataParallelMeshDims,
+    GradientMode,
+    MixedPrecisionPolicy,
+)
 
 
 def modules_of(module: Any, who: str) -> tuple[nn.Module, ...]:
@@ -64,6 +69,9 @@ def check_settings(
     offload_policy: OffloadPolicy | None,
     grads: str,
     who: str,
+    *,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    reshard_after_forward: bool | int | None = None,
 ) -> None:
     if grads not in get_args(GradientMode):
         raise ValueError(
@@ -83,7 +91,14 @@ def check_settings(
             "a process group, torch.distributed.device_mesh.DeviceMesh.from_group("
             "group, 'cuda') makes one; leave it out for all ranks."
         )
-    if mesh is not None and mesh.ndim not in (1, 2):
+    if dp_mesh_dims is not None:
+        check_dims(mesh, dp_mesh_dims, who)
+        if not isinstance(reshard_after_forward, bool | None):
+            raise NotImplementedError(
+                f"lowtide: {who}: expected reshard_after_forward to be a bool or None "
+                f"beside dp_mesh_dims, got {reshard_after_forward}. Pass True."
+            )
+    elif mesh is not None and mesh.ndim not in (1, 2):
         raise ValueError(
             f"lowtide: {who}: expected a mesh of one dimension, or of replicas "
             f"and shards, got {mesh.ndim} dimensions ({mesh}). Pass a slice of it: "

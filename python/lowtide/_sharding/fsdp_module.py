@@ -110,6 +110,14 @@ class FSDPModule(TorchFSDPModule):
         for state in self._states(recurse):
             state.settings.reshard_after_backward = reshard_after_backward
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Whether resharding leaves the bytes of the full parameters in place, so that
+        these keep their addresses, as the capture of a CUDA graph wants, and what was
+        gathered last can be read. They stay until a reshard without, or
+        :func:`lowtide.sleep`. An embedding whose rows come in blocks has none."""
+        for state in self._states(recurse):
+            state.settings.keep_unsharded_storage = keep
+
     def set_modules_to_forward_prefetch(  # type: ignore[override]
         self, modules: "list[FSDPModule]"
     ) -> None:
@@ -252,6 +260,14 @@ class FSDPModule(TorchFSDPModule):
         )
         state.use_groups()
 
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
+        """Not supported: raises :class:`NotImplementedError`."""
+        raise NotImplementedError(
+            "lowtide: FSDPModule.set_symm_mem_for_comm: expected gathers that write "
+            f"into place, got buffers of {backend}'s symmetric memory to copy out of. "
+            "Leave the call out; set_custom_all_gather takes a class of your own."
+        )
+
     def set_post_optim_event(self, event: torch.Event) -> None:
         """The current stream waits for ``event`` at once, and every gather issued from
         now on with it. (FSDP2 makes only its gathers wait.)"""
@@ -308,11 +324,15 @@ class FSDPModule(TorchFSDPModule):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.reshard()
         state = self._get_fsdp_state()
+        gradients = state.take_gradients_of_their_own_dtype()
         state.detach()
         try:
             return nn.Module._apply(self, *args, **kwargs)  # type: ignore[arg-type]
         finally:
             state.refresh()
+            for parameter, gradient in gradients:
+                shard = parameter.shard
+                shard.grad = gradient.to(shard.device)
 
 
 def _refused(name: str) -> Callable[..., NoReturn]:

@@ -98,14 +98,6 @@ def check_shardable(managed: ManagedParameter) -> None:
             f"{tuple(parameter.stride())} for shape {tuple(parameter.shape)}. "
             "Call .contiguous() on it before fully_shard."
         )
-    with torch._C.DisableTorchFunctionSubclass():
-        grad_dtype = parameter.grad_dtype if parameter.requires_grad else None
-    if parameter.requires_grad and grad_dtype != parameter.dtype:
-        raise NotImplementedError(
-            f"lowtide: {who}: expected a parameter whose grad_dtype is its own dtype, "
-            f"{parameter.dtype}, got {grad_dtype}. Leave it unset; in which dtype "
-            "gradients are reduced is MixedPrecisionPolicy's reduce_dtype."
-        )
 
 
 def move_to_device(

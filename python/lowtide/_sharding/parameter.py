@@ -12,13 +12,25 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from lowtide._sharding.spmd_mesh import (
+    check_parameter,
+    data_parallel_places,
+    sharded_spec,
+)
 from lowtide._sharding.subclass import (
     extended_class,
     plain_gradient,
     require_both_hooks,
     shard_of_subclass,
 )
-from lowtide._torch_version import gradient_as_computed, set_gradient_dtype
+from lowtide._torch_version import (
+    OWN,
+    GradDtype,
+    chosen_grad_dtype,
+    gradient_as_computed,
+    set_gradient_dtype,
+)
+from lowtide.policies import DataParallelMeshDims, ParameterDtypes
 
 # Bytes of padding of one parameter that a gather may move unmentioned.
 MUCH_PADDING = 64 << 20
@@ -33,8 +45,15 @@ class UnitParameter:
     shard_dim: int
     sizes: torch.Size  # of the full parameter; of this rank's part if it is parallel
     parallel: DTensorSpec | None  # of a parameter that was a DTensor already
+    data_parallel: frozenset[
+        int
+    ]  # those of `parallel`'s dimensions that the unit's are
     compute_dtype: torch.dtype | None  # that its policy has for it alone
-    reduce_dtype: torch.dtype = torch.float32  # of its gradient on the wire
+    grad_dtype: GradDtype  # that the program has set
+    # Of its gradient: on the wire, as it arrives there, and as `.grad`.
+    reduce_dtype: torch.dtype = torch.float32
+    arriving_dtype: torch.dtype = torch.float32
+    gradient_dtype: torch.dtype = torch.float32
     # The class of a shard that says what is gathered for it, see subclass.py.
     extended_class: type[torch.Tensor] | None = None
     # Registered while the unit is unsharded; printing it without bytes would crash.
@@ -85,15 +104,45 @@ class UnitParameter:
             data = over_parallel(data, self.parallel)
         full = nn.Parameter(data, requires_grad=self.shard.requires_grad)
         set_gradient_dtype(
-            full, self.reduce_dtype, as_computed=self.gradient_as_computed(full.dtype)
+            full,
+            self.arriving_dtype,
+            as_computed=self.gradient_as_computed(full.dtype),
+            chosen=self.grad_dtype != OWN,
         )
         return full
+
+    def take_dtypes(self, dtypes: ParameterDtypes) -> None:
+        self.reduce_dtype = dtypes.reduce
+        self.arriving_dtype = dtypes.arriving
+        self.gradient_dtype = dtypes.gradient
+
+    def follow_grad_dtype(self, shard: nn.Parameter) -> None:
+        """What is set for ``shard``, which has taken the place of this one's, or stays
+        as it was: conversions and loads make parameters without."""
+        chosen = chosen_grad_dtype(shard)
+        if chosen != OWN:
+            self.grad_dtype = chosen
+        elif self.grad_dtype != OWN:
+            shard.grad_dtype = self.grad_dtype
+
+    @property
+    def gradient_spec(self) -> DTensorSpec:
+        """Of `.grad`."""
+        meta = self.spec.tensor_meta
+        if meta is None or meta.dtype == self.gradient_dtype:
+            return self.spec
+        meta = TensorMeta(meta.shape, meta.stride, self.gradient_dtype)
+        return DTensorSpec(self.spec.mesh, self.spec.placements, tensor_meta=meta)
 
     def gradient_as_computed(self, compute: torch.dtype) -> bool:
         """Parallel ranks that hold all of it add their gradients before."""
         placements = self.parallel.placements if self.parallel else ()
-        added = any(isinstance(each, Replicate) for each in placements)
-        return gradient_as_computed(compute, self.reduce_dtype, summed_before=added)
+        added = any(
+            isinstance(each, Replicate)
+            for place, each in enumerate(placements)
+            if place not in self.data_parallel
+        )
+        return gradient_as_computed(compute, self.arriving_dtype, summed_before=added)
 
 
 def over_parallel(data: torch.Tensor, parallel: DTensorSpec) -> DTensor:
@@ -120,16 +169,24 @@ def require_sharded(registered: nn.Parameter, parameter: UnitParameter) -> None:
 
 
 def local_gradient(
-    parallel: list[DTensorSpec | None], i: int, gradient: torch.Tensor
+    parallel: list[DTensorSpec | None],
+    data_parallel: list[frozenset[int]],
+    i: int,
+    gradient: torch.Tensor,
 ) -> torch.Tensor:
     """This rank's part of what autograd computed for the ``i``-th parameter, which
-    was a DTensor of ``parallel[i]``; plain, if that is a subclass."""
+    was a DTensor of ``parallel[i]``; plain, if that is a subclass. Over the dimensions
+    ``data_parallel[i]`` of its mesh the unit sums."""
     if isinstance(gradient, AsyncCollectiveTensor):
         gradient = gradient.wait()
     if isinstance(gradient, DTensor):
         spec = parallel[i]
         assert spec is not None
-        gradient = gradient.redistribute(placements=spec.placements)._local_tensor
+        placements = [
+            gradient.placements[place] if place in data_parallel[i] else placement
+            for place, placement in enumerate(spec.placements)
+        ]
+        gradient = gradient.redistribute(placements=placements)._local_tensor
     if isinstance(gradient, AsyncCollectiveTensor):
         gradient = gradient.wait()
     return plain_gradient(gradient)
@@ -141,9 +198,13 @@ def make_shard(
     placement: Shard | None,
     who: str,
     home: torch.device,
+    storage: tuple[DeviceMesh, DataParallelMeshDims] | None = None,
 ) -> dict[str, Any]:
     """The fields of a UnitParameter that say how ``parameter`` is split over the last
-    dimension of ``mesh``; the shard is on ``home``."""
+    dimension of ``mesh``, which is part of the mesh of ``storage`` if there is one; the
+    shard is on ``home``."""
+    if storage is not None:
+        check_parameter(parameter, *storage, who)
     placement = _checked(parameter, placement, who)
     parallel = parameter._spec if isinstance(parameter, DTensor) else None
     data = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
@@ -171,17 +232,28 @@ def make_shard(
         )
     if local.device != home and not local.is_meta:
         local = local.to(home)
-    spec = _spec(parameter, mesh, placement, parallel)
+    spec = (
+        _spec(parameter, mesh, placement, parallel)
+        if storage is None or parallel is None
+        else sharded_spec(parallel, mesh, storage[1], placement)
+    )
     shard = nn.Parameter(
         DTensor(local, spec, requires_grad=False),
         requires_grad=parameter.requires_grad,
     )
+    grad_dtype = chosen_grad_dtype(parameter)
+    if grad_dtype != OWN:
+        shard.grad_dtype = grad_dtype
     return {
+        "grad_dtype": grad_dtype,
         "spec": spec,
         "shard": shard,
         "shard_dim": placement.dim,
         "sizes": data.shape,
         "parallel": parallel,
+        "data_parallel": (
+            data_parallel_places(*storage) if storage is not None else frozenset()
+        ),
         "extended_class": extended,
     }
 

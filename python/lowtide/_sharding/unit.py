@@ -42,15 +42,17 @@ from lowtide._sharding.parameter import (
     require_sharded,
 )
 from lowtide._sharding.subclass import extended_class, require_hooks
-from lowtide._torch_version import CASTS_EACH_OF_A_LIST
+from lowtide._torch_version import CASTS_EACH_OF_A_LIST, OWN, chosen_grad_dtype
 from lowtide.policies import (
     CPUOffloadPolicy,
+    DataParallelMeshDims,
     GradientMode,
     MixedPrecisionPolicy,
     OffloadPolicy,
     ParameterDtypes,
     overridden_dtype,
     parameter_dtypes,
+    reduced_together,
     without_override,
 )
 
@@ -85,6 +87,8 @@ class UnitState:
         self._overridden_dtype = functools.partial(overridden_dtype, policy=policy)
         self.auto_reshard = reshard_after_forward is None
         self.name = ", ".join(map(class_name, modules))
+        # The mesh that its parameters are on already, and which dimensions are shards'.
+        self.storage: tuple[DeviceMesh, DataParallelMeshDims] | None = None
         self.ignored: set[int] = set()  # ids of parameters that stay the user's
         # The advice where its parameters are read and its modules not called.
         self.instead = "shard the module that reads it and not this one"
@@ -139,6 +143,10 @@ class UnitState:
 
     # -- wrapping ---------------------------------------------------------------
 
+    def on_mesh(self, mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:
+        """The unit's own mesh is ``dims`` of ``mesh``."""
+        self.storage = (mesh, dims)
+
     @torch.no_grad()
     def shard(
         self,
@@ -159,6 +167,7 @@ class UnitState:
                 original.dtype,
                 self.policy_of(compute),
                 who=who,
+                grad_dtype=chosen_grad_dtype(original),
                 trainable=original.requires_grad,
             )
             placement = place(original) if place is not None else None
@@ -166,7 +175,9 @@ class UnitState:
                 item.slots,
                 name=who,
                 compute_dtype=compute,
-                **make_shard(original, self.mesh, placement, who, self.home),
+                **make_shard(
+                    original, self.mesh, placement, who, self.home, self.storage
+                ),
             )
             parameter.register(parameter.shard)
             remember_original(original, parameter)
@@ -221,6 +232,7 @@ class UnitState:
                     remember_replaced(parameter.shard, parameter)
                     if self.unit is not None:
                         self.unit.drop_waiting_gradient(i)
+                parameter.follow_grad_dtype(registered)
                 parameter.shard = registered
                 remember_shard(parameter)
         if any(local_of(p.shard).is_meta for p in self.parameters):
@@ -284,6 +296,7 @@ class UnitState:
         return all(
             parameter.spec.tensor_meta is not None
             and parameter.spec.tensor_meta.dtype == parameter.shard.dtype
+            and parameter.gradient_dtype == self.dtypes(parameter).gradient
             and parameter.extended_class is extended_class(local_of(parameter.shard))
             for parameter in self.parameters
         )
@@ -297,7 +310,7 @@ class UnitState:
             parameter.full = None
             parameter.extended_class = extended_class(local_of(shard))
             dtypes = self.dtypes(parameter)
-            parameter.reduce_dtype = dtypes.reduce
+            parameter.take_dtypes(dtypes)
             infos.append(
                 _C.ParameterInfo(
                     name=parameter.name,
@@ -308,6 +321,8 @@ class UnitState:
                     shard_dim=parameter.shard_dim,
                     extended=parameter.extended,
                     gradient_as_computed=parameter.gradient_as_computed(dtypes.compute),
+                    gradient_dtype=dtypes.gradient,
+                    arriving_dtype=dtypes.arriving,
                 )
             )
         extended = [p for p in self.parameters if p.extended]
@@ -360,11 +375,20 @@ class UnitState:
         return dataclasses.replace(self.policy, param_dtype=compute)
 
     def dtypes(self, parameter: UnitParameter) -> ParameterDtypes:
+        own = self._dtypes_alone(parameter)
+        chosen = any(p.grad_dtype != OWN for p in self.parameters)
+        if not chosen or self.policy.reduce_dtype is not None:
+            return own
+        trainable = [p for p in self.parameters if p.shard.requires_grad]
+        return reduced_together(own, map(self._dtypes_alone, trainable))
+
+    def _dtypes_alone(self, parameter: UnitParameter) -> ParameterDtypes:
         shard = parameter.shard
         return parameter_dtypes(
             shard.dtype,
             self.policy_of(parameter.compute_dtype),
             who=parameter.name,
+            grad_dtype=parameter.grad_dtype,
             trainable=shard.requires_grad,
         )
 
@@ -382,10 +406,12 @@ class UnitState:
             shards=[parameter.shard for parameter in self.parameters],
             full=[parameter.full for parameter in self.parameters],
             wrap=functools.partial(
-                _wrap_gradients, [parameter.spec for parameter in self.parameters]
+                _wrap_gradients, [each.gradient_spec for each in self.parameters]
             ),
             unwrap=functools.partial(
-                local_gradient, [parameter.parallel for parameter in self.parameters]
+                local_gradient,
+                [parameter.parallel for parameter in self.parameters],
+                [parameter.data_parallel for parameter in self.parameters],
             ),
             refuse=functools.partial(_refuse_replaced, weakref.ref(self)),
             extension=self.extensions.calls if self.extensions is not None else None,
@@ -396,6 +422,17 @@ class UnitState:
         the tensors inside the parameters."""
         if self.unit is not None:
             self.unit.detach()
+
+    def take_gradients_of_their_own_dtype(self) -> list[tuple[UnitParameter, Any]]:
+        """The `.grad`s that a conversion of the parameters leaves as they are."""
+        taken = [
+            (parameter, parameter.shard.grad)
+            for parameter in self.parameters
+            if parameter.grad_dtype != OWN and parameter.shard.grad is not None
+        ]
+        for parameter, _ in taken:
+            parameter.shard.grad = None
+        return taken
 
     # -- settings ---------------------------------------------------------------
 

@@ -395,6 +395,32 @@ TEST_F(ParameterBuffersTest, BytesOfAGatherOfPartsThatBrokeOffGoBackBehindIt) {
   EXPECT_THAT(runtime_->violations(), IsEmpty());
 }
 
+TEST_F(ParameterBuffersTest, AKeptBufferIsWrittenToBehindWhatReadsIt) {
+  make(uniform_infos(), 0, 2);
+  gather_and_arrive();
+  const auto& full = buffers_->full(0);
+  const auto* const place = full.const_data_ptr();
+  const auto bytes = live(Category::gathered);
+  for (const bool of_parts : {false, true}) {
+    runtime_->touches(device::Stream::compute, place, full.nbytes(),
+                      device::Access::read);
+    if (of_parts) {
+      buffers_->keep_part(0, 2, /*keep=*/true);
+    }
+    EXPECT_TRUE(buffers_->bound());
+    full.zero_();
+    gather_and_arrive();
+    buffers_->drop_part();
+    EXPECT_EQ(full.const_data_ptr(), place);
+    EXPECT_EQ(live(Category::gathered), bytes);
+    EXPECT_TRUE(full.equal(full_[0]));
+  }
+  buffers_->release();
+  EXPECT_FALSE(buffers_->bound());
+  expect_sharded();
+  EXPECT_THAT(runtime_->violations(), IsEmpty());
+}
+
 TEST_F(ParameterBuffersTest, AMasterThatDoesNotFitIsAnError) {
   memory_->fail_next_lease(Category::parameters, kUnit);
   EXPECT_THROW(make(uniform_infos(), 0, 2), c10::OutOfMemoryError);

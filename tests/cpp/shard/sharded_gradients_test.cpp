@@ -116,6 +116,17 @@ TEST_F(ShardedGradientsTest, ALaterBackwardAddsInPlace) {
   EXPECT_TRUE(grad(2).equal(at::full({1}, 7.f, at::kBFloat16)));
 }
 
+// Half a unit in the last place of 1 and a little: rounded by itself it is half
+// a unit, and the sum goes to the even neighbour.
+TEST_F(ShardedGradientsTest, AResultIsRoundedBeforeItIsAdded) {
+  for (const float two : {1.0F, 0x1.004p-8F}) {
+    gradients_.prepare({0, 2});
+    land(0, two);
+    publish({0, 2});
+  }
+  EXPECT_EQ(grad(2).item<float>(), 1.0F);
+}
+
 TEST_F(ShardedGradientsTest, OnlyTheMissingOnesGetANewGeneration) {
   gradients_.prepare(all_);
   land(3, 5);

@@ -135,9 +135,15 @@ def fp8_reduce() -> None:
     fully_shard(linear(), mp_policy=policy)
 
 
-def dtype_of_gradients() -> None:
+def any_dtype_of_gradients() -> None:
     module = linear()
-    module.weight.grad_dtype = torch.float64
+    module.weight.grad_dtype = None
+    fully_shard(module)
+
+
+def fp8_gradients() -> None:
+    module = linear()
+    module.weight.grad_dtype = torch.float8_e4m3fn
     fully_shard(module)
 
 
@@ -321,10 +327,15 @@ REFUSALS: dict[Callable[[], None], tuple[str, str]] = {
         "Linear.weight: expected reduce_dtype torch.float32, torch.bfloat16, "
         "torch.float16 or torch.float64, got torch.float8_e4m3fn. ",
     ),
-    dtype_of_gradients: (
+    any_dtype_of_gradients: (
         "NotImplementedError",
-        "Linear.weight: expected a parameter whose grad_dtype is its own dtype, "
-        "torch.float32, got torch.float64. ",
+        "Linear.weight: expected a grad_dtype, or a reduce_dtype, that is the same in "
+        "every step, got None for both. ",
+    ),
+    fp8_gradients: (
+        "NotImplementedError",
+        "Linear.weight: expected grad_dtype torch.float32, torch.bfloat16, "
+        "torch.float16 or torch.float64, got torch.float8_e4m3fn. ",
     ),
     no_buffers: (
         "ValueError",

@@ -111,6 +111,12 @@ def not_unsharded_in_backward(system: System, unit: Any) -> None:
     unit.set_unshard_in_backward(False)
 
 
+def storage_stays(system: System, unit: Any) -> None:
+    """Of torch 2.15, and no matter of bits."""
+    if hasattr(unit, "set_keep_unsharded_storage"):
+        unit.set_keep_unsharded_storage(True)
+
+
 def buffers_of_the_group(system: System, unit: Any) -> None:
     if dist.get_world_size() < 3:
         unit.set_allocate_memory_from_process_group_for_comm(True)
@@ -139,6 +145,9 @@ SETTINGS: dict[str, Setting] = {
     "all_reduce_hook": Setting(change=halving_hook, microbatches=2),
     "unshard_in_backward": Setting(change=not_unsharded_in_backward),
     "buffers_of_the_group": Setting(change=buffers_of_the_group),
+    "keep_unsharded_storage": Setting(
+        smaller_group, change=storage_stays, microbatches=2
+    ),
     "unshard_async_op": Setting(change=asynchronous_unshard),
     "post_optim_event": Setting(before=with_event, microbatches=2),
 }
@@ -230,6 +239,44 @@ def test_smaller_group_keeps_its_part_and_gathers_from_neighbours(pool_of):
         assert part_calls[0] == 0 and part_calls[1][0] == 2
         # Its own group: one call a backward; every unit has a group object.
         assert part_calls[1][1] == 2
+
+
+def places_of_full_parameters(keep: bool) -> list[Any]:
+    """Whether what a forward read is there again in the next one, what it shows in
+    between, and the bytes that are held there, after sleep at last."""
+    import lowtide
+
+    model: Any = llama(get_system("lowtide"), Setting())
+    model.set_keep_unsharded_storage(keep)
+    lowtide.memory_report(model, reset_peaks=True)
+    read: list[torch.Tensor] = []
+    linear = model.layers[0].w1  # within a unit
+    linear.register_forward_hook(lambda *_: read.append(linear.weight.detach()))
+    inputs, targets = batch(CONFIG, 0, 0, dist.get_rank())
+    for _ in range(2):
+        loss_fn(model(inputs), targets).backward()
+    row = lowtide.memory_report(model).categories["gathered"]
+    try:
+        between: Any = read[0].float().abs().sum().item() > 0
+    except RuntimeError as error:
+        between = str(error).split(":")[0]
+    one, two = read
+    same = keep and one.data_ptr() == two.data_ptr()
+    planned = lowtide.memory_report(model).to_dict()["categories"]["gathered"]
+    lowtide.sleep(model)
+    lowtide.wake(model)
+    slept = lowtide.memory_report(model).categories["gathered"].live
+    loss_fn(model(inputs), targets).backward()
+    return [same, between, row.live > 0, planned["peak"] == planned["planned"], slept]
+
+
+def test_kept_storage_has_its_place_and_its_values(pool_of):
+    assert pool_of(2).run(places_of_full_parameters, True) == 2 * [
+        [True, True, True, True, 0]
+    ]
+    assert pool_of(2).run(places_of_full_parameters, False) == 2 * [
+        [False, "lowtide", False, True, 0]
+    ]
 
 
 def call_other_methods(system_name: str) -> Record:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import sysconfig
 
 import pytest
 import torch
@@ -55,6 +56,17 @@ def test_other_torch_is_refused(built_for, built_for_cuda):
     assert f"got {torch.__version__} (CUDA {torch.version.cuda or 'none'})" in message
     assert f"`pip install torch=={built_for.split('+')[0]}`" in message
     assert "`pip install --no-build-isolation .`" in message
+
+
+def test_other_python_is_refused():
+    soabi = sysconfig.get_config_var("SOABI")
+    _version_check.check_python(built_for=soabi)
+    other = "cpython-39-x86_64-linux-gnu"
+    with pytest.raises(ImportError) as error:
+        _version_check.check_python(built_for=other)
+    message = str(error.value)
+    assert f"expected {other}, which" in message and f"got {soabi}" in message
+    assert f"`{sys.executable} -m pip install` with the wheel" in message
 
 
 @pytest.mark.parametrize("built_for", ["2.11.0", "2.11.7+cpu"])

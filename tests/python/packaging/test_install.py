@@ -4,13 +4,16 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import lowtide
+import wheels
 
 ROOT = Path(__file__).parents[3]
 # The development build covers CUDA and files by themselves; this one is about the
@@ -32,7 +35,7 @@ def run(*command: object, cwd: Path) -> str:
 
 @pytest.mark.slow("install")
 @pytest.mark.timeout(1800)  # compiles the extension once
-def test_sdist_and_wheel_install_into_an_empty_environment(tmp_path, bare_venv):
+def test_sdist_and_wheel_install_into_an_empty_environment(tmp_path):
     build = (sys.executable, "-m", "build", "--no-isolation")
     run(*build, "--sdist", "--outdir", tmp_path, cwd=ROOT)
     (sdist,) = tmp_path.glob("lowtide-*.tar.gz")
@@ -40,9 +43,16 @@ def test_sdist_and_wheel_install_into_an_empty_environment(tmp_path, bare_venv):
         archive.extractall(tmp_path, filter="data")
     unpacked = tmp_path / sdist.name.removesuffix(".tar.gz")
     assert not list(unpacked.rglob("*.so")) + list(unpacked.rglob("_built_for.py"))
+    sdist_metadata = (unpacked / "PKG-INFO").read_text()
 
-    run(*build, "--wheel", "--outdir", tmp_path, cwd=unpacked)
-    (wheel,) = tmp_path.glob("lowtide-*.whl")
+    local = f"+cputorch{'.'.join(torch.__version__.split('.')[:2])}"
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("LOWTIDE_LOCAL_VERSION", local)
+        run(*build, "--wheel", "--outdir", tmp_path, cwd=unpacked)
+    (built,) = tmp_path.glob("lowtide-*.whl")
+    tools = Path(sysconfig.get_path("scripts"))
+    wheel = wheels.repaired(built, tmp_path / "repaired", tools=tools)
+    assert wheel.name.endswith(f"{wheels.POLICY}.whl") and local in wheel.name
     contents = zipfile.ZipFile(wheel)
     names = contents.namelist()
     for name in (
@@ -51,28 +61,30 @@ def test_sdist_and_wheel_install_into_an_empty_environment(tmp_path, bare_venv):
         *("phantom/clock.py", "phantom/dry/program.py"),
     ):
         assert f"lowtide/{name}" in names
+    # Nothing of torch's is inside.
     assert {name.split("/")[0].split("-")[0] for name in names} == {"lowtide"}
     (metadata,) = (name for name in names if name.endswith("/METADATA"))
     lines = contents.read(metadata).decode().splitlines()
-    assert "Requires-Dist: torch<2.16,>=2.11" in lines
+    assert f"Requires-Dist: torch=={local.removeprefix('+cputorch')}.*" in lines
+    assert "Requires-Dist: torch<2.16,>=2.11" in sdist_metadata.splitlines()
     for extra in ("demo", "dev", "test"):
         assert f"Provides-Extra: {extra}" in lines
 
-    install = (sys.executable, "-m", "pip", "--python", bare_venv, "install")
-    run(*install, "--no-deps", "--no-index", wheel, cwd=tmp_path)
+    wheels.try_out(wheel, Path(sys.executable), tmp_path / "tried")
+    bare = tmp_path / "tried" / "bin" / "python"
     answer = run(
-        bare_venv,
+        bare,
         "-c",
         "import json, lowtide\n"
         "print(json.dumps([lowtide.__file__, lowtide._C.build_info()]))",
         cwd=tmp_path,
     )
     path, info = json.loads(answer)
-    assert Path(path).is_relative_to(bare_venv.parents[1])
-    assert info["version"] == lowtide.__version__
+    assert Path(path).is_relative_to(bare.parents[1])
+    assert info["version"] == lowtide.__version__.split("+")[0] + local
     assert info["cuda"] is False
 
     (tmp_path / "dry.py").write_text("import torch; torch.ones(1, device='cuda')")
-    phantom = (bare_venv, "-m", "lowtide", "phantom", "--json", "-", "--", "dry.py")
+    phantom = (bare, "-m", "lowtide", "phantom", "--json", "-", "--", "dry.py")
     (device,) = json.loads(run(*phantom, cwd=tmp_path))["devices"]
     assert device["reserved"] == 2 << 20

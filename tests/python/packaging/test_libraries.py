@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import lowtide
+import wheels
 from lowtide import _C
 
 PACKAGE = Path(lowtide.__file__).parent
@@ -47,6 +48,30 @@ def test_dry_driver_is_linked_by_nobody_and_needs_no_torch():
     assert not [name for name in needed_libraries(driver) if "torch" in name]
     for library in (CORE, Path(_C.__file__)):
         assert not [name for name in needed_libraries(library) if "dry" in name]
+
+
+@pytest.mark.parametrize("library", sorted(PACKAGE.glob("*.so")), ids=lambda p: p.name)
+def test_runs_with_the_libraries_of_its_wheels_policy(library):
+    """Wheels are held to it, too; here with whatever compiler this is."""
+    assert wheels.undefined_names(library)
+    assert wheels.too_new(library) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [
+        ("memcpy@GLIBC_2.14", True),
+        ("dlsym@GLIBC_2.34", False),
+        ("_ZSt28__throw_bad_array_new_lengthv@GLIBCXX_3.4.29", False),
+        ("_ZSt28__throw_bad_array_new_lengthv", False),  # torch happens to have it
+        ("_ZNSt15__exception_ptr13exception_ptr9_M_addrefEv", True),
+        ("_ZN3c105ErrorD1Ev", True),
+        ("cudaMalloc@libcudart.so.13", True),
+        ("__tls_get_addr@GLIBC_PRIVATE", False),
+    ],
+)
+def test_policy_is_read_from_versions_of_symbols(name, allowed):
+    assert wheels.allowed(name) is allowed
 
 
 def test_version_has_one_source():

@@ -1,0 +1,169 @@
+"""`grad_dtype` of parameters: the dtype of `.grad` and, without a reduce_dtype, that of
+the reduction. FSDP2 follows it from torch 2.15 on, lowtide on any."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lowtide._torch_version import VERSION
+from support.recorder import Record, Recorder, assert_same_records
+from support.systems import get_system
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Case:
+    storage: torch.dtype = FP32
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    weights: Any = "own"  # their grad_dtype
+    biases: Any = "own"
+    on_wire: torch.dtype = FP32  # of all, by the rule below
+
+
+# A gradient is rounded to reduce_dtype, or to its parameter's grad_dtype, or to the
+# parameter's own dtype; reduced in the widest of its unit's; and rounded to grad_dtype.
+CASES = {
+    "unset": Case(storage=BF16, reduce=FP32),
+    "narrower": Case(weights=BF16, biases=BF16, on_wire=BF16),
+    "wider": Case(storage=BF16, weights=FP32, biases=FP32),
+    "as_stored": Case(compute=BF16, weights=FP32, biases=FP32),
+    "mixed": Case(weights=BF16),
+    "reduced_in_another": Case(storage=BF16, reduce=BF16, weights=FP32, on_wire=BF16),
+    "any": Case(storage=BF16, reduce=FP32, weights=None),
+}
+
+
+def module(case: Case) -> Any:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 8))
+    model.to(case.storage)
+    for parameter in model.parameters():
+        chosen = case.weights if parameter.ndim == 2 else case.biases
+        if chosen != "own":
+            parameter.grad_dtype = chosen
+    return model
+
+
+def inputs(step: int, micro: int) -> torch.Tensor:
+    seed = 100 * step + 10 * micro + dist.get_rank()
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def train(system_name: str, name: str, accumulate: bool) -> Record:
+    case, system, record = CASES[name], get_system(system_name), Recorder()
+    model = module(case)
+    policy = system.MixedPrecisionPolicy(case.compute, case.reduce)
+    system.fully_shard(model, mp_policy=policy)
+    for step in range(3):
+        for micro in range(2):
+            model.set_requires_gradient_sync(micro == 1 or not accumulate)
+            x = inputs(step, micro).to(case.storage)
+            model(x).float().pow(2).mean().backward()
+            record.add_model(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(parameter.grad.to(parameter.dtype), alpha=-0.5)
+        model.zero_grad()
+        if step == 1 and not accumulate:
+            # A conversion leaves both the policy and what it is for.
+            model(inputs(7, 7).to(case.storage)).float().sum().backward()
+            model.to(torch.float64).to(case.storage)
+            record.add_model(model)
+            model.zero_grad()
+    return record.values
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_bits_are_those_of_fsdp2(pool_of, name, accumulate):
+    if name != "unset" and VERSION < (2, 15):
+        pytest.skip("FSDP2 follows grad_dtype from 2.15 on")
+    if name == "mixed" and accumulate:
+        pytest.skip("microbatches are summed in the wider dtype, FSDP2's in theirs")
+    theirs = pool_of(2).run(train, "fsdp2", name, accumulate)
+    for mine, other in zip(
+        pool_of(2).run(train, "lowtide", name, accumulate), theirs, strict=True
+    ):
+        assert_same_records(mine, other)
+
+
+def one_step(name: str) -> list[tuple[str, Any, Any, torch.Tensor, torch.Tensor]]:
+    """Of every parameter the dtype of `.grad` and of its DTensor, the gradient, and
+    what the rule makes of autograd's."""
+    case, system = CASES[name], get_system("lowtide")
+    model, alone = module(case), module(case)
+    alone.to(case.compute or case.storage)
+    policy = system.MixedPrecisionPolicy(case.compute, case.reduce)
+    system.fully_shard(model, mp_policy=policy)
+    x = inputs(0, 0).to(case.compute or case.storage)
+    for one in (model, alone):
+        one(x).float().pow(2).mean().backward()
+    facts = []
+    for (key, mine), other in zip(
+        model.named_parameters(), alone.parameters(), strict=True
+    ):
+        chosen = case.weights if mine.ndim == 2 else case.biases
+        shown = case.storage if chosen == "own" else chosen or case.reduce
+        rounded = other.grad if case.reduce is not None else other.grad.to(shown)
+        total = rounded.to(case.on_wire)
+        dist.all_reduce(total)
+        expected = (total / dist.get_world_size()).to(shown)
+        rank = dist.get_rank()
+        part = expected.chunk(dist.get_world_size())[rank]
+        grad = mine.grad
+        facts.append((key, grad.dtype, shown, grad.to_local().clone(), part.clone()))
+        assert grad._spec.tensor_meta.dtype == grad.to_local().dtype
+        assert grad.full_tensor().dtype == shown
+    return facts
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradient_is_rounded_by_the_rule(pool_of, name):
+    if name == "as_stored" and VERSION < (2, 15):
+        pytest.skip("torch does not tell the parameter's own dtype from none set")
+    for facts in pool_of(2).run(one_step, name):
+        for key, dtype, expected, grad, part in facts:
+            assert dtype == expected, key
+            assert torch.equal(grad, part), key
+
+
+def with_others(name: str) -> float:
+    """Clipping, an optimizer of local parameters, a step that is dropped and a state
+    dict, with gradients of another dtype than the parameters'."""
+    import lowtide
+
+    case = CASES[name]
+    model = module(case)
+    policy = lowtide.MixedPrecisionPolicy(case.compute, case.reduce)
+    lowtide.fully_shard(model, mp_policy=policy)
+    optimizer = torch.optim.SGD(lowtide.local_parameters(model), 0.1, foreach=False)
+    x = inputs(0, 0).to(case.storage)
+    model(x).float().pow(2).mean().backward()
+    full = [p.grad.full_tensor().double() for p in model.parameters()]
+    norm: Any = lowtide.clip_grad_norm_(model.parameters(), 1e9)
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    expected = torch.stack([one.norm() for one in full]).norm()
+    torch.testing.assert_close(norm.double(), expected, rtol=1e-2, atol=0)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with lowtide.step(model, optimizer):
+        optimizer.step()
+    model.load_state_dict(before, assign=True)
+    optimizer.zero_grad()
+    model(x).float().pow(2).mean().backward()
+    for parameter, one in zip(model.parameters(), full, strict=True):
+        assert torch.equal(parameter.grad.full_tensor().double(), one)
+    return float(norm)
+
+
+@pytest.mark.parametrize("name", ["narrower", "wider"])
+def test_clipping_steps_and_loads_go_along(pool_of, name):
+    first, second = pool_of(2).run(with_others, name)
+    assert first == second > 0
