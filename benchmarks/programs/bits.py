@@ -38,6 +38,12 @@ class Variant:
     microbatches: int = 1  # all but the last without sync
     offload: bool = False  # blocks are checkpointed, their inputs on the host
     capture: bool = False  # the steps behind the warm-up are one CUDA graph
+    in_backward: bool = False  # the optimizer steps there
+    on_host: bool = False  # parameters, for both systems; not clipped
+
+    @property
+    def compared_with(self) -> Variant:
+        return Variant("fsdp2", self.microbatches, on_host=self.on_host)
 
 
 AGAIN = "FSDP2 again"
@@ -46,6 +52,8 @@ EAGER = {
     "lowtide": Variant(),
     "lowtide, two microbatches": Variant(microbatches=2),
     "lowtide, offloaded": Variant(offload=True),
+    "lowtide, optimizer in backward": Variant(in_backward=True),
+    "lowtide, parameters on the host": Variant(on_host=True),
 }
 CAPTURED = {
     "lowtide, captured": Variant(capture=True),
@@ -68,8 +76,13 @@ def train(args: Namespace, variant: Variant) -> Trained:
             for layer in model.layers:
                 lowtide.checkpoint(layer, policy)
 
-    model = build(args, variant.system, prepare)
+    of_variant = {"parameters_on_host": variant.on_host}
+    model = build(Namespace(**vars(args) | of_variant), variant.system, prepare)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+    if variant.in_backward:
+        import lowtide
+
+        lowtide.optimize_in_backward(model, optimizer, max_norm=1.0)
     vocabulary = model.tok_embeddings.weight.shape[0]
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     shape = (NUM_STEPS, 1, args.sequence + 1)
@@ -81,7 +94,8 @@ def train(args: Namespace, variant: Variant) -> Trained:
             model.set_requires_gradient_sync(left == 0)
             loss = model(tokens[:, :-1], tokens[:, 1:])
             loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if not variant.in_backward and not variant.on_host:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -155,10 +169,10 @@ def beside_fsdp2(
     args: Namespace, variants: Mapping[str, Variant]
 ) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
-    for microbatches in sorted({v.microbatches for v in variants.values()}):
-        theirs = trained(args, Variant("fsdp2", microbatches))
+    for reference in dict.fromkeys(v.compared_with for v in variants.values()):
+        theirs = trained(args, reference)
         for name, variant in variants.items():
-            if variant.microbatches == microbatches:
+            if variant.compared_with == reference:
                 counts = differences(trained(args, variant), theirs)
                 found[name] = of_all_ranks(counts, args.device)
     return found

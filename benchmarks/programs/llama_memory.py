@@ -77,6 +77,9 @@ def parser() -> argparse.ArgumentParser:
         choices=("unclipped", "exact", "late"),
         help="the optimizer steps there; clipped so, by norm 1",
     )
+    parser.add_argument(
+        "--parameters-on-host", action="store_true", help="CPUOffloadPolicy"
+    )
     parser.add_argument("--whole-embedding", action="store_true", help="no rows")
     parser.add_argument("--gather-embedding-in-backward", action="store_true")
     parser.add_argument(
@@ -209,10 +212,16 @@ def build(args: argparse.Namespace, device: str = "meta") -> nn.Module:
 
 def shard_by_unit(model: Any, args: argparse.Namespace) -> nn.Module:
     if args.system == "lowtide":
-        from lowtide import MixedPrecisionPolicy, fully_shard
+        from lowtide import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
     else:
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            MixedPrecisionPolicy,
+            fully_shard,
+        )
     settings: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(BF16, FP32)}
+    if args.parameters_on_host:
+        settings["offload_policy"] = CPUOffloadPolicy(args.device == "cuda")
     if args.replicas > 1:
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -232,7 +241,8 @@ def shard_by_unit(model: Any, args: argparse.Namespace) -> nn.Module:
         else:
             shard(model.output, reshard_after_forward=False)
     shard(model)
-    model.to_empty(device=args.device)
+    model.to_empty(device="cpu" if args.parameters_on_host else args.device)
+    model.rope = model.rope.to(args.device)
     if args.system == "lowtide" and args.loss == "vocabulary":
         from lowtide.losses import stream_rows
 

@@ -22,6 +22,8 @@ ON_CPU = {
     "lowtide",
     "lowtide, two microbatches",
     "lowtide, offloaded",
+    "lowtide, optimizer in backward",
+    "lowtide, parameters on the host",
 }
 
 
@@ -83,6 +85,6 @@ def test_it_runs_on_cuda(tmp_path: Path) -> None:
     assert set(figures["bits"]["beside FSDP2"]) == ON_CPU
     assert set(figures["graphs"]["beside FSDP2"]) == captured
     with_bars = {row["quantity"] for row in rows if row["system"] == "met"}
-    assert len(with_bars) == 2 * 6 + 1
+    assert len(with_bars) == 2 * 8 + 1
     control = {row["system"] for row in rows if bits.AGAIN in row["quantity"]}
     assert control == {"fsdp2", "bar", "met"}
