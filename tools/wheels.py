@@ -9,8 +9,8 @@ and NVIDIA's libraries stay outside, since a process has them once; auditwheel h
 else to the policy that torch's own wheels have.
 
 OFF is built with the torch that LOWTIDE_CPU_TORCH_INDEX has as `torch==2.11.0+cpu`;
-where that is not set, with the one of PyPI, whose headers are the same: it runs with
-either, and has the libraries that plan only where torch's CUDA build is.
+where that is not set, with the one of PyPI, whose headers are the same: it trains on
+CPUs with either, and plans programs of FSDP2's where torch's CUDA build is.
 
 Environments stay in build-wheels. All Pythons of one torch see its headers under one
 path, so that ccache compiles the engine once for them.
