@@ -179,6 +179,8 @@ def _loss_of_sharded_rows(
         )
     if state.policy.cast_forward_inputs and hidden.is_floating_point():
         hidden = hidden.to(rows.compute_dtype)
+    # The shard may be on the host, its rows are not.
+    _check_devices(hidden, {"targets": targets.device, "weight": state.device})
     _check_shapes(hidden, parameter, targets, None)
     if _compute_dtype(hidden, rows.compute_dtype) != rows.compute_dtype:
         rule = f"no autocast, or autocast to the unit's {rows.compute_dtype}"
@@ -233,7 +235,14 @@ def _check_tensors(
                 "Call the loss inside the forward of the head's unit, or unshard() "
                 "the unit first",
             )
+    _check_devices(hidden, {name: tensor.device for name, tensor in given.items()})
     _check_shapes(hidden, weight, targets, bias)
+
+
+def _check_devices(hidden: Tensor, devices: dict[str, torch.device]) -> None:
+    for name, device in devices.items():
+        if device != hidden.device:
+            raise _error(name, f"device {hidden.device}", device, "Move it")
 
 
 def _check_shapes(
@@ -242,9 +251,6 @@ def _check_shapes(
     given = {"hidden": hidden, "weight": weight, "targets": targets}
     if bias is not None:
         given["bias"] = bias
-    for name, tensor in given.items():
-        if tensor.device != hidden.device:
-            raise _error(name, f"device {hidden.device}", tensor.device, "Move it")
     if hidden.dim() < 1:
         raise _error("hidden", "shape [..., features]", list(hidden.shape), "Unsqueeze")
     features = hidden.shape[-1]

@@ -132,7 +132,7 @@ std::vector<NaiveStep> train_naively(const Scenario& scenario,
         const at::Tensor result = reduce(by_rank, spec);
         if (!result.defined()) return;
         at::Tensor& gradient = step.gradients[u][p];
-        gradient = gradient.defined() ? gradient.add_(result)
+        gradient = gradient.defined() ? gradient.add_(result.to(spec.storage))
                                       : result.to(spec.storage);
       });
       local.assign(world_size, none_for(scenario));

@@ -38,6 +38,7 @@ def test_a_model_that_moves_and_what_is_refused() -> None:
         "tok_embeddings.weight on cuda:0, norm.weight on cuda:0, output.weight on "
         "cuda:0. Call model.to('cpu') before the forward."
     )
+    assert found["of rows"] == "cpu"
     assert found["pinned"] == [True, True]
     assert found["norm"] == "cuda"
     assert found["captured"] == (

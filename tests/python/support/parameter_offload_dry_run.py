@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import lowtide
 from llama import CONFIGS, Llama, LlamaConfig
+from lowtide.losses import linear_cross_entropy
 from lowtide.phantom.dry import driver
 from support.cuda_steps import start
 from support.steady_step_dry_run import host_waits
@@ -102,9 +103,29 @@ def error_of(function: Callable[[], Any]) -> str:
     return ""
 
 
+def loss_over_rows() -> str:
+    """Where the gradient is of a head whose rows are read from the host."""
+    head: Any = torch.nn.Linear(64, 512, bias=False)
+    model: Any = torch.nn.Sequential(torch.nn.Linear(64, 64), head)
+    for module in (head, model):
+        lowtide.fully_shard(module, offload_policy=lowtide.CPUOffloadPolicy())
+    hidden = torch.zeros(32, 64, device="cuda", requires_grad=True)
+    targets = torch.zeros(32, dtype=torch.long, device="cuda")
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return linear_cross_entropy(x, head, targets, chunking="vocabulary")
+
+    model.forward = lambda x: loss(model[0](x))
+    model(hidden).backward()
+    assert hidden.grad is not None and hidden.grad.is_cuda
+    device: str = head.weight.grad.device.type
+    return device
+
+
 def moves() -> dict[str, Any]:
     model = offloaded("lowtide", CONFIGS["tiny"], reshard=False)
     found: dict[str, Any] = {"first": bool(forward(model).isfinite())}
+    found["of rows"] = loss_over_rows()
     model.to("cuda")  # as verl does to load a state dict
     found["on the device"] = error_of(lambda: forward(model))
     model.to("cpu")
