@@ -329,7 +329,7 @@ in both systems. *Reserved / allocated* at 64
 ranks: kept 64 MiB inputs of checkpoints lie in segments that 224 MiB temporaries left,
 three in each, and 32 MiB of each stay unused; at 8 ranks allocated bytes fell by 0.4
 GiB, reserved ones by 0.2. *Best loss* at 8 ranks, expandable (1 % above the bar), and
-at 64 (2 and 5 %): longer chunks of gradients, for the sake of time_llama's.
+at 64 (4 and 5 %): longer chunks of gradients, for the sake of time_llama's.
 
 FSDP2's allocated bytes beside that sketch's: the same at 8 ranks (18.8 GiB); 8.1
 instead of 7.5 at 64 and 7.0 instead of 6.5 at 256 ranks, where the peak is in the last
