@@ -68,9 +68,9 @@ time; *arithmetic*: computed from shapes; *published*: a figure of the report th
 comes from. What a GPU said is in [gpu_check.md](gpu_check.md) and nowhere here. Bytes
 of peers, published and foreign_scripts were obtained before the driver had a GPU's
 order of addresses and cuDNN's workspace for attention: on default segments they are up
-to 2.4 % off what they would be today, and where keys have fewer heads up to 2.2 %. Times
-were taken on a small machine that others used at the same time: compare the columns of
-a row, not rows of different days.
+to 2.4 % off what they would be today, and where keys have fewer heads up to 2.2 %.
+Times were taken on a small machine that others used at the same time: compare the
+columns of a row, not rows of different days.
 
 """
 
