@@ -96,5 +96,6 @@ gathered blocks, its gradients in bf16 and the ring.
 Muon has the blocks' matrices, fused AdamW what is left; its step's time is from the
 clipping on.""",
     run=measure,
+    parts={"all": measure},
     only_by_name="twenty simulated runs take ten minutes",
 )

@@ -106,7 +106,7 @@ std::vector<RingUnit> GradientPlans::ring_units() const {
     if (const auto* unit = units_[u]) {
       seen[u] = {unit->groups().reduce->size(), unit->gradients().wire_bytes(),
                  unit->rows().gathered_bytes(), unit->settings().encloses_units,
-                 unit->rows().streams()};
+                 unit->rows().streams(),        unit->gradients().of_experts()};
     }
   }
   return seen;
@@ -115,11 +115,13 @@ std::vector<RingUnit> GradientPlans::ring_units() const {
 std::int64_t GradientPlans::budget() const {
   std::int64_t ranks = 1;
   std::int64_t largest = 0;
+  std::int64_t experts = 0;
   for (const auto& unit : ring_units()) {
     ranks = std::max(ranks, unit.ranks);
     largest = std::max(largest, unit.wire_bytes);
+    if (unit.experts) experts = std::max(experts, unit.wire_bytes);
   }
-  return budget_.value_or(default_ring_budget(ranks, largest));
+  return budget_.value_or(default_ring_budget(ranks, largest, experts));
 }
 
 std::int64_t GradientPlans::shared_ring_bytes() const {

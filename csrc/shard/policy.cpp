@@ -18,6 +18,8 @@ constexpr std::int64_t kWorthARing = 4;
 constexpr std::int64_t kVeryManyRanks = 128;
 
 constexpr std::int64_t kLargestUnitOverRing = 11;
+constexpr std::int64_t kExpertsOverRing = 4;
+constexpr std::int64_t kMostRingOfExperts = 640 * kMiB;
 
 constexpr std::int64_t kRanksOfANode = 8;
 constexpr std::int64_t kFlopsPerByteOfMemory = 300;
@@ -60,9 +62,12 @@ std::int64_t ring_slots(std::int64_t ranks, bool own) {
 }
 
 std::int64_t default_ring_budget(std::int64_t ranks,
-                                 std::int64_t largest_unit_bytes) {
-  return std::max({kDefaultRingBudget, ranks * kRingBudgetPerRank,
-                   largest_unit_bytes / kLargestUnitOverRing});
+                                 std::int64_t largest_unit_bytes,
+                                 std::int64_t largest_experts_bytes) {
+  return std::max(
+      {kDefaultRingBudget, ranks * kRingBudgetPerRank,
+       largest_unit_bytes / kLargestUnitOverRing,
+       std::min(largest_experts_bytes / kExpertsOverRing, kMostRingOfExperts)});
 }
 
 std::int64_t ring_bytes(std::int64_t budget_bytes,

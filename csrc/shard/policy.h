@@ -42,9 +42,13 @@ inline constexpr std::int64_t kMostRingSlots = 4;
 std::int64_t ring_slots(std::int64_t ranks, bool own);
 // `largest_unit_bytes`: of the gradients that one unit sends.  Where that is
 // many times the ring its chunks would be all latency, and the ring is a small
-// part of what the unit's gradients take anyway.
+// part of what the unit's gradients take anyway.  `largest_experts_bytes`: the
+// same of units that are experts for the most part.  Little computing hides
+// theirs, so latency counts: chunks of up to 320 MiB, which take eight times
+// the latency of 64 ranks.
 std::int64_t default_ring_budget(std::int64_t ranks,
-                                 std::int64_t largest_unit_bytes);
+                                 std::int64_t largest_unit_bytes,
+                                 std::int64_t largest_experts_bytes);
 
 // The ring that units share: the budget, but no more than a quarter of the
 // largest unit's gradients on the wire (a longer ring would hold chunks that
@@ -60,6 +64,7 @@ struct RingUnit {
   std::int64_t gathered_bytes = 0;  // of its parameters
   bool encloses_units = false;
   bool streams_rows = false;  // see row_stream.h
+  bool experts = false;       // most of its elements are stacked experts'
 };
 
 // The bytes of the ring for gradients of units[number]: more than `ring_bytes`

@@ -80,13 +80,14 @@ def sleep(
         torch.accelerator.synchronize(device)  # copies of a save, say
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            settings = module._get_fsdp_state().settings
-            kept, settings.keep_unsharded_storage = (
-                settings.keep_unsharded_storage,
-                False,
-            )
+            state = unit_state(module)
+            if state is None:  # torch's own
+                module.reshard()
+                continue
+            kept = state.settings.keep_unsharded_storage
+            state.settings.keep_unsharded_storage = False
             module.reshard()
-            settings.keep_unsharded_storage = kept
+            state.settings.keep_unsharded_storage = kept
     try:
         for holder, part, tensors in _parts_of(model, optimizers, parts):
             memory, host = device_memory(device), host_pool(device)

@@ -219,6 +219,16 @@ std::int64_t UnitGradients::slot_bytes() const {
   return most;
 }
 
+bool UnitGradients::of_experts() const {
+  std::int64_t all = 0;
+  std::int64_t used = 0;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    all += parameters_[i].numel;
+    used += elements_every_token_uses(infos_[i].sizes);
+  }
+  return 2 * used < all;
+}
+
 std::int64_t UnitGradients::wire_bytes() const {
   std::int64_t bytes = 0;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {

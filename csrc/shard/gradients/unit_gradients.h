@@ -204,6 +204,9 @@ class UnitGradients {
   std::int64_t lingering_bytes() const {
     return lingering_ ? source_bytes_ : 0;
   }
+  // Most of its elements are experts' ([Note: A wire that is slower than
+  // backward]).
+  bool of_experts() const;
   // Bytes of all gradients, padded, in the dtypes they travel in.
   std::int64_t wire_bytes() const;
   // Of slabs of gradients in place that live at once in a backward with sync.

@@ -15,14 +15,20 @@ constexpr std::int64_t kMiB = std::int64_t{1} << 20;
 constexpr std::int64_t kGiB = kMiB << 10;
 
 TEST(RingBytesTest, TheBudgetGrowsWithTheRanks) {
-  EXPECT_EQ(default_ring_budget(8, kGiB), 192 * kMiB);
-  EXPECT_EQ(default_ring_budget(128, kGiB), 192 * kMiB);
-  EXPECT_EQ(default_ring_budget(256, kGiB), 384 * kMiB);
+  EXPECT_EQ(default_ring_budget(8, kGiB, 0), 192 * kMiB);
+  EXPECT_EQ(default_ring_budget(128, kGiB, 0), 192 * kMiB);
+  EXPECT_EQ(default_ring_budget(256, kGiB, 0), 384 * kMiB);
 }
 
 TEST(RingBytesTest, TheBudgetGrowsWithAUnitOfManyChunks) {
-  EXPECT_EQ(default_ring_budget(64, 2 * kGiB), 192 * kMiB);
-  EXPECT_EQ(default_ring_budget(64, 11 * kGiB), kGiB);
+  EXPECT_EQ(default_ring_budget(64, 2 * kGiB, 0), 192 * kMiB);
+  EXPECT_EQ(default_ring_budget(64, 11 * kGiB, 0), kGiB);
+}
+
+TEST(RingBytesTest, TheBudgetOfExpertsIsLargerButBounded) {
+  EXPECT_EQ(default_ring_budget(8, 2 * kGiB, 512 * kMiB), 192 * kMiB);
+  EXPECT_EQ(default_ring_budget(8, 2 * kGiB, 2 * kGiB), 512 * kMiB);
+  EXPECT_EQ(default_ring_budget(64, 6 * kGiB, 6 * kGiB), 640 * kMiB);
 }
 
 TEST(RingBytesTest, AmongFewRanksARingOfAUnitsOwnHasMoreSlots) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ def steps() -> dict[str, dict[str, int]]:
 def steps_of(how: dict[str, Any] | None) -> dict[str, int]:
     """Bytes of a steady step: what its backward leaves on the device, its sharded
     gradients at their peak, and what its ``step()`` has beyond what is there before."""
+    gc.collect()  # what is left of models before would go meanwhile
     mesh = init_device_mesh("cuda", (WORLD,))
     with torch.device("meta"):
         model: Any = nn.Sequential(
