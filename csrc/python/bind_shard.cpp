@@ -176,7 +176,8 @@ py::dict planned_peaks(const std::vector<std::shared_ptr<shard::Unit>>& units,
          .reshard_after_forward =
              settings.reshard_after_forward && !settings.keep_unsharded_storage,
          .gradient_sync = settings.gradient_sync,
-         .all_reduce = settings.reduction.all_reduce});
+         .all_reduce = settings.reduction.all_reduce,
+         .offloaded = settings.host != nullptr});
   }
   const auto peaks = shard::planned_peaks(planned);
   return py::dict("parameters"_a = peaks.parameters,

@@ -308,7 +308,7 @@ def where(pinned: bool) -> None:
         for category in ("parameters", "sharded_gradients"):
             assert host.categories[category].live > 0
         for name, row in host.categories.items():
-            assert row.live == row.planned + held.get(name, 0)
+            assert row.live == row.planned + held.get(name, 0), (name, row, held)
         assert (host.pinned > 0) >= pinned
         assert (host.pageable > 0) >= (not pinned)
         for name in ("parameters", "sharded_gradients"):
