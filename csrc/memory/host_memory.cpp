@@ -56,14 +56,15 @@ void HostMemory::release(void* context) {
 }
 
 void HostMemory::give_back(HostSlot slot) {
-  if (!reads_ && !writes_) return;
   const std::lock_guard lock(mutex_);
-  given_back_.push_back(std::move(slot));
+  if (reads_ || writes_) given_back_.push_back(std::move(slot));
 }
 
 device::Event HostMemory::copy(Stream behind, Stream on, void* to,
                                const void* from, std::int64_t num_bytes,
                                device::Copy direction) {
+  const std::lock_guard lock(mutex_);
+  (direction == device::Copy::to_host ? writes_ : reads_) = true;
   if (runtime_->capturing()) {
     throw Error(base::error_text(
         "offload_policy", "steps outside of a graph capture", "one inside",
@@ -77,23 +78,21 @@ device::Event HostMemory::copy(Stream behind, Stream on, void* to,
 
 device::Event HostMemory::to_device(void* to, const void* from,
                                     std::int64_t num_bytes) {
-  reads_ = true;
   return copy(Stream::compute, Stream::reload, to, from, num_bytes,
               device::Copy::to_device);
 }
 
 device::Event HostMemory::to_host(void* to, const void* from,
                                   std::int64_t num_bytes) {
-  writes_ = true;
   return copy(runtime_->current(), Stream::offload, to, from, num_bytes,
               device::Copy::to_host);
 }
 
 void HostMemory::wait() {
-  if (writes_.exchange(false)) runtime_->synchronize(Stream::offload);
-  if (reads_.exchange(false)) runtime_->synchronize(Stream::reload);
   std::vector<HostSlot> unused;
   const std::lock_guard lock(mutex_);
+  if (std::exchange(writes_, false)) runtime_->synchronize(Stream::offload);
+  if (std::exchange(reads_, false)) runtime_->synchronize(Stream::reload);
   unused.swap(given_back_);
 }
 

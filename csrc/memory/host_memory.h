@@ -14,7 +14,6 @@
 
 #include <c10/core/Allocator.h>
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -65,9 +64,11 @@ class HostMemory : public std::enable_shared_from_this<HostMemory> {
   const std::shared_ptr<device::Runtime> runtime_;
   const std::shared_ptr<PinnedPool> pool_;
   const bool page_locked_;
-  std::atomic<bool> reads_{false};   // copies to the device may run
-  std::atomic<bool> writes_{false};  // copies to the host may run
+  // Held while copies are issued and waited for: a thread that finds none must
+  // not go on while another one waits for them.
   std::mutex mutex_;
+  bool reads_ = false;                // copies to the device may run
+  bool writes_ = false;               // copies to the host may run
   std::vector<HostSlot> given_back_;  // while copies might use them
 };
 

@@ -45,9 +45,7 @@ class UnitParameter:
     shard_dim: int
     sizes: torch.Size  # of the full parameter; of this rank's part if it is parallel
     parallel: DTensorSpec | None  # of a parameter that was a DTensor already
-    data_parallel: frozenset[
-        int
-    ]  # those of `parallel`'s dimensions that the unit's are
+    data_parallel: frozenset[int]  # dimensions of `parallel` that are the unit's
     compute_dtype: torch.dtype | None  # that its policy has for it alone
     grad_dtype: GradDtype  # that the program has set
     # Of its gradient: on the wire, as it arrives there, and as `.grad`.

@@ -80,7 +80,7 @@ def optimize_in_backward(
     if clip not in get_args(Clip):
         raise ValueError(
             f"lowtide: optimize_in_backward: expected clip of {get_args(Clip)}, got "
-            f"{clip!r}."
+            f"{clip!r}. Leave it out for torch's bits."
         )
     units = {
         state: None
