@@ -105,6 +105,7 @@ void Root::begin_forward(Unit& unit) {
   if (recorded_) {
     for (auto* one : living(units_)) {
       one->parameters().leaves().follow_current_stream();
+      one->parameters().leaves().begin_uses();
     }
     ranks_.note_frozen();
     plans_.plan();

@@ -137,10 +137,20 @@ void ParameterLeaves::follow_current_stream() {
 }
 
 // Edges of graphs keep a parameter's node alive.
+void ParameterLeaves::begin_uses() {
+  uses_before_.clear();
+  for (const auto& node : nodes_) {
+    uses_before_.push_back(static_cast<std::int64_t>(node.use_count()));
+  }
+}
+
 std::uint64_t ParameterLeaves::used_hash() const {
   std::uint64_t hash = 0;
   for (std::size_t i = 0; i < nodes_.size(); ++i) {
-    if (nodes_[i].use_count() > 1) hash = mix(hash, i);
+    const auto uses = static_cast<std::int64_t>(nodes_[i].use_count());
+    if (uses <= 1) continue;
+    const bool now = i >= uses_before_.size() || uses > uses_before_[i];
+    hash = mix(hash, 2 * i + (now ? 1 : 0));
   }
   return hash;
 }

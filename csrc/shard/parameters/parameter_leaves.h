@@ -71,7 +71,11 @@ class ParameterLeaves {
   // A forward begins on the current stream; see [Note: The stream of a
   // gradient].
   void follow_current_stream();
-  // A number of which parameters living graphs use.
+  // The root's forward begins.
+  void begin_uses();
+  // A number of which parameters living graphs use, and which of them a forward
+  // since `begin_uses` has: a graph of the step before lives as long as its
+  // loss, on one rank and not on another, and hides who uses what now.
   std::uint64_t used_hash() const;
   // [Note: Saved parameters]
   // A leaf that autograd saves raises its TensorImpl's use count, a view of it
@@ -97,8 +101,9 @@ class ParameterLeaves {
   std::weak_ptr<BackwardReceiver> receiver_;
   std::vector<at::Tensor> shards_;
   std::vector<at::Tensor> full_;
-  std::vector<NodePtr> nodes_;  // the tensors hold them weakly
-  bool shown_ = false;          // the full ones
+  std::vector<NodePtr> nodes_;             // the tensors hold them weakly
+  bool shown_ = false;                     // the full ones
+  std::vector<std::int64_t> uses_before_;  // of nodes, at begin_uses
   // Of the full tensors and their storages, before the module's forward ran.
   std::vector<std::pair<std::int64_t, std::int64_t>> references_;
   bool ever_saved_ = false;
