@@ -89,7 +89,7 @@ std::int64_t ring_bytes_of(c10::ArrayRef<RingUnit> units,
                            std::int32_t number, std::int64_t budget_bytes,
                            std::int64_t ring_bytes) {
   const auto& unit = at(units, number);
-  if (budget_bytes < kDefaultRingBudget ||
+  if (budget_bytes < kDefaultRingBudget || unit.experts ||
       unit.wire_bytes <= kWorthARing * ring_bytes) {
     return ring_bytes;
   }

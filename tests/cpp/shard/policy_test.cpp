@@ -105,6 +105,13 @@ TEST_F(OwnRingTest, RowsThatAreStreamedNeedNone) {
   EXPECT_EQ(of(4), 64 * kMiB);
 }
 
+TEST_F(OwnRingTest, ExpertsNeedNone) {
+  reduced_by(64);
+  units_[1].experts = units_[4].experts = true;
+  EXPECT_EQ(of(1), 64 * kMiB);
+  EXPECT_EQ(of(4), 64 * kMiB);
+}
+
 TEST_F(OwnRingTest, ABudgetBelowTheDefaultIsKept) {
   reduced_by(64);
   EXPECT_EQ(of(1, kDefaultRingBudget - 1), 64 * kMiB);
