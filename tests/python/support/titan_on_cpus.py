@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from support import context_parallel
+
 SEQ_LEN, BATCH, VOCABULARY = 32, 2, 128
 SIZES: dict[str, dict[str, int]] = {
     "llama3": {"dim": 64, "n_heads": 4},
@@ -50,6 +52,7 @@ def prepare() -> None:
     if not hasattr(torch.histc, "__wrapped__"):
         torch.histc = _with_integers(torch.histc)
     os.environ["LOCAL_RANK"] = "0"  # the only CPU
+    context_parallel.prepare()
     from torchtitan.distributed import utils
     from torchtitan.models.moe import kernels
 
