@@ -220,7 +220,7 @@ def make_shard(
     extended = extended_class(data)
     if extended is not None:
         require_both_hooks(data, who)
-        local = shard_of_subclass(data, size, rank, placement.dim)
+        local = shard_of_subclass(data, size, rank, placement.dim, who)
     else:
         chunks = data.detach().chunk(size, placement.dim)
         local = (

@@ -78,15 +78,24 @@ def require_hooks(tensor: Tensor, who: str) -> None:
         )
 
 
-def shard_of_subclass(data: Tensor, world_size: int, rank: int, dim: int) -> Tensor:
+def shard_of_subclass(
+    data: Tensor, world_size: int, rank: int, dim: int, who: str
+) -> Tensor:
     """This rank's rows, with the operators that FSDP2 uses and nothing else, because a
     subclass defines those. Behind them zeros, up to what the first rank has."""
-    chunks = torch.chunk(data, world_size, dim=dim)
-    padded = data.new_zeros(chunks[0].size())
-    length = chunks[rank].size(dim) if rank < len(chunks) else 0
-    local = padded.narrow(dim, 0, length)
-    if length > 0:
-        local.copy_(chunks[rank])
+    try:
+        chunks = torch.chunk(data, world_size, dim=dim)
+        padded = data.new_zeros(chunks[0].size())
+        length = chunks[rank].size(dim) if rank < len(chunks) else 0
+        local = padded.narrow(dim, 0, length)
+        if length > 0:
+            local.copy_(chunks[rank])
+    except NotImplementedError as error:
+        raise NotImplementedError(
+            f"lowtide: {who}: expected a {type(data).__name__} that can be split, as "
+            f"FSDP2 splits it, got: {error}. Pass it in ignored_params, which leaves "
+            "it whole on every rank, or convert it to NF4, say."
+        ) from error
     return local
 
 
