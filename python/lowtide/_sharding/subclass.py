@@ -1,5 +1,7 @@
 """What makes a parameter of a tensor subclass other than a plain one."""
 
+from collections.abc import Callable, Iterator
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -36,6 +38,28 @@ def versions_of(tensor: Tensor) -> list[int]:
         for name in tensor.__tensor_flatten__()[0]:
             versions += versions_of(getattr(tensor, name))
     return versions
+
+
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """Itself, or those that a subclass is made of."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from plain_tensors(getattr(tensor, name))
+
+
+def made_of(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """What ``function`` makes of it, or of the plain tensors of a subclass, which is
+    made of them again: few have operators for it."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return function(tensor)
+    names, metadata = tensor.__tensor_flatten__()
+    parts = {name: made_of(getattr(tensor, name), function) for name in names}
+    made: Tensor = type(tensor).__tensor_unflatten__(
+        parts, metadata, tensor.size(), tensor.stride()
+    )
+    return made
 
 
 def require_both_hooks(tensor: Tensor, who: str) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lowtide._sharding.root import before_first_forward
+from lowtide._sharding.subclass import plain_tensors
 from lowtide._sharding.unit import unit_state
 from lowtide.api import abort_step
 from lowtide.saving import content
@@ -39,16 +40,18 @@ class Write(Change):
 
     def __init__(self, into: Tensor, value: Tensor) -> None:
         self._into, self._value = into, value
-        self._old: Tensor | None = None
+        self._old: list[tuple[Tensor, Tensor]] = []
 
     def make(self) -> None:
-        self._old = self._into.to("cpu", copy=True)
+        # Not every subclass can be copied as a whole.
+        plain = plain_tensors(self._into)
+        self._old = [(each, each.to("cpu", copy=True)) for each in plain]
         self._into.copy_(self._value)
         del self._value
 
     def undo(self) -> None:
-        if self._old is not None:
-            self._into.copy_(self._old)
+        for into, old in self._old:
+            into.copy_(old)
 
 
 class Put(Change):
@@ -147,10 +150,7 @@ def replace_step(staged: Staged, opened: Opened, of: Live) -> Callable[[], None]
 
 
 def _of_model(staged: Staged, opened: Opened, of: Live) -> list[Change]:
-    own = {
-        local(t).untyped_storage().data_ptr()
-        for t in (*of.model.parameters(), *of.model.buffers())
-    }
+    own = set().union(*map(_storages, (*of.model.parameters(), *of.model.buffers())))
     made: list[Change] = []
     objects, old = {}, {}
     for key, names in staged.objects.items():
@@ -169,7 +169,7 @@ def _of_model(staged: Staged, opened: Opened, of: Live) -> list[Change]:
                 f"lowtide: load: {key}: expected a tensor with storage, got one on the "
                 "meta device. Call model.to_empty(device=...) first."
             )
-        if into.numel() and into.untyped_storage().data_ptr() not in own:
+        if into.numel() and not _storages(into) <= own:
             raise CheckpointError(
                 f"lowtide: load: {key}: expected state_dict() to return the model's "
                 "own tensor, got a copy, which a hook has made. Remove the hook, or "
@@ -181,6 +181,10 @@ def _of_model(staged: Staged, opened: Opened, of: Live) -> list[Change]:
             Call(lambda of_: of.model.load_state_dict(of_, strict=False), objects, old)
         )
     return made
+
+
+def _storages(tensor: Tensor) -> set[int]:
+    return {t.untyped_storage().data_ptr() for t in plain_tensors(local(tensor))}
 
 
 def _of_optimizers(staged: Staged, opened: Opened, of: Live) -> list[Change]:
