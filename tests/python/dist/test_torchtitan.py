@@ -74,6 +74,7 @@ ON_FOUR_RANKS: dict[str, dict[str, Any]] = {
         "context_parallel_degree": 2,
         "data_parallel_shard_degree": 2,
     },
+    "shards on the host": {"offloaded": True},
     "replicated shards": {
         "data_parallel_replicate_degree": 2,
         "data_parallel_shard_degree": 2,
