@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowtide._sharding.root import before_first_forward
 from lowtide._sharding.subclass import plain_tensors
@@ -176,11 +177,23 @@ def _of_model(staged: Staged, opened: Opened, of: Live) -> list[Change]:
                 "load with torch.distributed.checkpoint."
             )
         made.append(Write(into, local(value)))
+        if key in of.parameters:
+            made += _of_derived(local(of.parameters[key]), into)
     if objects:  # of get_extra_state
         made.append(
             Call(lambda of_: of.model.load_state_dict(of_, strict=False), objects, old)
         )
     return made
+
+
+def _of_derived(parameter: Tensor, saved: Tensor) -> list[Change]:
+    """What a subclass has computed from its values and does not save: torchao's scales
+    of float8, which would stay those of the old ones."""
+    if not is_traceable_wrapper_subclass(parameter):
+        return []
+    names = set(parameter.__tensor_flatten__()[0]) - set(saved.__tensor_flatten__()[0])
+    attributes = vars(parameter)
+    return [Put(attributes, name, getattr(saved, name)) for name in sorted(names)]
 
 
 def _storages(tensor: Tensor) -> set[int]:
