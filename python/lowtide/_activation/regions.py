@@ -133,7 +133,7 @@ def attach(module: nn.Module, policy: ActivationPolicy) -> RegionState:
 
 def run_region(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """A call of a checkpointed module; in a graph ``compiled`` replaces it."""
-    if _TORCH_REMAT in sys.modules and torch.is_grad_enabled():
+    if hasattr(sys.modules.get(_TORCH_REMAT), "_active_save_op"):
         _require_same_hooks_again(module)
     if debugging.enabled():
         kwargs = kwargs | {_STORED: debugging.Stored(tree_leaves((args, kwargs)))}
@@ -148,7 +148,8 @@ def _require_same_hooks_again(module: nn.Module) -> None:
     the first forward; in the second, which torch_remat does not know of, it does not,
     and every later saved tensor would be taken for another."""
     remat = sys.modules[_TORCH_REMAT]
-    if remat._state.get() is not None and remat._active_save_op.get() is None:
+    checkpointed = remat._state.get() is not None and torch.is_grad_enabled()
+    if checkpointed and remat._active_save_op.get() is None:
         raise RuntimeError(
             f"lowtide: checkpoint({module.__dict__[REGION].module_name}): expected no "
             "torch_remat.checkpoint around it, got one. Checkpoint the module with one "
