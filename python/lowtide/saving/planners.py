@@ -56,8 +56,8 @@ class LoadPlanner(DefaultLoadPlanner):
             raise CheckpointError(
                 f"lowtide: load: {self._where(name)}: expected this rank's part, "
                 f"{list(local(value).shape)}, got a {type(saved).__name__} of "
-                f"{list(saved.shape)}, which can not be divided. Load it on the ranks "
-                "and mesh that saved it."
+                f"{list(saved.shape)}, which can not be joined with others. Load it on "
+                "the ranks that saved it, or on more."
             )
         if isinstance(value, DTensor):
             saved = DTensor(saved, value._spec, requires_grad=False)
