@@ -4,7 +4,7 @@ another program between two steps."""
 import functools
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lowtide import _C
 from lowtide._base.backward import in_backward
@@ -41,6 +42,8 @@ def host_pool(device: torch.device) -> _C.PinnedPool:
 # What sleeps, by whose it is.
 _asleep: "weakref.WeakKeyDictionary[_Holder, dict[Part, list[_C.SleepingBytes]]]"
 _asleep = weakref.WeakKeyDictionary()
+# What tensor subclasses are made of, by name; asked meanwhile, some read it.
+_inner: MutableMapping[Tensor, list[str]] = WeakTensorKeyDictionary()
 _guard: RemovableHandle | None = None  # of optimizers' steps, while anything sleeps
 
 
@@ -220,7 +223,9 @@ def _leaves(name: str, value: Any) -> Iterator[_Named]:
             yield from _leaves(name, each)
     elif isinstance(value, Tensor):
         if is_traceable_wrapper_subclass(value):
-            for inner in value.__tensor_flatten__()[0]:
+            if value not in _inner:
+                _inner[value] = value.__tensor_flatten__()[0]
+            for inner in _inner[value]:
                 yield from _leaves(name, getattr(value, inner))
         else:
             yield name, value
@@ -237,6 +242,8 @@ def _guard_steps() -> None:
     elif not _asleep and _guard is not None:
         _guard.remove()
         _guard = None
+    if not _asleep:
+        _inner.clear()
 
 
 def _require_awake(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

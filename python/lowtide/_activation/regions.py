@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
@@ -132,9 +133,28 @@ def attach(module: nn.Module, policy: ActivationPolicy) -> RegionState:
 
 def run_region(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """A call of a checkpointed module; in a graph ``compiled`` replaces it."""
+    if hasattr(sys.modules.get(_TORCH_REMAT), "_active_save_op"):
+        _require_same_hooks_again(module)
     if debugging.enabled():
         kwargs = kwargs | {_STORED: debugging.Stored(tree_leaves((args, kwargs)))}
     return module.__dict__[REGION].region.run(module, args, kwargs)
+
+
+_TORCH_REMAT = "torch_remat._region"
+
+
+def _require_same_hooks_again(module: nn.Module) -> None:
+    """What torch_remat saves of a region of its own passes by the region around it in
+    the first forward; in the second, which torch_remat does not know of, it does not,
+    and every later saved tensor would be taken for another."""
+    remat = sys.modules[_TORCH_REMAT]
+    checkpointed = remat._state.get() is not None and torch.is_grad_enabled()
+    if checkpointed and remat._active_save_op.get() is None:
+        raise RuntimeError(
+            f"lowtide: checkpoint({module.__dict__[REGION].module_name}): expected no "
+            "torch_remat.checkpoint around it, got one. Checkpoint the module with one "
+            "of the two: lowtide's around torch_remat's is fine."
+        )
 
 
 # The argument that a region of debugging keeps beside the others.
@@ -317,7 +337,14 @@ def _advice(name: str, modules: Iterable[nn.Module]) -> str:
     known = {INPUT, *book().all()}
     for module in modules:
         known.update(descendant_names(module))
+    if _TORCH_REMAT in sys.modules:
+        return f"{nearest(name, known)} {_REGIONS_OF_TORCH_REMAT}"
     return nearest(name, known)
+
+
+_REGIONS_OF_TORCH_REMAT = (
+    "torch_remat.region is a plain call here: name its result with lowtide.tag."
+)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -131,7 +131,7 @@ def _second_group(shards: dist.ProcessGroup, device: torch.device) -> dist.Proce
         made = dist.new_group(
             dist.get_process_group_ranks(shards),
             timeout=timeout,
-            backend=dist.get_backend(shards),
+            backend=_backend_name(shards, device),
             pg_options=_nccl_options(shards, device, timeout),
             use_local_synchronization=True,
             group_desc="lowtide_reduce",
@@ -139,6 +139,14 @@ def _second_group(shards: dist.ProcessGroup, device: torch.device) -> dist.Proce
         )
     assert isinstance(made, dist.ProcessGroup)
     return made
+
+
+def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Of the device alone: one for the host beside it, as cpu:gloo,cuda:nccl asks for,
+    would connect every pair of ranks for nothing."""
+    whole = dist.Backend(dist.get_backend_config(group))
+    names = dist.distributed_c10d.BackendConfig(whole).get_device_backend_map()
+    return names.get(device.type, dist.get_backend(group))
 
 
 def _connect(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -220,7 +220,7 @@ def make_shard(
     extended = extended_class(data)
     if extended is not None:
         require_both_hooks(data, who)
-        local = shard_of_subclass(data, size, rank, placement.dim)
+        local = shard_of_subclass(data, size, rank, placement.dim, who)
     else:
         chunks = data.detach().chunk(size, placement.dim)
         local = (
@@ -282,7 +282,9 @@ def _checked(parameter: nn.Parameter, placement: Shard | None, who: str) -> Shar
     if type(placement) is not Shard:
         raise ValueError(
             f"lowtide: {who}: expected shard_placement_fn to return Shard or None, got "
-            f"{placement!r}. Return Shard(0) for the default."
+            f"{placement!r}. Return Shard(0) for the default; parameters of another "
+            "mesh (torch 2.12's ShardPlacementResult) are sharded by a call of their "
+            "own, fully_shard(experts, mesh=...), before this one."
         )
     dim = placement.dim + (parameter.ndim if placement.dim < 0 else 0)
     if not 0 <= dim < parameter.ndim:

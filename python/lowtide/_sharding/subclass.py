@@ -1,5 +1,7 @@
 """What makes a parameter of a tensor subclass other than a plain one."""
 
+from collections.abc import Callable, Iterator
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -36,6 +38,28 @@ def versions_of(tensor: Tensor) -> list[int]:
         for name in tensor.__tensor_flatten__()[0]:
             versions += versions_of(getattr(tensor, name))
     return versions
+
+
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """Itself, or those that a subclass is made of."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from plain_tensors(getattr(tensor, name))
+
+
+def made_of(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """What ``function`` makes of it, or of the plain tensors of a subclass, which is
+    made of them again: few have operators for it."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return function(tensor)
+    names, metadata = tensor.__tensor_flatten__()
+    parts = {name: made_of(getattr(tensor, name), function) for name in names}
+    made: Tensor = type(tensor).__tensor_unflatten__(
+        parts, metadata, tensor.size(), tensor.stride()
+    )
+    return made
 
 
 def require_both_hooks(tensor: Tensor, who: str) -> None:
@@ -78,15 +102,24 @@ def require_hooks(tensor: Tensor, who: str) -> None:
         )
 
 
-def shard_of_subclass(data: Tensor, world_size: int, rank: int, dim: int) -> Tensor:
+def shard_of_subclass(
+    data: Tensor, world_size: int, rank: int, dim: int, who: str
+) -> Tensor:
     """This rank's rows, with the operators that FSDP2 uses and nothing else, because a
     subclass defines those. Behind them zeros, up to what the first rank has."""
-    chunks = torch.chunk(data, world_size, dim=dim)
-    padded = data.new_zeros(chunks[0].size())
-    length = chunks[rank].size(dim) if rank < len(chunks) else 0
-    local = padded.narrow(dim, 0, length)
-    if length > 0:
-        local.copy_(chunks[rank])
+    try:
+        chunks = torch.chunk(data, world_size, dim=dim)
+        padded = data.new_zeros(chunks[0].size())
+        length = chunks[rank].size(dim) if rank < len(chunks) else 0
+        local = padded.narrow(dim, 0, length)
+        if length > 0:
+            local.copy_(chunks[rank])
+    except NotImplementedError as error:
+        raise NotImplementedError(
+            f"lowtide: {who}: expected a {type(data).__name__} that can be split, as "
+            f"FSDP2 splits it, got: {error}. Pass it in ignored_params, which leaves "
+            "it whole on every rank, or convert it to NF4, say."
+        ) from error
     return local
 
 

@@ -36,6 +36,7 @@ __all__ = ["guard"]
 _MICROBATCHES = (
     ("transformers.trainer", "Trainer", "training_step"),
     ("torchtitan.train", "Trainer", "forward_backward_step"),
+    ("torchtitan.trainer", "Trainer", "forward_backward_step"),  # from 0.3 on
 )
 _MARK = "_lowtide_all_or_nothing"
 _guarded: weakref.WeakSet[Optimizer] = weakref.WeakSet()

@@ -19,7 +19,7 @@ from lowtide.saving.content import Optimizers
 from lowtide.saving.errors import CheckpointError
 from lowtide.saving.planners import LoadPlanner, SavePlanner
 from lowtide.saving.ranks import Ranks
-from lowtide.saving.reader import Reader
+from lowtide.saving.reader import Reader, classes_of
 from lowtide.saving.writer import Writer
 
 __all__ = ["CheckpointError", "Saving", "load", "save"]
@@ -152,11 +152,11 @@ def load(
         staged = ranks.run(
             who, lambda: staging.stage(opened, live, ranks.rank, ranks.size)
         )
-        with _as_ours(who, ranks):
+        with _as_ours(who, ranks), classes_of(live):
             dcp.load(
                 staged.values,
                 storage_reader=Reader(opened),
-                planner=LoadPlanner(opened.where),
+                planner=LoadPlanner(opened.where, staged.new),
                 process_group=ranks.group,
                 no_dist=ranks.group is None,
             )

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lowtide._sharding.subclass import made_of
 from lowtide.saving import content
 from lowtide.saving.content import local
 
@@ -109,9 +110,11 @@ class Snapshot:
 
 
 def _host(tensor: Tensor, pinned: bool) -> Tensor:
-    from_ = local(tensor).detach()
-    copy = torch.empty_like(from_, device="cpu", pin_memory=pinned)
-    copy.copy_(from_, non_blocking=pinned)
+    def copied(from_: Tensor) -> Tensor:
+        into = torch.empty_like(from_, device="cpu", pin_memory=pinned)
+        return into.copy_(from_, non_blocking=pinned)
+
+    copy = made_of(local(tensor).detach(), copied)
     if isinstance(tensor, DTensor):
         return DTensor(copy, tensor._spec, requires_grad=False)
     return copy

@@ -11,8 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowtide._sharding.root import before_first_forward
+from lowtide._sharding.subclass import plain_tensors
 from lowtide._sharding.unit import unit_state
 from lowtide.api import abort_step
 from lowtide.saving import content
@@ -39,16 +41,18 @@ class Write(Change):
 
     def __init__(self, into: Tensor, value: Tensor) -> None:
         self._into, self._value = into, value
-        self._old: Tensor | None = None
+        self._old: list[tuple[Tensor, Tensor]] = []
 
     def make(self) -> None:
-        self._old = self._into.to("cpu", copy=True)
+        # Not every subclass can be copied as a whole.
+        plain = plain_tensors(self._into)
+        self._old = [(each, each.to("cpu", copy=True)) for each in plain]
         self._into.copy_(self._value)
         del self._value
 
     def undo(self) -> None:
-        if self._old is not None:
-            self._into.copy_(self._old)
+        for into, old in self._old:
+            into.copy_(old)
 
 
 class Put(Change):
@@ -147,10 +151,7 @@ def replace_step(staged: Staged, opened: Opened, of: Live) -> Callable[[], None]
 
 
 def _of_model(staged: Staged, opened: Opened, of: Live) -> list[Change]:
-    own = {
-        local(t).untyped_storage().data_ptr()
-        for t in (*of.model.parameters(), *of.model.buffers())
-    }
+    own = set().union(*map(_storages, (*of.model.parameters(), *of.model.buffers())))
     made: list[Change] = []
     objects, old = {}, {}
     for key, names in staged.objects.items():
@@ -169,18 +170,34 @@ def _of_model(staged: Staged, opened: Opened, of: Live) -> list[Change]:
                 f"lowtide: load: {key}: expected a tensor with storage, got one on the "
                 "meta device. Call model.to_empty(device=...) first."
             )
-        if into.numel() and into.untyped_storage().data_ptr() not in own:
+        if into.numel() and not _storages(into) <= own:
             raise CheckpointError(
                 f"lowtide: load: {key}: expected state_dict() to return the model's "
                 "own tensor, got a copy, which a hook has made. Remove the hook, or "
                 "load with torch.distributed.checkpoint."
             )
         made.append(Write(into, local(value)))
+        if key in of.parameters:
+            made += _of_derived(local(of.parameters[key]), into)
     if objects:  # of get_extra_state
         made.append(
             Call(lambda of_: of.model.load_state_dict(of_, strict=False), objects, old)
         )
     return made
+
+
+def _of_derived(parameter: Tensor, saved: Tensor) -> list[Change]:
+    """What a subclass has computed from its values and does not save: torchao's scales
+    of float8, which would stay those of the old ones."""
+    if not is_traceable_wrapper_subclass(parameter):
+        return []
+    names = set(parameter.__tensor_flatten__()[0]) - set(saved.__tensor_flatten__()[0])
+    attributes = vars(parameter)
+    return [Put(attributes, name, getattr(saved, name)) for name in sorted(names)]
+
+
+def _storages(tensor: Tensor) -> set[int]:
+    return {t.untyped_storage().data_ptr() for t in plain_tensors(local(tensor))}
 
 
 def _of_optimizers(staged: Staged, opened: Opened, of: Live) -> list[Change]:

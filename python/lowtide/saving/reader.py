@@ -1,13 +1,20 @@
 """How tensors are read: DCP's reader, which checks each part's bytes as it reads them,
-so nothing that has changed since the checkpoint was verified is used."""
+so nothing that has changed since the checkpoint was verified is used, and which makes
+no other objects than the model has."""
 
+import contextlib
 import io
+import sys
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
+from lowtide.saving.content import Live, local
 from lowtide.saving.verification import Opened, damaged_item
 
 
@@ -30,3 +37,31 @@ class Reader(FileSystemReader):
         if item is not None and zlib.crc32(data) != item.crc32:
             raise damaged_item(self._opened.folder, sinfo.relative_path, item)
         return io.BytesIO(data)
+
+
+@contextlib.contextmanager
+def classes_of(live: Live) -> Iterator[None]:
+    """Lets be read what tensors as the model's and the optimizers' own are pickled as:
+    of subclasses, torch's reader knows few."""
+    smallest: dict[type, Tensor] = {}
+    states = [state for one in live.optimizers for state in one.state.values()]
+    for value in (*live.state.values(), *(v for s in states for v in s.values())):
+        if isinstance(value, Tensor):
+            tensor = local(value)
+            known = smallest.setdefault(type(tensor), tensor)
+            if tensor.numel() < known.numel():
+                smallest[type(tensor)] = tensor
+    names: set[str] = set()
+    for kind, tensor in smallest.items():
+        if kind is not Tensor:
+            file = io.BytesIO()
+            torch.save(tensor.detach().cpu(), file)
+            file.seek(0)
+            names.update(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    with torch.serialization.safe_globals([_named(name) for name in sorted(names)]):
+        yield
+
+
+def _named(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    return getattr(sys.modules[module], attribute)

@@ -15,7 +15,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lowtide._sharding.subclass import made_of
 from lowtide.saving import content
 from lowtide.saving.content import Live
 from lowtide.saving.errors import CheckpointError
@@ -31,6 +33,8 @@ class Staged:
 
     placement: Placement
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # States that the optimizer does not have yet, of whatever class was saved.
+    new: set[str] = dataclasses.field(default_factory=set)
     model: _Names = dataclasses.field(default_factory=dict)
     objects: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     gradients: _Names = dataclasses.field(default_factory=dict)
@@ -141,6 +145,7 @@ def _stage_optimizer(staged: Staged, opened: Opened, of: Live) -> None:
             staged.values[name] = _like(opened, name, at)
         else:
             staged.values[name] = _new_state(known, parameter)
+            staged.new.add(name)
 
 
 def _stage_rank(
@@ -215,7 +220,12 @@ def _like(opened: Opened, name: str, tensor: Tensor) -> Tensor:
             f"lowtide: load: {opened.where(name)}: expected {expected}, got {got}. "
             "Pass the model and optimizer that were saved."
         )
-    here = torch.empty_like(content.local(tensor), device="cpu")
+    mine = content.local(tensor).detach()
+    if is_traceable_wrapper_subclass(mine):
+        # Some write only part of themselves over others of their kind.
+        here = made_of(mine, lambda part: part.to("cpu", copy=True))
+    else:
+        here = torch.empty_like(mine, device="cpu")
     if not isinstance(tensor, DTensor):
         return here
     return DTensor(here, tensor._spec, requires_grad=False)

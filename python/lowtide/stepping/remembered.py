@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -107,6 +108,9 @@ class Remembered:
         if not is_traceable_wrapper_subclass(tensor):
             yield tensor
             return
+        if not isinstance(tensor, DTensor):
+            # What a recipe computes from values goes with them, as torchao's scales.
+            self._containers.append((vars(tensor), dict(vars(tensor))))
         for name in tensor.__tensor_flatten__()[0]:
             part = getattr(tensor, name)
             self._parts.append((tensor, name, part))

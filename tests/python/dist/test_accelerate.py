@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from support import accelerate_on_cpus
 from support.ranks import RankPool
@@ -55,6 +56,7 @@ def accelerator_with(**settings: Any) -> Iterator[Any]:
         auto_wrap_policy=settings.pop("policy", "transformer_based_wrap"),
         transformer_cls_names_to_wrap=["Block"],
         cpu_ram_efficient_loading=settings.pop("efficient", False),
+        cpu_offload=settings.pop("offload", False),
         state_dict_type="SHARDED_STATE_DICT",
     )
     try:
@@ -123,6 +125,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "use_lowtide": ("in prepare", {}),
     "use_lowtide, loaded from rank 0": ("in prepare", {"efficient": True}),
     "sharded before prepare": ("before prepare", {"policy": "no_wrap"}),
+    "use_lowtide, on the host": (
+        "in prepare",
+        {"offload": CPUOffloadPolicy(pin_memory=False)},
+    ),
     "use_lowtide, bf16": ("in prepare", {"mixed_precision": "bf16"}),
 }
 

@@ -70,6 +70,11 @@ def test_trains_and_resumes_bit_equal_to_fsdp2(tmp_path):
 
 ON_FOUR_RANKS: dict[str, dict[str, Any]] = {
     "tensor parallel": {"tensor_parallel_degree": 2},
+    "context parallel": {
+        "context_parallel_degree": 2,
+        "data_parallel_shard_degree": 2,
+    },
+    "shards on the host": {"offloaded": True},
     "replicated shards": {
         "data_parallel_replicate_degree": 2,
         "data_parallel_shard_degree": 2,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from lowtide._torch_version import VERSION
 from lowtide.phantom.dry import launch
 from lowtide.phantom.dry.driver import Call, Communicator
 from support import communicators_dry_run
-from support.dry_process import run_dry
+from support.dry_process import call_dry, run_dry
 
 WORLD = tuple(range(32))
 # The group that makes a communicator where it is first used.
@@ -98,3 +99,23 @@ def test_lazy_nccl2_has_a_communicator_for_each_pair():
         ((0, 5), communicators[4].name),
     ]
     assert [call.communicator for call in calls if call.kind == "send"] == [4]
+
+
+def of_the_device() -> dict[str, str]:
+    import torch
+    import torch.distributed as dist
+
+    import lowtide
+
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    layer = lowtide.fully_shard(torch.nn.Linear(8, 8, device="cuda"))
+    layer(torch.ones(1, 8, device="cuda")).sum().backward()
+    groups = dist.distributed_c10d._world.pg_map
+    return {g.group_desc: dist.get_backend_config(g) for g in groups}
+
+
+@pytest.mark.skipif(not torch.version.cuda, reason="a CPU build of torch")
+def test_a_second_group_has_no_backend_for_the_host():
+    """It would connect every pair of ranks once more, for nothing."""
+    backends = call_dry(of_the_device, machine=launch.Machine(world=8))
+    assert backends["lowtide_reduce"] == "cuda:nccl"

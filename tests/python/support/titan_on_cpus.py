@@ -22,8 +22,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
+from support import context_parallel
+
+_PARALLELIZE = "torchtitan.models.llama3.infra.parallelize"
 SEQ_LEN, BATCH, VOCABULARY = 32, 2, 128
 SIZES: dict[str, dict[str, int]] = {
     "llama3": {"dim": 64, "n_heads": 4},
@@ -50,6 +53,7 @@ def prepare() -> None:
     if not hasattr(torch.histc, "__wrapped__"):
         torch.histc = _with_integers(torch.histc)
     os.environ["LOCAL_RANK"] = "0"  # the only CPU
+    context_parallel.prepare()
     from torchtitan.distributed import utils
     from torchtitan.models.moe import kernels
 
@@ -148,8 +152,11 @@ def trainer_of(
 ) -> Any:
     """torchtitan's Trainer for a small Llama; ``parallelize`` changes its
     ``parallelize_fn``. ``settings`` are of its parallelism, others
-    ``checkpointing`` and ``compiled``."""
+    ``checkpointing``, ``compiled`` and ``offloaded``."""
     prepare()
+    # Page-locked memory is the accelerators'.
+    pageable = functools.partial(CPUOffloadPolicy, pin_memory=False)
+    importlib.import_module(_PARALLELIZE).CPUOffloadPolicy = pageable
     from torchtitan.protocols import train_spec
     from torchtitan.train import JobConfig, Trainer
 
@@ -190,6 +197,7 @@ def trainer_of(
     config.checkpoint.enable = True
     config.checkpoint.interval = 2
     config.checkpoint.last_save_model_only = False
+    config.training.enable_cpu_offload = settings.pop("offloaded", False)
     config.compile.enable = settings.pop("compiled", False)
     config.compile.backend = "aot_eager"
     config.activation_checkpoint.mode = settings.pop("checkpointing", "none")

@@ -1,0 +1,113 @@
+"""torch_remat's regions, which save what they compute inside of a checkpoint: around
+sharded modules and inside of them the bits of FSDP2, around lowtide's own refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_remat
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import lowtide
+from support.recorder import Record, Recorder, assert_same_records
+from support.systems import get_system
+
+DIM, STEPS = 16, 4
+
+
+class Block(nn.Module):
+    def __init__(self, within: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.attention = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh())
+        self.mlp = nn.Sequential(nn.Linear(DIM, DIM), nn.GELU(), nn.Linear(DIM, DIM))
+        self.within = within
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.within:
+            return self.compute(x)
+        return torch_remat.checkpoint()(self.compute)(x)
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        attention = torch_remat.region(self.attention, "attention", recompute=False)
+        y = attention(self.norm(x))
+        x = torch_remat.region(torch.add, "residual", recompute=True)(x, y)
+        y = torch_remat.region(self.mlp, "mlp", recompute=False)(x)
+        torch_remat.recompute_needs_tensor(y)
+        return (x + y).sin()
+
+
+class Model(nn.Module):
+    def __init__(self, within: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(within) for _ in range(3))
+        self.within = within
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x) if self.within else torch_remat.checkpoint()(layer)(x)
+        return x
+
+
+def train(system_name: str, within: bool, regions: bool) -> Record:
+    """A saved region is a unit of its own, which is not called again."""
+    system = get_system(system_name)
+    torch.manual_seed(0)
+    model: Any = Model(within)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for layer in model.layers:
+        if regions and system_name == "lowtide":
+            lowtide.checkpoint(layer)
+        for unit in (layer.mlp, layer):
+            system.fully_shard(unit, mp_policy=policy)
+    system.fully_shard(model, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    record = Recorder()
+    for step in range(STEPS):
+        last = step % 2 == 1
+        model.set_requires_gradient_sync(last)
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        loss = model(torch.randn(4, 6, DIM, generator=generator)).square().mean()
+        loss.backward()
+        record.add("loss", loss)
+        if last:
+            record.add_model(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    return record.values
+
+
+@pytest.mark.parametrize(
+    ("within", "regions"),
+    [(False, False), (True, False), (True, True)],
+    ids=("around units", "within units", "within lowtide's regions"),
+)
+def test_training_equals_fsdp2(pool_of, within, regions):
+    pool = pool_of(2)
+    theirs = pool.run(train, "fsdp2", within, regions)
+    ours = pool.run(train, "lowtide", within, regions)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_same_records(mine, other)
+
+
+def test_a_region_of_lowtides_within_is_refused():
+    """It would take one saved tensor for the next, and gradients would be wrong."""
+    block = lowtide.checkpoint(Block(within=False))
+    x = torch.randn(4, 6, DIM, requires_grad=True)
+    with pytest.raises(RuntimeError) as error:
+        torch_remat.checkpoint()(block)(x)
+    assert str(error.value).startswith(
+        "lowtide: checkpoint(Block): expected no torch_remat.checkpoint around it, got "
+        "one. "
+    )
+
+
+def test_a_name_of_a_region_is_refused():
+    policy = lowtide.ActivationPolicy(save=["residual"])
+    block = lowtide.checkpoint(Block(within=False), policy)
+    with pytest.raises(ValueError, match=r"torch_remat\.region is a plain call here"):
+        block(torch.randn(4, 6, DIM, requires_grad=True)).sum().backward()
