@@ -89,7 +89,9 @@ std::int64_t ring_bytes_of(c10::ArrayRef<RingUnit> units,
                            std::int32_t number, std::int64_t budget_bytes,
                            std::int64_t ring_bytes) {
   const auto& unit = at(units, number);
-  if (budget_bytes < kDefaultRingBudget || unit.experts ||
+  const bool large_experts =
+      unit.experts && unit.wire_bytes > kMostRingOfExperts;
+  if (budget_bytes < kDefaultRingBudget || large_experts ||
       unit.wire_bytes <= kWorthARing * ring_bytes) {
     return ring_bytes;
   }

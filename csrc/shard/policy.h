@@ -78,8 +78,9 @@ struct RingUnit {
 // fits, less what units that enclose others keep until the end: parameters and
 // gradients.  Among few ranks, where latency counts for little, and among very
 // many twice as long is enough and fits between what other units left.  A
-// budget below the default is kept, and a unit of experts leaves by the ring of
-// all: its chunks are long already, and slots of gigabytes would find no hole.
+// budget below the default is kept.  Experts of more than 640 MiB leave by the
+// ring of all: its chunks are long for their sake already, and slots of
+// gigabytes would find no hole.
 //
 // [Note: The beginning of backward]
 // The first unit to reduce, usually the head, has no unit before it to hide

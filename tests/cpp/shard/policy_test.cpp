@@ -105,11 +105,13 @@ TEST_F(OwnRingTest, RowsThatAreStreamedNeedNone) {
   EXPECT_EQ(of(4), 64 * kMiB);
 }
 
-TEST_F(OwnRingTest, ExpertsNeedNone) {
+TEST_F(OwnRingTest, ManyExpertsNeedNone) {
   reduced_by(64);
   units_[1].experts = units_[4].experts = true;
   EXPECT_EQ(of(1), 64 * kMiB);
   EXPECT_EQ(of(4), 64 * kMiB);
+  units_[1].wire_bytes = 640 * kMiB;
+  EXPECT_EQ(of(1), 640 * kMiB);
 }
 
 TEST_F(OwnRingTest, ABudgetBelowTheDefaultIsKept) {
