@@ -131,6 +131,8 @@ class C10dCollectives::Work final : public Pending {
   void start(Issue&& issue) {
     const IssuedBy issuer(label_);
     const WithoutPythonState state;
+    // Autograd has no part in it, and its fallback boxes every argument.
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
     try {
       if (!wire_) {
         parts_.push_back(issue(lists_.outs, lists_.ins));
