@@ -99,14 +99,10 @@ FlatLayout::FlatLayout(std::int64_t world_size,
   std::iota(order_.begin(), order_.end(), std::size_t{0});
   const auto unpacked =
       std::stable_partition(order_.begin(), order_.end(), [&](std::size_t i) {
-        return (parameters[i].may_pack || parameters[i].must_pack) &&
-               slices_[i].shard_numel > 0;
+        return parameters[i].may_pack && slices_[i].shard_numel > 0;
       });
   const auto num_packed = std::distance(order_.begin(), unpacked);
-  const bool must_pack =
-      std::any_of(order_.begin(), unpacked,
-                  [&](std::size_t i) { return parameters[i].must_pack; });
-  if (world_size == 1 || (num_packed < 2 && !must_pack)) {
+  if (world_size == 1 || num_packed < 2) {
     std::iota(order_.begin(), order_.end(), std::size_t{0});
   } else {
     std::for_each(order_.begin(), unpacked,
@@ -121,8 +117,11 @@ FlatLayout::FlatLayout(std::int64_t world_size,
       total = checked.add(total, bytes);
       return offset;
     };
-    slice.gathered_offset = place(
-        gathered_bytes_, checked.align_up(slice.gathered_bytes, alignment));
+    slice.apart = parameter.apart && !slice.packed && world_size > 1;
+    if (!slice.apart) {
+      slice.gathered_offset = place(
+          gathered_bytes_, checked.align_up(slice.gathered_bytes, alignment));
+    }
     const std::int64_t extent = checked.align_up(
         slice.shard_numel, slice.packed ? kPackedMultiple : alignment);
     // The first one behind the packed row is aligned like all others.

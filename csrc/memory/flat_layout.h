@@ -41,8 +41,8 @@ struct ParameterShape {
   std::int64_t storage_itemsize = 4;  // bytes; sharded master
   std::int64_t compute_itemsize = 4;  // bytes; gathered
   bool may_pack = false;              // see [Note: Packed parameters]
-  // It must be copied into place from the packed row, however large it is.
-  bool must_pack = false;
+  // Unless it is packed it has a place of its own instead of one in gathered.
+  bool apart = false;
 };
 
 struct ParameterSlice {
@@ -60,6 +60,8 @@ struct ParameterSlice {
   std::int64_t input_bytes = 0;  // shard_numel * compute_itemsize
   // Travels in the packed row, at input_offset.
   bool packed = false;
+  // Its gathered_bytes are not in gathered.  Never with one rank.
+  bool apart = false;
 
   std::int64_t numel() const { return rows * inner; }
   // Rows of the parameter, without padding, that `rank` holds.
@@ -89,7 +91,7 @@ class FlatLayout {
   // All parameters as they follow each other in the buffers.
   const std::vector<std::size_t>& order() const { return order_; }
   // Of one rank; 0 if nothing is packed: with one rank, or fewer than two
-  // parameters that may be and none that must.
+  // parameters that may be.
   std::int64_t packed_row_bytes() const { return packed_row_bytes_; }
 
  private:

@@ -33,8 +33,8 @@ KeptPart::KeptPart(UnitName unit, std::shared_ptr<memory::DeviceMemory> memory)
       memory_(std::move(memory)),
       storage_(memory_->runtime().device()) {}
 
-void KeptPart::keep(const RepointedStorage& gathered, c10::ArrayRef<Run> runs,
-                    std::int64_t index, std::int64_t parts) {
+void KeptPart::keep(c10::ArrayRef<Run> runs, std::int64_t index,
+                    std::int64_t parts) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   bytes_ = for_each_part(runs, parts, [](const auto&, auto, auto) {});
   if (bytes_ == 0) {
@@ -46,7 +46,7 @@ void KeptPart::keep(const RepointedStorage& gathered, c10::ArrayRef<Run> runs,
   for_each_part(runs, parts, [&](const Run& run, auto to, auto bytes) {
     auto kept = storage_.view(at::kByte, {bytes}, {1}, to);
     const auto part =
-        gathered.view(at::kByte, {bytes}, {1}, run.offset + index * bytes);
+        run.buffer->view(at::kByte, {bytes}, {1}, run.offset + index * bytes);
     runtime.touches(device::Stream::compute, part.const_data_ptr(),
                     part.nbytes(), device::Access::read);
     runtime.touches(device::Stream::compute, kept.const_data_ptr(),
@@ -55,13 +55,12 @@ void KeptPart::keep(const RepointedStorage& gathered, c10::ArrayRef<Run> runs,
   });
 }
 
-KeptPart::Lists KeptPart::lists(const RepointedStorage& gathered,
-                                c10::ArrayRef<Run> runs,
+KeptPart::Lists KeptPart::lists(c10::ArrayRef<Run> runs,
                                 std::int64_t parts) const {
   Lists lists;
   for_each_part(runs, parts, [&](const Run& run, auto from, auto bytes) {
     lists.outs.push_back(
-        gathered.view(at::kByte, {parts * bytes}, {1}, run.offset));
+        run.buffer->view(at::kByte, {parts * bytes}, {1}, run.offset));
     lists.ins.push_back(storage_.view(at::kByte, {bytes}, {1}, from));
   });
   return lists;

@@ -21,8 +21,9 @@ namespace lowtide::shard {
 
 class KeptPart {
  public:
-  // Bytes of the gathered buffer; a multiple of the number of parts.
+  // Bytes of a gathered buffer; a multiple of the number of parts.
   struct Run {
+    const RepointedStorage* buffer;
     std::int64_t offset;
     std::int64_t bytes;
   };
@@ -31,15 +32,13 @@ class KeptPart {
 
   bool any() const { return bytes_ > 0; }
   // Copies part `index` out of every run, on the compute stream.
-  void keep(const RepointedStorage& gathered, c10::ArrayRef<Run> runs,
-            std::int64_t index, std::int64_t parts);
+  void keep(c10::ArrayRef<Run> runs, std::int64_t index, std::int64_t parts);
   // What one coalesced all-gather from `parts` ranks writes and sends, uint8.
   struct Lists {
     std::vector<at::Tensor> outs;
     std::vector<at::Tensor> ins;
   };
-  Lists lists(const RepointedStorage& gathered, c10::ArrayRef<Run> runs,
-              std::int64_t parts) const;
+  Lists lists(c10::ArrayRef<Run> runs, std::int64_t parts) const;
   void drop();
 
  private:

@@ -18,13 +18,8 @@
 namespace lowtide::shard {
 namespace {
 
-// [Note: Other dimensions]
-// Split along another dimension than the first, a rank's contiguous piece is
-// not a run of the full parameter: pieces always travel packed and are copied
-// from [N, outer, width] to [outer, N, width].  Everything else (master,
-// gradients, results) sees a flat parameter of numel / N elements a rank.
-void require_splittable(const ParameterInfo& info, std::int64_t world_size,
-                        bool travels_packed) {
+// See [Note: Other dimensions].
+void require_splittable(const ParameterInfo& info, std::int64_t world_size) {
   if (info.shard_dim == 0) {
     return;
   }
@@ -40,15 +35,6 @@ void require_splittable(const ParameterInfo& info, std::int64_t world_size,
                          "Return Shard(0) for it from shard_placement_fn, "
                          "which may be uneven."));
   }
-  if (!travels_packed) {
-    throw InvalidArgument(base::error_text(
-        info.name,
-        "a dtype that is cast as the rest of its unit is, to split another "
-        "dimension than the first",
-        base::concat(c10::toString(info.storage_dtype), " to ",
-                     c10::toString(info.compute_dtype)),
-        "Make it a unit of its own, or shard it on dim 0."));
-  }
 }
 
 memory::FlatLayout lay_out(const ParameterInfos& infos,
@@ -63,7 +49,7 @@ memory::FlatLayout lay_out(const ParameterInfos& infos,
     const bool small = numel * itemsize(info.compute_dtype) <= kPackedBytes;
     const bool dim0 = info.shard_dim == 0;
     const bool here = !info.extended;
-    require_splittable(info, world_size, !here || casts(info) == any);
+    require_splittable(info, world_size);
     shapes.push_back({info.name,
                       dim0 ? info.sizes : std::vector<std::int64_t>{numel},
                       here ? itemsize(info.storage_dtype) : 0,
@@ -88,6 +74,7 @@ ParameterBuffers::ParameterBuffers(UnitName unit, ParameterInfos infos,
       memory_(std::move(memory)),
       layout_(lay_out(infos_, world_size)),
       extended_(unit_, world_size, memory_),
+      turned_(unit_, memory_),
       host_(std::move(host)),
       staged_(memory_->runtime().device()),
       input_(memory_->runtime().device()),
@@ -152,8 +139,10 @@ void ParameterBuffers::build_gather_lists() {
     if (slice.gathered_bytes == 0 || slice.packed) {
       continue;
     }
-    gather_outs_.push_back(gathered_.view(at::kByte, {slice.gathered_bytes},
-                                          {1}, slice.gathered_offset));
+    gather_outs_.push_back(
+        slice.apart ? turned_.add(i, infos_[i], layout_.world_size())
+                    : gathered_.view(at::kByte, {slice.gathered_bytes}, {1},
+                                     slice.gathered_offset));
     gather_ins_.push_back(
         casts(i) ? input_.view(at::kByte, {slice.input_bytes}, {1},
                                slice.input_offset)
@@ -271,6 +260,7 @@ std::unique_ptr<comm::Pending> ParameterBuffers::gather(
     passing = memory_->lease(memory::Category::gathered, *unit_,
                              extended_.passing_bytes());
   }
+  turned_.lease_arriving();
   bind_gathered(std::move(gathered));
   if (extended_.passing_bytes() > 0) {
     extended_.own_passing(std::move(passing));
@@ -298,11 +288,14 @@ std::unique_ptr<comm::Pending> ParameterBuffers::gather(
 
 std::unique_ptr<comm::Pending> ParameterBuffers::gather_parts(
     comm::Collectives& group) {
-  bind_gathered(lease_gathered());
+  auto gathered = lease_gathered();
+  turned_.lease_places();
+  bind_gathered(std::move(gathered));
+  bind_turned();
   return issue_gather(
       memory_->runtime(),
       [&] {
-        auto [outs, ins] = kept_.lists(gathered_, runs(), group.size());
+        auto [outs, ins] = kept_.lists(runs(), group.size());
         return group.all_gather(outs, ins, *unit_);
       },
       [&] { drop(); });
@@ -313,7 +306,7 @@ void ParameterBuffers::keep_part(std::int64_t index, std::int64_t parts,
   if (!keep) {
     require_no_array();
   }
-  kept_.keep(gathered_, runs(), index, parts);
+  kept_.keep(runs(), index, parts);
   if (!keep) {
     drop();
   }
@@ -322,11 +315,16 @@ void ParameterBuffers::keep_part(std::int64_t index, std::int64_t parts,
 std::vector<KeptPart::Run> ParameterBuffers::runs() const {
   std::vector<KeptPart::Run> runs;
   for (std::size_t i = 0; i < layout_.size(); ++i) {
-    runs.push_back({layout_[i].gathered_offset, layout_[i].gathered_bytes});
+    if (!layout_[i].apart) {
+      runs.push_back(
+          {&gathered_, layout_[i].gathered_offset, layout_[i].gathered_bytes});
+    }
   }
+  turned_.append_runs(runs);
   for (const auto& extent : extended_.extents()) {
     LOWTIDE_INVARIANT(!extent.passes, "what parts are kept of stays");
-    runs.push_back({layout_.gathered_bytes() + extent.offset, extent.bytes});
+    runs.push_back(
+        {&gathered_, layout_.gathered_bytes() + extent.offset, extent.bytes});
   }
   return runs;
 }
@@ -365,7 +363,7 @@ std::unique_ptr<comm::Pending> ParameterBuffers::issue(
 c10::DataPtr ParameterBuffers::lease_gathered() const {
   return bound_ ? c10::DataPtr()
                 : memory_->lease(memory::Category::gathered, *unit_,
-                                 gathered_bytes());
+                                 buffer_bytes());
 }
 
 void ParameterBuffers::bind_gathered(c10::DataPtr lease) {
@@ -375,11 +373,20 @@ void ParameterBuffers::bind_gathered(c10::DataPtr lease) {
   bound_ = true;
   auto* base = static_cast<char*>(lease.get());
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    parameters_[i].storage.bind(base + layout_[i].gathered_offset,
-                                layout_[i].gathered_bytes);
+    if (!layout_[i].apart) {
+      parameters_[i].storage.bind(base + layout_[i].gathered_offset,
+                                  layout_[i].gathered_bytes);
+    }
   }
   extended_.bind(base + layout_.gathered_bytes());
-  gathered_.own(std::move(lease), gathered_bytes());
+  gathered_.own(std::move(lease), buffer_bytes());
+}
+
+void ParameterBuffers::bind_turned() {
+  turned_.for_each_place(
+      [this](std::size_t i, void* place, std::int64_t bytes) {
+        parameters_[i].storage.bind(place, bytes);
+      });
 }
 
 // One copy, gaps of alignment included.
@@ -422,11 +429,14 @@ void ParameterBuffers::unpack() {
                     device::Access::write);
   }
   ops::foreach_copy(unpacks_.to, unpacks_.from);
+  turned_.put_in_place();
+  bind_turned();
 }
 
 void ParameterBuffers::arrived() {
   input_.unbind();
   staged_.unbind();
+  turned_.drop_arriving();
   extended_.drop_inputs();
 }
 
@@ -463,6 +473,7 @@ void ParameterBuffers::drop() {
     parameter.storage.unbind();
   }
   extended_.unbind();
+  turned_.drop();
   gathered_.unbind();
   bound_ = false;
 }

@@ -11,7 +11,8 @@
 //             that differs, and small parameters of all ranks as they arrive,
 //             packed (see [Note: Packed parameters] in flat_layout.h)
 //   gathered  every parameter's N pieces in rank order: the full parameter is
-//             its first rows, so the gather writes straight into place
+//             its first rows, so the gather writes straight into place; others
+//             have places of their own (turned_parameters.h)
 //
 // Streams: leases and releases are in the compute stream's order, the cast and
 // the collective run on `gather` behind an event, and behind the copy of a
@@ -35,6 +36,7 @@
 #include "shard/parameter_info.h"
 #include "shard/parameters/all_gather_extension.h"
 #include "shard/parameters/kept_part.h"
+#include "shard/parameters/turned_parameters.h"
 #include "shard/storage.h"
 #include "shard/unit_name.h"
 
@@ -87,8 +89,9 @@ class ParameterBuffers {
   // Leases the gathered buffer, points every parameter at it and issues one
   // coalesced all-gather.  Nothing has changed if it throws.
   std::unique_ptr<comm::Pending> gather(comm::Collectives& group);
-  // After the gather was waited for, on the compute stream: copies packed
-  // parameters into place.
+  // After the gather was waited for, on the compute stream: copies parameters
+  // into place that did not arrive there.  If that throws, the next call goes
+  // on with what is left.
   void unpack();
   // Behind that: `extended` parameters, in their order, that were made now and
   // for good; `from_parts`: of a gather by gather_parts.
@@ -121,13 +124,13 @@ class ParameterBuffers {
   // Those of `extended` parameters are known from the first gather on; those
   // that pass come on top until the gather has arrived.
   std::int64_t gathered_bytes() const {
-    return layout_.gathered_bytes() + extended_.bytes();
+    return buffer_bytes() + turned_.bytes();
   }
   std::int64_t passing_bytes() const { return extended_.passing_bytes(); }
   std::int64_t shard_bytes() const { return layout_.shard_bytes(); }
-  // Of both input buffers.
+  // Of both input buffers, and of what arrives elsewhere than in its place.
   std::int64_t input_bytes() const {
-    return staged_bytes() + own_input_bytes();
+    return staged_bytes() + own_input_bytes() + turned_.bytes();
   }
   // Null if the master is on the device.
   memory::HostMemory* host() const { return host_.get(); }
@@ -144,6 +147,10 @@ class ParameterBuffers {
   };
 
   bool casts(std::size_t i) const { return infos_[i].casts(); }
+  // Of the gathered buffer.
+  std::int64_t buffer_bytes() const {
+    return layout_.gathered_bytes() + extended_.bytes();
+  }
   // Bytes of the cast shards in the input buffer; packed parameters follow.
   std::int64_t cast_bytes() const;
   std::int64_t own_input_bytes() const {
@@ -169,6 +176,7 @@ class ParameterBuffers {
   void cast_masters();
   c10::DataPtr lease_gathered() const;
   void bind_gathered(c10::DataPtr lease);
+  void bind_turned();
   void prepare_extended();
   std::unique_ptr<comm::Pending> issue(comm::Collectives& group);
   std::vector<KeptPart::Run> runs() const;
@@ -179,6 +187,7 @@ class ParameterBuffers {
   std::shared_ptr<memory::DeviceMemory> memory_;
   memory::FlatLayout layout_;
   ExtendedParameters extended_;  // behind the layout's bytes
+  TurnedParameters turned_;
   std::shared_ptr<memory::HostMemory> host_;
   c10::Storage master_;
   RepointedStorage staged_;

@@ -53,10 +53,10 @@ bool UnitParameters::arrive() {
   const base::TraceRange trace("lowtide::wait_for_gather", *unit_);
   if (pending_) {
     pending_->wait();
-    pending_.reset();
     if (!from_parts_) {
       buffers_.unpack();
     }
+    pending_.reset();
   }
   const auto made = buffers_.make_extended(from_parts_);
   std::size_t next = 0;

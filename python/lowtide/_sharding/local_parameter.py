@@ -5,6 +5,8 @@ clipping and ``GradScaler`` ask of a gradient concerns all rows: that is answere
 sharded gradient would, with its collectives.
 """
 
+import functools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -52,11 +54,22 @@ class LocalParameter(nn.Parameter):
     same rows of the sharded parameter's, so setting either to None does both."""
 
     _sharded: nn.Parameter
+    # The gradient that was last asked for, its rows and what was made of them:
+    # optimizers ask three times in a step. Forgotten when the gradient dies.
+    _seen: tuple["weakref.ref[Tensor]", Tensor, Tensor] | None = None
+    _forget: Callable[[Any], None]
 
     @property
     def grad(self) -> Tensor | None:
         gradient = self._sharded.grad
-        return None if gradient is None else local_gradient_of(gradient)
+        if not isinstance(gradient, DTensor):
+            return gradient
+        rows, seen = gradient._local_tensor, self._seen
+        if seen is not None and seen[0]() is gradient and seen[1] is rows:
+            return seen[2]
+        local = local_gradient_of(gradient)
+        self._seen = weakref.ref(gradient, self._forget), rows, local
+        return local
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -76,6 +89,11 @@ class LocalParameter(nn.Parameter):
         return copy
 
 
+def _forget_seen(owner: "weakref.ref[LocalParameter]", gradient: Any) -> None:
+    if (local := owner()) is not None:
+        local._seen = None
+
+
 # Optimizers loop over parameters of types that are not in it, as DTensor is.
 _foreach_supported_types.append(LocalParameter)
 
@@ -88,6 +106,7 @@ def local_parameter_of(parameter: nn.Parameter) -> nn.Parameter:
     )
     assert isinstance(local, LocalParameter)
     local._sharded = parameter
+    local._forget = functools.partial(_forget_seen, weakref.ref(local))
     return local
 
 

@@ -123,11 +123,19 @@ TEST_P(FlatLayoutWorldTest, PackedParametersComeFirstInOneRow) {
   EXPECT_FALSE(layout[0].packed || layout[2].packed || layout[3].packed);
 }
 
-TEST(FlatLayoutTest, AParameterThatMustBePackedIsWithMoreThanOneRank) {
-  const ParameterShape alone{.name = "w", .sizes = {64}, .must_pack = true};
-  EXPECT_TRUE(FlatLayout(4, {alone})[0].packed);
-  EXPECT_EQ(FlatLayout(4, {alone}).packed_row_bytes(), 64);
-  EXPECT_FALSE(FlatLayout(1, {alone})[0].packed);
+TEST(FlatLayoutTest, AParameterApartIsNotInGatheredUnlessPackedOrAlone) {
+  const std::vector<ParameterShape> shapes = {
+      {.name = "before", .sizes = {64}},
+      {.name = "apart", .sizes = {64}, .apart = true},
+      {.name = "small", .sizes = {64}, .may_pack = true, .apart = true},
+      {.name = "bias", .sizes = {64}, .may_pack = true},
+  };
+  const FlatLayout layout(4, shapes);
+  EXPECT_TRUE(layout[1].apart && layout[2].packed);
+  EXPECT_FALSE(layout[0].apart || layout[2].apart || layout[3].apart);
+  EXPECT_EQ(layout.gathered_bytes(), 3 * aligned(64 * 4));
+  EXPECT_EQ(layout[1].gathered_bytes, 64 * 4);
+  EXPECT_FALSE(FlatLayout(1, shapes)[1].apart);
 }
 
 TEST(FlatLayoutTest, ASingleSmallParameterIsNotPacked) {
@@ -203,14 +211,16 @@ TEST(FlatLayoutTest, RandomUnitsLieApartInEveryBuffer) {
       shape.storage_itemsize = std::int64_t{1} << random() % 4;
       shape.compute_itemsize = std::int64_t{1} << random() % 4;
       shape.may_pack = random() % 2 == 0;
-      shape.must_pack = random() % 8 == 0;
+      shape.apart = random() % 8 == 0;
     }
     const FlatLayout layout(world_size, shapes);
     Extents gathered, shard, input;
     for (std::size_t i = 0; i < layout.size(); ++i) {
       const auto& slice = layout[i];
-      gathered.emplace_back(slice.gathered_offset,
-                            slice.gathered_offset + slice.gathered_bytes);
+      if (!slice.apart) {
+        gathered.emplace_back(slice.gathered_offset,
+                              slice.gathered_offset + slice.gathered_bytes);
+      }
       shard.emplace_back(slice.shard_offset,
                          slice.shard_offset + slice.shard_bytes);
       input.emplace_back(slice.input_offset,

@@ -4,6 +4,7 @@ DTensors."""
 from __future__ import annotations
 
 import copy
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -113,6 +114,27 @@ def test_checkpoint_crosses(pool_of, tmp_path, pair):
     for rank in range(2):
         assert_same_tensors(loaded[rank][0], saved[rank][0], f"state of rank {rank}")
     assert_same_traces([trace for _, trace in loaded], [trace for _, trace in saved])
+
+
+def gradients_seen() -> list[bool]:
+    """The same one in a step, another one in the next, and no bytes of it behind
+    that, whoever cleared it."""
+    model, optimizer = make("local", Run(TINY, 2), "loop")
+    rows = optimizer.param_groups[0]["params"][0]
+    found = []
+    for clear in (model.zero_grad, optimizer.zero_grad):
+        rows._sharded.grad = torch.zeros_like(rows._sharded)
+        found.append(rows.grad is rows.grad)
+        storage = weakref.ref(rows.grad)
+        clear()
+        found += [rows.grad is None, storage() is None]
+    rows._sharded.grad = torch.ones_like(rows._sharded)
+    found.append(bool((rows.grad == 1).all()))
+    return found
+
+
+def test_a_gradient_is_made_once_and_not_kept(pool_of):
+    assert pool_of(2).run(gradients_seen) == [[True] * 7] * 2
 
 
 class Called(TorchDispatchMode):

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -166,6 +167,28 @@ def stepped_in_backward(system_name: str) -> Record:
     return record.values
 
 
+def columns(system_name: str) -> Record:
+    """One matrix a unit: too few to be packed, so each gets its place on arrival."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+    system = get_system(system_name)
+    for module in (*model, model):
+        system.fully_shard(
+            module,
+            mp_policy=BF16,
+            offload_policy=CPUOffloadPolicy(pin_memory=system_name == "lowtide"),
+            shard_placement_fn=lambda p: Shard(1),
+        )
+    system.prepare(model)
+    optimizer = adamw(model, foreach=False)
+    record = Recorder()
+    for step in range(NUM_STEPS):
+        torch.manual_seed(step)
+        model(torch.randn(4, 8)).square().sum().backward()
+        finish_step(model, optimizer, record)
+    return record.values
+
+
 def all_reduce_hook(system_name: str) -> Record:
     model = llama(system_name)
     for unit in (*model.layers, model):
@@ -257,6 +280,7 @@ TRAININGS = [
     frozen_and_unused,
     tensor_parallel,
     optimizer_in_backward,
+    columns,
     stepped_in_backward,
     all_reduce_hook,
     scaled,

@@ -108,12 +108,6 @@ def uneven_columns() -> None:
     fully_shard(module, shard_placement_fn=lambda p: Shard(1))
 
 
-def columns_of_another_dtype() -> None:
-    module = nn.Sequential(linear(), linear().bfloat16())
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    fully_shard(module, mp_policy=policy, shard_placement_fn=lambda p: Shard(1))
-
-
 class ElsewherePolicy(OffloadPolicy):
     pass
 
@@ -302,11 +296,6 @@ REFUSALS: dict[Callable[[], None], tuple[str, str]] = {
         "NotImplementedError",
         "Linear.weight: expected dimension 1, which is to be split, to be a multiple "
         "of 2, got 3. ",
-    ),
-    columns_of_another_dtype: (
-        "ValueError",
-        "Linear.weight: expected a dtype that is cast as the rest of its unit is, to "
-        "split another dimension than the first, got BFloat16 to BFloat16. ",
     ),
     offload_elsewhere: (
         "NotImplementedError",

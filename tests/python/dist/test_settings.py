@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -22,6 +22,8 @@ from support.training import adamw, local
 CONFIG = ModelConfig(
     dim=16, num_heads=2, num_kv_heads=2, kv_dim=8, ffn=24, vocab=37, num_layers=2
 )
+# The feed-forward matrices are too large for the packed row, the others are not.
+WIDE = replace(CONFIG, ffn=2304)
 NUM_STEPS = 3
 
 
@@ -33,10 +35,11 @@ class Setting:
     change: Callable[[System, Any], None] = lambda system, unit: None
     before: Callable[[Any, bool], None] = lambda model, last: None
     microbatches: int = 1
+    config: ModelConfig = CONFIG
 
 
 def llama(system: System, setting: Setting) -> Any:
-    model: Any = build(CONFIG)
+    model: Any = build(setting.config)
     policy = system.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     keywords = {"mp_policy": policy} | setting.wrap(model)
     for layer in model.layers:
@@ -56,7 +59,7 @@ def train(system_name: str, name: str) -> Record:
     for step in range(NUM_STEPS):
         for microbatch in range(setting.microbatches):
             setting.before(model, microbatch == setting.microbatches - 1)
-            inputs, targets = batch(CONFIG, step, microbatch, dist.get_rank())
+            inputs, targets = batch(setting.config, step, microbatch, dist.get_rank())
             loss = loss_fn(model(inputs), targets)
             record.add("loss", loss)
             loss.backward()
@@ -76,6 +79,10 @@ def columns(model: Any) -> dict[str, Any]:
 def some_columns(model: Any) -> dict[str, Any]:
     chosen = {model.layers[0].w1.weight, model.layers[1].wo.weight}
     return {"shard_placement_fn": lambda p: Shard(1) if p in chosen else Shard(0)}
+
+
+def columns_in_a_smaller_group(model: Any) -> dict[str, Any]:
+    return columns(model) | smaller_group(model)
 
 
 def smaller_group(model: Any) -> dict[str, Any]:
@@ -138,6 +145,11 @@ SETTINGS: dict[str, Setting] = {
         before=lambda model, last: model.set_requires_gradient_sync(last),
         microbatches=3,
     ),
+    "wide_columns": Setting(columns, microbatches=2, config=WIDE),
+    "wide_columns_in_a_smaller_group": Setting(
+        columns_in_a_smaller_group, microbatches=2, config=WIDE
+    ),
+    "wide_columns_that_stay": Setting(columns, change=storage_stays, config=WIDE),
     "reshard_to_smaller_group": Setting(smaller_group, microbatches=2),
     "ignored_params": Setting(ignore_norms),
     "force_sum": Setting(change=sum_of_gradients),
@@ -196,6 +208,35 @@ def test_columns_are_sharded_at_the_same_wire_bytes(pool_of):
         ]
         assert wire[0] > 0 and wire[0] == plain[0]
         assert abs(wire[1] - plain[1]) <= 0.03 * plain[1]
+
+
+def train_two_dtypes(columns_sharded: bool) -> list[torch.Tensor]:
+    """Losses, and whole parameters at the end. FSDP2 has one dtype a unit."""
+
+    def wrap(model: Any) -> dict[str, Any]:
+        model.layers[0].w1.bfloat16()
+        model.layers[1].wo.bfloat16()
+        return columns(model) if columns_sharded else {}
+
+    model = llama(get_system("lowtide"), Setting(wrap, config=WIDE))
+    optimizer = adamw(model, foreach=False)
+    losses = []
+    for step in range(NUM_STEPS):
+        inputs, targets = batch(WIDE, step, 0, dist.get_rank())
+        losses.append(loss_fn(model(inputs), targets))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [loss.detach() for loss in losses] + [
+        p.detach().full_tensor() for p in model.parameters()
+    ]
+
+
+def test_columns_beside_ones_of_another_dtype_have_the_bits_of_rows(pool_of):
+    by_rows = pool_of(2).run(train_two_dtypes, False)
+    by_columns = pool_of(2).run(train_two_dtypes, True)
+    for mine, other in zip(by_columns, by_rows, strict=True):
+        assert all(map(torch.equal, mine, other))
 
 
 def bytes_between_forward_and_backward(size: int) -> tuple[int, int, list[Any]]:
