@@ -30,6 +30,7 @@ class Setting:
     world: int = 8
     sequence: int = 8192
     checkpoint: str = "full"
+    offloads: bool = False  # lowtide sends what blocks' checkpoints keep to the host
     microbatches: int = 1
     reduce_every: bool = False
     # Of the loss, in the search for the best; one where the search changes little.
@@ -43,6 +44,8 @@ class Setting:
         parts = [f"{self.config.upper()}, {self.world} ranks, s {self.sequence}"]
         if self.checkpoint != "full":
             parts.append(f"checkpoint {self.checkpoint}")
+        if self.offloads:
+            parts.append("lowtide's blocks' inputs on the host")
         if self.microbatches > 1:
             when = "each reduced" if self.reduce_every else "without sync"
             parts.append(f"{self.microbatches} microbatches {when}")
@@ -72,18 +75,24 @@ class Setting:
     @property
     def same_loss(self) -> Variants:
         return {
-            f"{n} chunks": ("--system", "lowtide", "--loss", f"chunked:{n}")
+            f"{n} chunks": (*self.lowtide, "--loss", f"chunked:{n}")
             for n in self.chunks
         }
 
     @property
+    def lowtide(self) -> tuple[str, ...]:
+        offloaded = ("--checkpoint", "offloaded") if self.offloads else ()
+        return ("--system", "lowtide", *offloaded)
+
+    @property
     def best_loss(self) -> Variants:
         forms = ("tokens", "vocabulary") if len(self.chunks) > 1 else ("vocabulary",)
-        return {form: ("--system", "lowtide", "--loss", form) for form in forms}
+        return {form: (*self.lowtide, "--loss", form) for form in forms}
 
 
 SEARCHED = (16, 32)
 DEFAULT = ("default",)
+EXPANDABLE = ("expandable",)
 WORLD_8 = Setting(
     world=8,
     chunks=SEARCHED,
@@ -120,7 +129,14 @@ SETTINGS = (
         bars={(SAME_LOSS, "default"): 0.90, (SAME_LOSS, "expandable"): 0.90},
     ),
     Setting(microbatches=4, reduce_every=True, allocators=DEFAULT),
+    Setting(config="70b", world=64, allocators=EXPANDABLE),
     Setting(config="70b", world=256, allocators=DEFAULT),
+    Setting(
+        sequence=131072,
+        offloads=True,
+        allocators=EXPANDABLE,
+        fragmentation_bar=1.06,
+    ),
 )
 VOCABULARY = 128_256
 NEIGHBOURS = (-128, 0, 3)  # more tokens in the vocabulary
@@ -174,7 +190,7 @@ def rows_for(setting: Setting, allocator: str, each: Each) -> Iterator[Row]:
     flags = ALLOCATORS[allocator]
 
     def found(variants: Variants) -> list[tuple[str, Figures]]:
-        runs = [(*v, *setting.options, *flags) for v in variants.values()]
+        runs = [(*setting.options, *v, *flags) for v in variants.values()]
         return list(zip(variants, each(runs), strict=True))
 
     theirs, same = found(setting.fsdp2), found(setting.same_loss)

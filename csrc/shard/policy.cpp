@@ -30,6 +30,12 @@ constexpr std::int64_t kFlopsPerByteOfMemory = 300;
 constexpr std::int64_t kFlopsPerByteInANode = 3000;
 constexpr std::int64_t kFlopsPerByteBetweenNodes = 20000;
 constexpr std::int64_t kFlopsPerElementAndToken = 4;
+constexpr double kFlopsPerNanosecond = 900'000;
+constexpr double kSlowestLatencyNs = 200'000;
+
+std::int64_t received_bytes(std::int64_t bytes, std::int64_t ranks) {
+  return bytes / ranks * (ranks - 1);
+}
 
 // Numbers of units whose gradients leave, but not of those that enclose others:
 // these are small.
@@ -126,16 +132,30 @@ std::int64_t ring_bytes_of_equal_chunks(std::int64_t ring_bytes,
   return slots * (ranks + 1) * (of_a_rank / chunks + row_bytes);
 }
 
+double slow_link(std::int64_t gathered_bytes, std::int64_t ranks,
+                 std::int64_t gather_ns) {
+  if (ranks == 1 || gather_ns == 0) return 0;
+  const auto received =
+      static_cast<double>(received_bytes(gathered_bytes, ranks));
+  const double bytes_per_ns = ranks <= kRanksOfANode ? 300 : 45;
+  const auto measured = static_cast<double>(gather_ns);
+  const bool slow = measured > 2 * received / bytes_per_ns + kSlowestLatencyNs;
+  return slow ? received / measured * 1e9 : 0;
+}
+
 std::int64_t elements_every_token_uses(c10::ArrayRef<std::int64_t> sizes) {
   return sizes.size() == 3 ? 0 : c10::multiply_integers(sizes);
 }
 
 bool wire_outlasts_backward(std::int64_t gathered_bytes,
                             std::int64_t reduced_bytes, std::int64_t ranks,
-                            std::int64_t elements, std::int64_t tokens) {
+                            std::int64_t elements, std::int64_t tokens,
+                            double slow_link) {
   constexpr double kFlops = 450e12;
   constexpr double kFlopsPerElement = 6;
-  const double bytes_per_second = ranks <= kRanksOfANode ? 300e9 : 240e9;
+  const double bytes_per_second = slow_link > 0            ? slow_link
+                                  : ranks <= kRanksOfANode ? 300e9
+                                                           : 240e9;
   const auto received = static_cast<double>(gathered_bytes + reduced_bytes) *
                         static_cast<double>(ranks - 1) /
                         static_cast<double>(ranks);
@@ -146,15 +166,21 @@ bool wire_outlasts_backward(std::int64_t gathered_bytes,
 }
 
 std::int64_t elements_that_cover(std::int64_t bytes, std::int64_t ranks,
-                                 std::int64_t tokens) {
+                                 std::int64_t tokens, std::int64_t gather_ns) {
   if (tokens <= 0) {
     return std::numeric_limits<std::int64_t>::max();
+  }
+  const auto flops_per_element = kFlopsPerElementAndToken * tokens;
+  if (slow_link(bytes, ranks, gather_ns) > 0) {
+    return static_cast<std::int64_t>(static_cast<double>(gather_ns) /
+                                     static_cast<double>(flops_per_element) *
+                                     kFlopsPerNanosecond);
   }
   const auto rate = ranks == 1               ? kFlopsPerByteOfMemory
                     : ranks <= kRanksOfANode ? kFlopsPerByteInANode
                                              : kFlopsPerByteBetweenNodes;
-  const auto received = ranks == 1 ? bytes : bytes / ranks * (ranks - 1);
-  return received * rate / (kFlopsPerElementAndToken * tokens);
+  const auto received = ranks == 1 ? bytes : received_bytes(bytes, ranks);
+  return received * rate / flops_per_element;
 }
 
 std::size_t gradients_before_gather(c10::ArrayRef<std::int64_t> elements,

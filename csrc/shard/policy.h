@@ -110,6 +110,18 @@ std::int64_t ring_bytes_of_equal_chunks(std::int64_t ring_bytes,
                                         std::int64_t ranks,
                                         std::int64_t row_bytes);
 
+// --- links that are slower than assumed
+// ---------------------------------------
+
+// The rules below assume fast links.  A measured gather of `gathered_bytes` (of
+// all ranks) says otherwise where it takes twice as long and 0.2 ms more (what
+// 64 ranks' latency takes) than (ranks - 1) / ranks of the bytes at 300 GB/s
+// within a node of 8, at 45 GB/s between nodes.  What it received a second, in
+// bytes; 0 where the rules' links hold, or `gather_ns` is 0: not known.  Below
+// that threshold nothing depends on the clock, so that a plan's bytes do not.
+double slow_link(std::int64_t gathered_bytes, std::int64_t ranks,
+                 std::int64_t gather_ns);
+
 // --- how long gradients wait for the wire ------------------------------------
 
 // Elements of a parameter whose gradient takes 4 FLOPs for each element and
@@ -122,14 +134,16 @@ std::int64_t elements_every_token_uses(c10::ArrayRef<std::int64_t> sizes);
 // longer than it computes, `tokens` rows of output with their recomputation:
 // 6 FLOPs an element and token at 450 TFLOP/s, half of an H100's rate, against
 // (ranks - 1) / ranks of the bytes at 300 GB/s within a node of 8 and 240 GB/s
-// between nodes, whose 8 links a ring has to itself.  Then whoever waits for
+// between nodes, whose 8 links a ring has to itself, or what a slow link was
+// measured to do.  Then whoever waits for
 // gradients to leave stops computing although what is to come could hide them.
 // `tokens` 0: not known.  A unit whose gradients have fewer than
 // kLingeringBytes is spared the question: they leave in tens of microseconds.
 inline constexpr std::int64_t kLingeringBytes = std::int64_t{8} << 20;
 bool wire_outlasts_backward(std::int64_t gathered_bytes,
                             std::int64_t reduced_bytes, std::int64_t ranks,
-                            std::int64_t elements, std::int64_t tokens);
+                            std::int64_t elements, std::int64_t tokens,
+                            double slow_link = 0);
 
 // --- when the next unit's gather leaves -------------------------------------
 //
@@ -149,10 +163,11 @@ bool wire_outlasts_backward(std::int64_t gathered_bytes,
 //   900 TFLOP/s, 45 GB/s between nodes: 20000
 //
 // These are an H100's; kernels reach half of that rate, so the wire has twice
-// the time it needs.  `tokens`: rows of the unit's output; 0: not known, which
-// nothing covers.
+// the time it needs.  On a slow link (above) the time is `gather_ns`.
+// `tokens`: rows of the unit's output; 0: not known, which nothing covers.
 std::int64_t elements_that_cover(std::int64_t bytes, std::int64_t ranks,
-                                 std::int64_t tokens);
+                                 std::int64_t tokens,
+                                 std::int64_t gather_ns = 0);
 
 // How many gradients of `elements`, in the order they are expected, come before
 // the gather: as many as leave `cover` elements to come when the one after them

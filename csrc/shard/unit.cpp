@@ -166,7 +166,7 @@ void Unit::gather() {
   }
   parameters_.gather(*groups_.gather,
                      backward ? settings_->post_forward_group.get() : nullptr,
-                     steps);
+                     steps, /*timed=*/!backward);
 }
 
 void Unit::wait_for_gather() {
@@ -324,7 +324,8 @@ StepLog::Numbers Unit::numbers_to_compare() {
                                 settings_->on_gradients != nullptr,
                     .used_hash = leaves().used_hash(),
                     .calls_without_inputs = calls_.has_calls_without_inputs(
-                        root_->optimizer_steps())}
+                        root_->optimizer_steps()),
+                    .gather_ns = parameters_.gather_ns()}
       .to_compare();
 }
 
@@ -350,7 +351,7 @@ bool Unit::is_gathered_in_backward() const {
 
 std::int64_t Unit::elements_to_cover(std::int64_t tokens) const {
   return elements_that_cover(buffers().gathered_bytes(), groups_.gather->size(),
-                             tokens);
+                             tokens, common_.gather_ns);
 }
 
 void Unit::on_output_gradient(std::int64_t call) {
@@ -394,11 +395,13 @@ bool Unit::wire_outlasts() const {
     return false;
   }
   const auto elements = gradients_.elements();
+  const auto gathered = buffers().gathered_bytes();
+  const auto ranks = groups_.gather->size();
   return wire_outlasts_backward(
-      is_gathered_in_backward() ? buffers().gathered_bytes() : 0,
-      gradients_.sync() ? gradients_.wire_bytes() : 0, groups_.gather->size(),
+      is_gathered_in_backward() ? gathered : 0,
+      gradients_.sync() ? gradients_.wire_bytes() : 0, ranks,
       std::accumulate(elements.begin(), elements.end(), std::int64_t{0}),
-      tokens_of_gradients());
+      tokens_of_gradients(), slow_link(gathered, ranks, common_.gather_ns));
 }
 
 void Unit::prefetch_in_backward() {

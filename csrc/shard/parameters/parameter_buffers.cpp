@@ -246,7 +246,7 @@ void ParameterBuffers::load_local(std::size_t i, const at::Tensor& local) {
 }
 
 std::unique_ptr<comm::Pending> ParameterBuffers::gather(
-    comm::Collectives& group) {
+    comm::Collectives& group, GatherTime* time) {
   if (gather_outs_.empty() && !extended_.any()) {
     return nullptr;
   }
@@ -279,7 +279,9 @@ std::unique_ptr<comm::Pending> ParameterBuffers::gather(
       [&] {
         stage_master();
         cast_masters();
-        return issue(group);
+        return time == nullptr ? issue(group)
+                               : time->time(memory_->runtime(),
+                                            [&] { return issue(group); });
       },
       [&] {
         arrived();

@@ -35,6 +35,7 @@
 #include "memory/host_memory.h"
 #include "shard/parameter_info.h"
 #include "shard/parameters/all_gather_extension.h"
+#include "shard/parameters/gather_time.h"
 #include "shard/parameters/kept_part.h"
 #include "shard/parameters/turned_parameters.h"
 #include "shard/storage.h"
@@ -87,8 +88,10 @@ class ParameterBuffers {
   }
 
   // Leases the gathered buffer, points every parameter at it and issues one
-  // coalesced all-gather.  Nothing has changed if it throws.
-  std::unique_ptr<comm::Pending> gather(comm::Collectives& group);
+  // coalesced all-gather.  Nothing has changed if it throws.  `time`, if any,
+  // takes its time.
+  std::unique_ptr<comm::Pending> gather(comm::Collectives& group,
+                                        GatherTime* time = nullptr);
   // After the gather was waited for, on the compute stream: copies parameters
   // into place that did not arrive there.  If that throws, the next call goes
   // on with what is left.

@@ -17,7 +17,8 @@ UnitParameters::UnitParameters(
       infos_(infos),
       buffers_(unit, infos, ranks.size(), ranks.rank(), memory, host),
       leaves_(infos),
-      state_(unit) {}
+      state_(unit),
+      runtime_(memory->runtime()) {}
 
 UnitParameters::~UnitParameters() {
   try {
@@ -33,7 +34,7 @@ UnitParameters::~UnitParameters() {
 // Outside of backward a kept part may be older than the shards.
 void UnitParameters::gather(comm::Collectives& shards,
                             comm::Collectives* from_kept,
-                            std::int64_t optimizer_steps) {
+                            std::int64_t optimizer_steps, bool timed) {
   const base::TraceRange trace("lowtide::gather", *unit_);
   seen_shards_.see(optimizer_steps);
   from_parts_ = from_kept != nullptr && buffers_.keeps_part();
@@ -41,7 +42,7 @@ void UnitParameters::gather(comm::Collectives& shards,
     pending_ = buffers_.gather_parts(*from_kept);
   } else {
     buffers_.drop_part();
-    pending_ = buffers_.gather(shards);
+    pending_ = buffers_.gather(shards, timed ? &gather_time_ : nullptr);
   }
   state_.on(UnitEvent::gather);
 }

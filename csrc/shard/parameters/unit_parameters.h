@@ -54,9 +54,12 @@ class UnitParameters {
   void set_ahead(bool ahead) { ahead_ = ahead; }
 
   // Issues the all-gather over `shards`, or, if `from_kept` and a part was
-  // kept, over that group.  They must not be here.
+  // kept, over that group.  They must not be here.  `timed`: see
+  // [Note: Measured gathers].
   void gather(comm::Collectives& shards, comm::Collectives* from_kept,
-              std::int64_t optimizer_steps);
+              std::int64_t optimizer_steps, bool timed);
+  // Of timed gathers, nanoseconds; 0: not known.
+  std::int64_t gather_ns() { return gather_time_.least_ns(runtime_); }
   // Compute may read the parameters afterwards; nothing if no gather is under
   // way.  Returns whether an extension has made full parameters now.
   bool arrive();
@@ -80,6 +83,8 @@ class UnitParameters {
   ParameterLeaves leaves_;
   UnitStateMachine state_;
   SeenShards seen_shards_;
+  const device::Runtime& runtime_;
+  GatherTime gather_time_;
   std::unique_ptr<comm::Pending> pending_;
   bool from_parts_ = false;
   bool ahead_ = false;

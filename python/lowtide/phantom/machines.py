@@ -340,6 +340,12 @@ def network_of(name: str) -> Network:
     return _NETWORKS[name.lower()]
 
 
+def has_slow_links(name: str) -> bool:
+    """Whether gathers among a machine's GPUs take twice as long as lowtide assumes
+    before it has timed some (`slow_link` in csrc/shard/policy.h)."""
+    return network_of(name).bandwidth_in_node < 300 * _GIGA / 2
+
+
 def flat(accelerator: Accelerator, network: Network, host: Host) -> list[float]:
     """All figures in the order in which csrc/phantom/time/figures.cpp reads them."""
     a, n = accelerator, network

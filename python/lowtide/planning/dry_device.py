@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lowtide.phantom import machines
 from lowtide.phantom.clock import StepTime, timeline
 from lowtide.phantom.dry import (
     driver,
@@ -69,7 +70,9 @@ class DryDevice:
         torch.cuda._lazy_call(lambda: torch.cuda.set_device(self.device))
         if request.snapshot is not None:
             torch.cuda._lazy_call(_record_history)
-        self._clock = timeline() if request.time else None
+        # Where links are slow, gathers leave by the time that they take.
+        timed = request.time or machines.has_slow_links(request.gpu)
+        self._clock = timeline() if timed else None
 
     # -- while the program runs -------------------------------------------------------
 
@@ -126,7 +129,7 @@ class DryDevice:
         snapshot.write(analysis, content, entries, path)
 
     def step_time(self, analysis: Analysis) -> StepTime | None:
-        if self._clock is None:
+        if self._clock is None or not self._request.time:
             return None
         return step_times.of_last_step(analysis, self._clock, self._request.trace)
 

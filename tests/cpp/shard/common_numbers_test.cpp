@@ -41,6 +41,12 @@ TEST(CommonNumbersTest, WhatOneRankHasAllKnow) {
             1);
 }
 
+TEST(CommonNumbersTest, AGatherTakesAsLongAsOnTheSlowestRankIfAllKnow) {
+  EXPECT_EQ(common({{.gather_ns = 30}, {.gather_ns = 70}}).gather_ns, 70);
+  EXPECT_EQ(common({{.gather_ns = 30}, {}}).gather_ns, 0);
+  EXPECT_EQ(CommonNumbers::of(OwnNumbers{}.to_compare()).gather_ns, 0);
+}
+
 TEST(CommonNumbersTest, ParametersAreUsedAlikeIfAllHashesAreEqual) {
   const std::uint64_t high = 0xf000'0000'0000'0002;
   EXPECT_TRUE(common({{.used_hash = high}, {.used_hash = high}}).used_alike);

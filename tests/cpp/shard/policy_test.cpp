@@ -226,6 +226,37 @@ TEST(ElementsThatCover, UnknownTokensCoverNothing) {
             std::numeric_limits<std::int64_t>::max());
 }
 
+// 364 MiB take 1.27 ms at 300 GB/s.
+TEST(SlowLink, IsOneThatTakesTwiceAsLongAsAssumedAndALatency) {
+  constexpr std::int64_t kLimit = 2 * 1'272'273 + 200'000;
+  EXPECT_EQ(slow_link(416 * kMiB, 8, kLimit - 1000), 0);
+  EXPECT_NEAR(slow_link(416 * kMiB, 8, kLimit + 1000), 139e9, 1e9);
+  EXPECT_NEAR(slow_link(416 * kMiB, 8, 19'000'000), 20e9, 0.2e9);
+  // 45 GB/s between nodes: 9.5 ms.
+  EXPECT_EQ(slow_link(416 * kMiB, 64, 19'000'000), 0);
+  EXPECT_NEAR(slow_link(416 * kMiB, 64, 40'000'000), 10.7e9, 0.1e9);
+}
+
+TEST(SlowLink, IsNoneOfOneRankNorBeforeItIsKnown) {
+  EXPECT_EQ(slow_link(416 * kMiB, 1, 40'000'000), 0);
+  EXPECT_EQ(slow_link(416 * kMiB, 8, 0), 0);
+}
+
+TEST(ElementsThatCover, AreThoseOfTheMeasuredTimeOfASlowLink) {
+  // 19 ms at 900 TFLOP/s.
+  EXPECT_NEAR(elements_that_cover(416 * kMiB, 8, 8192, 19'000'000),
+              19e-3 * 900e12 / (4 * 8192), 1e6);
+  EXPECT_EQ(elements_that_cover(416 * kMiB, 8, 8192, 1'300'000),
+            elements_that_cover(416 * kMiB, 8, 8192));
+}
+
+TEST(WireOutlastsBackward, OfASlowLink) {
+  EXPECT_TRUE(
+      wire_outlasts_backward(416 * kMiB, 832 * kMiB, 8, kBlock, 8192, 20e9));
+  EXPECT_FALSE(
+      wire_outlasts_backward(416 * kMiB, 832 * kMiB, 8, kBlock, 32768, 20e9));
+}
+
 TEST(ElementsEveryTokenUses, AreNoneOfStackedExperts) {
   EXPECT_EQ(elements_every_token_uses({1024, 4096}), 4 * kMiB);
   EXPECT_EQ(elements_every_token_uses({4096}), 4096);

@@ -153,6 +153,13 @@ def test_environment(settings, expected):
     assert [found.get(name) for name in names] == expected
 
 
+def test_page_locked_memory_is_a_servers_unless_it_is_told():
+    found = launch.environment(launch.Machine(), {})
+    assert int(found["LOWTIDE_PINNED_BYTES"]) == 128 << 30
+    found = launch.environment(launch.Machine(), {"LOWTIDE_PINNED_BYTES": "7"})
+    assert found["LOWTIDE_PINNED_BYTES"] == "7"
+
+
 # Says that it runs by holding a lock, which the system releases.
 WAITS = """
 import fcntl, time

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lowtide.phantom
 from llama import Llama, LlamaConfig
 from lowtide._torch_version import VERSION
+from lowtide.phantom import machines
 from lowtide.phantom.dry.launch import Machine
 from support.dry_process import call_dry
 from support.systems import get_system
@@ -102,6 +104,64 @@ def gathers_behind_an_optimizer(system_name: str) -> tuple[float, float]:
     done = max(span.end for span in spans if span.stream == other.cuda_stream)
     gathers = [span.begin for span in spans if span.kind == "collective"]
     return done, min(gathers)
+
+
+def calls_of_backwards(bandwidth: float | None) -> list[str]:
+    """Of three steps: a for a gather and r for a reduction, as they run in backward.
+    Without `bandwidth`, of the links of all ranks, those of a node of H100s."""
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("meta"):
+        blocks = [
+            torch.nn.Sequential(
+                *(torch.nn.Linear(4096, 4096, bias=False) for _ in range(8))
+            )
+            for _ in range(3)
+        ]
+    system = get_system("lowtide")
+    model = torch.nn.Sequential(*blocks)
+    for unit in (*blocks, model):
+        system.fully_shard(unit)
+    model.to_empty(device="cuda")
+    network, ranks_per_node = machines.DGX, 8
+    if bandwidth is not None:
+        ranks_per_node = 1
+        network = dataclasses.replace(network, bandwidth_between_nodes=bandwidth)
+    with lowtide.phantom.timeline(
+        "h100", network=network, ranks_per_node=ranks_per_node
+    ) as time:
+        for _ in range(3):
+            time.begin_step()
+            time.phase("forward")
+            out = model(torch.zeros(8192, 4096, device="cuda"))
+            time.phase("backward")
+            out.sum().backward()
+            model.zero_grad()
+    found = []
+    for step in range(3):
+        _, (name, begin), (_, end) = time._marks_of(step)
+        assert name == "backward"
+        calls = [s for s in time.spans(begin, end) if s.kind == "collective"]
+        calls.sort(key=lambda span: span.begin)
+        found.append("".join("a" if "gather" in s.name else "r" for s in calls))
+    dist.destroy_process_group()
+    return found
+
+
+def calls_by_links() -> list[list[str]]:
+    found = []
+    for bandwidth in (None, 20e9):
+        dist.init_process_group("nccl")
+        found.append(calls_of_backwards(bandwidth))
+    return found
+
+
+def test_gathers_in_backward_leave_at_once_where_the_first_ones_took_long():
+    """In a node the next unit's gather leaves behind the first gradients; over links
+    that turn out to be slow, from the second step on, before them."""
+    fast, slow = call_dry(calls_by_links, machine=Machine(world=WORLD))
+    assert all(calls.startswith("ar") for calls in (*fast, slow[0]))
+    assert all(calls.startswith("aar") for calls in slow[1:])
+    assert slow[2].count("a") == fast[2].count("a")
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,9 @@ OF_TORCHRUN = (
     *("MASTER_ADDR", "MASTER_PORT"),
 )
 _MOST_DEVICES = 8  # of a machine
+# What a GPU's process page-locks of its host's memory: not of the laptop's that stands
+# for it, but its share of half of a DGX H100's 2 TiB (assumption).
+_PINNED_BYTES = 2**41 // 2 // _MOST_DEVICES
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ def environment(
         "LOWTIDE_DRY_GPU": machine.gpu,
         "LOWTIDE_DRY_DEVICES": str(machine.num_devices),
         "LOWTIDE_DRY_EVENTS": machine.events,
+        "LOWTIDE_PINNED_BYTES": base.get("LOWTIDE_PINNED_BYTES", str(_PINNED_BYTES)),
         "TRITON_LIBCUDA_PATH": str(place),
         # Kernels that were tuned here must never be taken for tuned ones.
         "TRITON_CACHE_DIR": str(place / "triton"),
