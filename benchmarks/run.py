@@ -43,6 +43,7 @@ CASES = (
     "wire_bytes",
     "host_cost",
     "host_instructions",
+    "nccl_host_cost",
     "optimizer_step",
     "optimizer_in_backward",
     "step_cpu",

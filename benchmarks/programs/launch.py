@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,19 +42,24 @@ def run(
     under: Sequence[str] = (),
     directory: Path | None = None,
     machine: Machine | None = None,
+    observed: bool = True,
     gpu: bool = False,
+    variables: Mapping[str, str] | None = None,
     timeout: float,
 ) -> str:
     """What it printed; RuntimeError with the end of its errors when it fails. It sees
     no GPU, or with ``gpu`` that of this computer, or those of ``machine``, over the
-    driver that computes nothing."""
+    driver that computes nothing; not ``observed``: without what `lowtide phantom` does
+    in the process beside that. ``variables``: of its environment."""
     base = os.environ | ENVIRONMENT
     line, environment = command(program, *arguments), base | ({} if gpu else NO_GPU)
     if machine is not None:
         from lowtide.phantom.dry import launch
 
-        line = launch.command(line[1:], machine, launch.Settings())
+        if observed:
+            line = launch.command(line[1:], machine, launch.Settings())
         environment = launch.environment(machine, base)
+    environment |= variables or {}
     done = subprocess.run(
         [*under, *line],
         capture_output=True,

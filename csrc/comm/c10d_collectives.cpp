@@ -77,9 +77,12 @@ bool is_gloo(std::string_view backend) { return backend.ends_with("gloo"); }
 // Also "nccl2", which torch has from 2.14 on.
 bool is_nccl(std::string_view backend) { return backend.starts_with("nccl"); }
 
-std::shared_ptr<Wire> wire_for(std::string_view backend, c10::Device device) {
-  return is_nccl(backend) && !device.is_cpu() ? std::make_shared<Wire>(device)
-                                              : nullptr;
+std::shared_ptr<Wire> wire_for(std::string_view backend,
+                               const std::shared_ptr<BorrowedGroup>& group,
+                               c10::Device device) {
+  return is_nccl(backend) && !device.is_cpu()
+             ? std::make_shared<Wire>(group, device)
+             : nullptr;
 }
 
 constexpr std::int64_t kPackedBytes = std::int64_t{1} << 20;
@@ -128,12 +131,14 @@ class C10dCollectives::Work final : public Pending {
   void start(Issue&& issue) {
     const IssuedBy issuer(label_);
     const WithoutPythonState state;
+    // Autograd has no part in it, and its fallback boxes every argument.
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
     try {
       if (!wire_) {
         parts_.push_back(issue(lists_.outs, lists_.ins));
         return;
       }
-      done_ = wire_->run([&] {
+      done_ = wire_->run(kind_, label_, lists_.full_bytes(kind_), [&] {
         auto part = issue(lists_.outs, lists_.ins);
         if (part) parts_.push_back(std::move(part));
       });
@@ -186,7 +191,7 @@ class C10dCollectives::Work final : public Pending {
   }
 
   void join() {
-    if (done_) wire_->wait(*std::exchange(done_, std::nullopt));
+    if (done_) wire_->wait(std::exchange(done_, nullptr));
   }
 
   Kind kind_;
@@ -197,7 +202,7 @@ class C10dCollectives::Work final : public Pending {
   TensorLists lists_;
   std::optional<PackedList> packed_;
   std::vector<c10::intrusive_ptr<c10d::Work>> parts_;
-  std::optional<c10::Event> done_;  // on the wire
+  Wire::Point done_;  // on the wire
 };
 
 C10dCollectives::C10dCollectives(std::shared_ptr<BorrowedGroup> group,
@@ -205,7 +210,7 @@ C10dCollectives::C10dCollectives(std::shared_ptr<BorrowedGroup> group,
     : group_(std::move(group)),
       device_(device),
       backend_(backend_name(*group_->get(), device.type())),
-      wire_(wire_for(backend_, device)),
+      wire_(wire_for(backend_, group_, device)),
       gathers_lists_(!is_gloo(backend_)) {}
 
 C10dCollectives::~C10dCollectives() = default;

@@ -1,26 +1,13 @@
 #include "comm/collectives.h"
 
-#include <utility>
-
 #include "base/exception_text.h"
+#include "comm/first_failure.h"
 
 namespace lowtide::comm {
-namespace {
-
-std::function<std::string()>& first_failure() {
-  static std::function<std::string()> ask = [] { return std::string(); };
-  return ask;
-}
-
-}  // namespace
-
-void set_first_failure(std::function<std::string()> ask) {
-  first_failure() = std::move(ask);
-}
 
 std::string failure_text(const std::string& cause, std::int64_t rank,
                          std::int64_t size) {
-  const auto first = first_failure()();
+  const auto first = first_failure();
   return base::concat(base::on_rank(cause, rank, size),
                       first.empty() ? "" : "; ", first);
 }

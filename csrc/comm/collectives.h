@@ -18,7 +18,6 @@
 #include <array>
 #include <cstdint>
 #include <exception>
-#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -53,9 +52,6 @@ using Counters = std::array<Count, kNumKinds>;
 
 std::string_view kind_name(Kind kind);  // "all-gather", ...
 
-// `ask` gives what the rank that failed first said ("rank 1 raised first: ...";
-// empty: not known); it is called on any thread, with the GIL or without.
-void set_first_failure(std::function<std::string()> ask);
 // What `rank` got while it waited for others: `cause`, and who failed first.
 std::string failure_text(const std::string& cause, std::int64_t rank,
                          std::int64_t size);

@@ -8,7 +8,8 @@
 // on `gather` and `reduce` the copies for the next call would wait for the one
 // before.
 //
-// One for each communicator, from the device's pool.  Not thread-safe.
+// One for each communicator, from the device's pool.  What runs on it is
+// watched (watch.h) until torch ends the group.  Not thread-safe.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -16,40 +17,57 @@
 #include <c10/core/Stream.h>
 #include <c10/core/StreamGuard.h>
 
+#include <cstdint>
+#include <memory>
+#include <string>
 #include <utility>
-#include <vector>
+
+#include "comm/borrowed_group.h"
+#include "comm/collectives.h"
+#include "comm/issued_calls.h"
 
 namespace lowtide::comm {
 
 class Wire {
  public:
-  // Without an index: the current device, which has streams.
-  explicit Wire(c10::Device device);
+  using Point = IssuedCalls::Point;
+
+  // Of a communicator of `group`, on `device`, which has streams; without an
+  // index: on the current one.
+  Wire(std::shared_ptr<BorrowedGroup> group, c10::Device device);
+  ~Wire();
+  Wire(const Wire&) = delete;
+  Wire& operator=(const Wire&) = delete;
 
   // Runs `issue` with the wire as the current stream, behind what the stream
   // that is current now holds; returns the point after it.  When `issue`
-  // throws, the current stream waits for what it has enqueued.
+  // throws, the current stream waits for what it has enqueued.  `bytes`: of the
+  // larger side's buffers.
   template <typename Issue>
-  [[nodiscard]] c10::Event run(Issue&& issue) {
+  [[nodiscard]] Point run(Kind kind, const std::string& label,
+                          std::int64_t bytes, Issue&& issue) {
     follow_current();
     try {
       const c10::StreamGuard scope(stream_);
       std::forward<Issue>(issue)();
     } catch (...) {
-      wait(point_on(stream_));
+      wait(point_behind(kind, label, bytes));
       throw;
     }
-    return point_on(stream_);
+    return point_behind(kind, label, bytes);
   }
   // What is enqueued on the current stream from now on runs after `point`.
-  void wait(c10::Event point);
+  void wait(const Point& point);
 
  private:
+  class Watch;
+
   void follow_current();
-  c10::Event point_on(const c10::Stream& stream);
+  Point point_behind(Kind kind, const std::string& label, std::int64_t bytes);
 
   c10::Stream stream_;
-  std::vector<c10::Event> spare_;  // making one costs as much as recording it
+  c10::Event before_;  // what the wire was last made to wait for
+  std::shared_ptr<Watch> watch_;
 };
 
 }  // namespace lowtide::comm

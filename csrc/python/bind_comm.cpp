@@ -11,6 +11,7 @@
 
 #include "comm/borrowed_group.h"
 #include "comm/c10d_collectives.h"
+#include "comm/first_failure.h"
 #include "comm/host_channel.h"
 #include "python/bindings.h"
 #include "python/custom_collectives.h"
@@ -88,16 +89,11 @@ py::dict counters(const Collectives& collectives) {
 
 void bind_comm(py::module_& module) {
   module.def(
-      "set_first_failure",
-      [](const py::function& ask) {
-        // Outlives the interpreter, as threads that may ask do.
-        auto* const kept = new py::function(ask);
-        comm::set_first_failure([kept] {
-          const py::gil_scoped_acquire gil;
-          return (*kept)().cast<std::string>();
-        });
+      "find_first_failure_in",
+      [](const std::string& group_name, const std::string& key) {
+        comm::find_first_failure_in(borrow(group_name), key);
       },
-      py::arg("ask"));
+      py::arg("group_name"), py::arg("key"));
 
   py::class_<Pending>(module, "Pending", "A collective on its way.")
       .def("wait", &Pending::wait, NoGil());

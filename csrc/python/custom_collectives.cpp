@@ -4,7 +4,6 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <optional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
 
@@ -36,12 +35,13 @@ class CustomWork final : public Pending {
 
   // Under the GIL; `call()` returns what the object did.
   template <typename Call>
-  void start(Call&& call) {
+  void start(Kind kind, const std::string& label, std::int64_t bytes,
+             Call&& call) {
     if (!wire_) {
       work_ = call();
       return;
     }
-    done_ = wire_->run([&] { work_ = call(); });
+    done_ = wire_->run(kind, label, bytes, [&] { work_ = call(); });
   }
 
   void wait() override {
@@ -58,13 +58,13 @@ class CustomWork final : public Pending {
   }
 
   void abandon() override {
-    if (done_) wire_->wait(*std::exchange(done_, std::nullopt));
+    if (done_) wire_->wait(std::exchange(done_, nullptr));
   }
 
  private:
   std::shared_ptr<comm::Wire> wire_;
   at::Tensor input_;  // which the object reads until then
-  std::optional<c10::Event> done_;
+  comm::Wire::Point done_;
   py::object work_;
 };
 
@@ -113,7 +113,7 @@ at::Tensor CustomCollectives::allocate(const py::object& object,
 
 std::shared_ptr<comm::Wire> CustomCollectives::wire(const at::Tensor& like) {
   if (!wire_ && !like.is_cpu()) {
-    wire_ = std::make_shared<comm::Wire>(like.device());
+    wire_ = std::make_shared<comm::Wire>(base_->group(), like.device());
   }
   return wire_;
 }
@@ -134,8 +134,9 @@ std::unique_ptr<Pending> CustomCollectives::all_gather(
   for (std::size_t i = 0; i < places.size(); ++i) {
     places[i].copy_(lists.ins[i].view({1, -1}));
   }
+  const auto bytes = lists.full_bytes(Kind::all_gather);
   auto work = std::make_unique<CustomWork>(wire(input), input);
-  work->start([&] {
+  work->start(Kind::all_gather, label, bytes, [&] {
     return all_gather_(
         py::arg("output_tensor") = output, py::arg("input_tensor") = input,
         py::arg("group") = base_->group()->get(), py::arg("async_op") = false);
@@ -144,7 +145,7 @@ std::unique_ptr<Pending> CustomCollectives::all_gather(
     work->outs.push_back(out.view({size(), -1}));
   }
   work->results = blocks(output, size(), lists.outs);
-  count(Kind::all_gather, lists.full_bytes(Kind::all_gather));
+  count(Kind::all_gather, bytes);
   return work;
 }
 
@@ -176,8 +177,9 @@ std::unique_ptr<Pending> CustomCollectives::reduce_scatter_coalesced(
       py::module_::import("torch.distributed")
           .attr("ReduceOp")
           .attr(reduction == Reduction::average && size() > 1 ? "AVG" : "SUM");
+  const auto bytes = lists.full_bytes(Kind::reduce_scatter);
   auto work = std::make_unique<CustomWork>(wire(input), input);
-  work->start([&] {
+  work->start(Kind::reduce_scatter, label, bytes, [&] {
     return reduce_scatter_(py::arg("output_tensor") = output,
                            py::arg("input_tensor") = input,
                            py::arg("group") = base_->group()->get(),
@@ -185,7 +187,7 @@ std::unique_ptr<Pending> CustomCollectives::reduce_scatter_coalesced(
   });
   for (const auto& one : lists.outs) work->outs.push_back(one.view({1, -1}));
   work->results = blocks(output, 1, lists.outs);
-  count(Kind::reduce_scatter, lists.full_bytes(Kind::reduce_scatter));
+  count(Kind::reduce_scatter, bytes);
   return work;
 }
 

@@ -21,6 +21,10 @@ constexpr std::int64_t kLargestUnitOverRing = 11;
 constexpr std::int64_t kExpertsOverRing = 4;
 constexpr std::int64_t kMostRingOfExperts = 640 * kMiB;
 
+constexpr std::int64_t kPackedInANode = std::int64_t{64} << 10;
+constexpr std::int64_t kPackedPerRank = std::int64_t{24} << 10;
+constexpr std::int64_t kMostPacked = 4 * kMiB;
+
 constexpr std::int64_t kRanksOfANode = 8;
 constexpr std::int64_t kFlopsPerByteOfMemory = 300;
 constexpr std::int64_t kFlopsPerByteInANode = 3000;
@@ -62,6 +66,11 @@ Ends ends_of(c10::ArrayRef<RingUnit> units, c10::ArrayRef<std::int32_t> order) {
 }
 
 }  // namespace
+
+std::int64_t packed_bytes(std::int64_t ranks) {
+  return ranks <= kRanksOfANode ? kPackedInANode
+                                : std::min(kPackedPerRank * ranks, kMostPacked);
+}
 
 std::int64_t ring_slots(std::int64_t ranks, bool own) {
   return own && ranks < kManyRanks ? kMostRingSlots : kRingSlots;

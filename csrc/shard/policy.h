@@ -12,8 +12,19 @@ namespace lowtide::shard {
 
 // --- small tensors ----------------------------------------------------------
 
-// A parameter whose full bytes are at most that many may be packed.
-inline constexpr std::int64_t kPackedBytes = std::int64_t{64} << 10;
+// A parameter of at most so many full bytes travels in the packed entry of its
+// unit's gather, beside which every other one is an entry of its own.
+//
+// [Note: Entries of a gather]
+// An entry makes a channel of NCCL's pass once more around the ring.  Between
+// nodes of 8 GPUs that is (7 * 1.9 + 4) / 8 = 2.2 us a rank by NCCL's tuning
+// model (LL128, what the phantom's clock charges), over 16 channels, so 0.135
+// us; a packed one is read and written once more, at 3 TB/s.  Both are equal at
+// 198 KiB a rank.  An eighth of that is packed: the copy takes memory from what
+// computes, and its bytes are there twice while the gather is on its way.  At
+// most 4 MiB: larger ones have bytes to hide their passes behind.  In a node,
+// where 24 channels pass 7 * 1.9 us, the same is 101 KiB: 64 KiB are packed.
+std::int64_t packed_bytes(std::int64_t ranks);
 
 // [Note: Small gradients]
 // Up to that many bytes a gradient costs its launch, not its bytes: it waits

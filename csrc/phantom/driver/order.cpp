@@ -1,6 +1,9 @@
 #include "phantom/driver/order.h"
 
 #include <algorithm>
+#include <chrono>
+
+#include "phantom/driver/settings.h"
 
 namespace lowtide::dry {
 namespace {
@@ -17,7 +20,11 @@ void merge(Clock& clock, const Clock& event) {
 
 void Order::enqueue_collective(cudaStream_t stream) {
   const Lock lock(mutex_);
-  ++clocks_[stream][stream];
+  const auto number = ++clocks_[stream][stream];
+  if (++collectives_ == hang_) {
+    stuck_ = stream;
+    stuck_at_ = number;
+  }
 }
 
 Clock Order::record(cudaStream_t stream) const {
@@ -53,9 +60,29 @@ std::int64_t Order::unseen(cudaStream_t stream) const {
   return static_cast<std::int64_t>(unseen);
 }
 
+bool Order::is_stuck(const Clock& event) const {
+  if (hang_ == 0) return false;
+  const Lock lock(mutex_);
+  const auto found = event.find(stuck_);
+  return stuck_at_ != 0 && found != event.end() && found->second >= stuck_at_;
+}
+
+bool Order::is_stuck(cudaStream_t stream) const {
+  return hang_ != 0 && is_stuck(record(stream));
+}
+
+bool Order::is_stuck() const {
+  const Lock lock(mutex_);
+  return stuck_at_ != 0;
+}
+
 Order& order() {
-  static Order order;
+  static Order order(settings().hang);
   return order;
+}
+
+void wait_for_ever_if(bool stuck) {
+  while (stuck) std::this_thread::sleep_for(std::chrono::hours(1));
 }
 
 }  // namespace lowtide::dry

@@ -10,6 +10,7 @@
 #include "phantom/driver/capture.h"
 #include "phantom/driver/device.h"
 #include "phantom/driver/listener.h"
+#include "phantom/driver/order.h"
 #include "phantom/driver/timekeeper.h"
 
 namespace lowtide::dry {
@@ -131,6 +132,7 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
 cudaError_t cudaDeviceSynchronize() {
   ++host_waits();
   if (const auto refused = capture().host_waits()) return refused;
+  wait_for_ever_if(order().is_stuck());
   device(current_device()).completion.wait_for_device();
   timekeeper().synchronize_all();
   listener().hear_waited(current_device());

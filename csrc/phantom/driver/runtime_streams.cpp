@@ -33,6 +33,7 @@ Event& event_of(cudaEvent_t event) { return *reinterpret_cast<Event*>(event); }
 thread_local bool looks_on = true;
 
 bool is_done(const Event& event) {
+  if (order().is_stuck(event.clock)) return false;
   const auto& completion = device(event.device).completion;
   if (!completion.done(event.ticket)) return false;
   if (!event.moment.is_of_collective || !timekeeper().runs()) return true;
@@ -77,6 +78,7 @@ cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) {
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   ++host_waits();
   if (const auto refused = capture().host_waits_for(stream)) return refused;
+  wait_for_ever_if(order().is_stuck(stream));
   device_of_stream(stream).completion.wait_for_stream(stream);
   timekeeper().synchronize(stream);
   listener().hear_waited(stream_of(stream).device, stream);
@@ -146,6 +148,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   ++host_waits();
   const auto& recorded = event_of(event);
   if (const auto refused = capture().ask(recorded.captured)) return refused;
+  wait_for_ever_if(order().is_stuck(recorded.clock));
   device(recorded.device).completion.wait(recorded.ticket);
   order().host_sees(recorded.clock);
   timekeeper().synchronize(recorded.moment);

@@ -74,6 +74,8 @@ Settings settings_in(Environment environment) {
   if (!settings.immediate && events != "at_sync") {
     refuse("LOWTIDE_DRY_EVENTS", "immediate or at_sync", events);
   }
+  settings.hang =
+      number_of(environment, "LOWTIDE_DRY_HANG", 0, std::size_t{1} << 40, 0);
   return settings;
 }
 

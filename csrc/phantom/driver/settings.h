@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 
 #include "phantom/driver/gpus.h"
@@ -14,12 +15,15 @@ namespace lowtide::dry {
 //   LOWTIDE_DRY_LIMIT    bytes of each that there really are; default as many
 //   LOWTIDE_DRY_EVENTS   immediate (default): events are complete when they are
 //                        recorded; at_sync: when the host waits
+//   LOWTIDE_DRY_HANG     which of the process's collectives, counted from 1,
+//                        never finishes, nor what comes after it; default none
 struct Settings {
   const Gpu* gpu = nullptr;
   int devices = 1;
   std::size_t memory = 0;
   std::size_t limit = 0;
   bool immediate = true;
+  std::uint64_t hang = 0;
 };
 
 // As getenv.

@@ -46,7 +46,8 @@ memory::FlatLayout lay_out(const ParameterInfos& infos,
   shapes.reserve(infos.size());
   for (const auto& info : infos) {
     const auto numel = c10::multiply_integers(info.sizes);
-    const bool small = numel * itemsize(info.compute_dtype) <= kPackedBytes;
+    const bool small =
+        numel * itemsize(info.compute_dtype) <= packed_bytes(world_size);
     const bool dim0 = info.shard_dim == 0;
     const bool here = !info.extended;
     require_splittable(info, world_size);

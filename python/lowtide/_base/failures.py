@@ -1,7 +1,8 @@
 """Which rank raised first, for the errors of those that waited for it.
 
 A process that ends by an exception says so in the default group's store before its
-connections close; a peer whose collective fails then looks there. Nothing is known
+connections close; a peer whose collective fails, or does not finish on its device, then
+looks there (``csrc/comm/first_failure.h``). Nothing is known
 where the store went with the rank (rank 0's own, without an agent that keeps it), where
 a program catches the exception, and of processes that are killed.
 """
@@ -19,8 +20,12 @@ _installed = False
 
 
 def name_failed_ranks() -> None:
-    """Of this process, to others, and of others in this one's errors. Once."""
+    """Of this process, to others, and of others in this one's errors; again for a
+    default group that came after another."""
     global _installed
+    _C.find_first_failure_in(
+        dist.distributed_c10d._get_default_group().group_name, _KEY
+    )
     if _installed:
         return
     _installed = True
@@ -36,7 +41,6 @@ def name_failed_ranks() -> None:
         before(kind, error, traceback)
 
     sys.excepthook = tell
-    _C.set_first_failure(_first_failure)
 
 
 def text_of(error: BaseException) -> str:
@@ -53,13 +57,3 @@ def _say(error: BaseException) -> None:
         said = f"{dist.get_rank()} {text_of(error)}"
         # The first stays: what peers raise for it comes later.
         dist.distributed_c10d._get_default_store().compare_set(_KEY, "", said)
-
-
-def _first_failure() -> str:
-    with contextlib.suppress(Exception):
-        store = dist.distributed_c10d._get_default_store()
-        if store.check([_KEY]):
-            rank, text = store.get(_KEY).decode().split(" ", 1)
-            if int(rank) != dist.get_rank():
-                return f"rank {rank} raised first: {text!r}"
-    return ""

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "device/make_runtime.h"
+#include "device/stream_capture.h"
 
 namespace lowtide::device {
 namespace LOWTIDE_FILE {
@@ -306,6 +307,32 @@ TEST_F(CudaRuntimeTest, TimeStampsTellTheDevicesTimeOnceBothAreReached) {
     // The driver says a millisecond of any two events.
     EXPECT_EQ(runtime_.elapsed_ns(from, to), 1'000'000);
   }
+}
+
+TEST_F(CudaRuntimeTest, EventsAreAskedForBesideACaptureInTheirDevicesContext) {
+  const auto captured = getStreamFromPool(false, 1);
+  const auto beside = getStreamFromPool(false, 1);
+  c10::Event event(c10::DeviceType::CUDA);
+  event.record(beside.unwrap());
+  const GraphCapture capture(captured);
+  EXPECT_TRUE(is_capturing(captured.unwrap()));
+  EXPECT_FALSE(is_capturing(beside.unwrap()));
+  const auto mode_now = [] {
+    auto mode = cudaStreamCaptureModeGlobal;
+    EXPECT_EQ(cudaThreadExchangeStreamCaptureMode(&mode), cudaSuccess);
+    auto same = mode;
+    EXPECT_EQ(cudaThreadExchangeStreamCaptureMode(&same), cudaSuccess);
+    return mode;
+  };
+  std::thread([&] {
+    {
+      const AsksForEvents asks(cuda(1));
+      EXPECT_EQ(c10::cuda::current_device(), 1);
+      EXPECT_EQ(mode_now(), cudaStreamCaptureModeRelaxed);
+      EXPECT_FALSE(event.query());
+    }
+    EXPECT_EQ(mode_now(), cudaStreamCaptureModeGlobal);
+  }).join();
 }
 
 TEST_F(CudaRuntimeTest, ACaptureIsOfTheCurrentStreamAndHasNoTime) {

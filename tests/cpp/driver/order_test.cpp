@@ -47,6 +47,25 @@ TEST(OrderTest, AThreadKnowsWhatItHasFoundDone) {
   EXPECT_EQ(order.unseen(kThree), 1);
 }
 
+TEST(OrderTest, WhatComesAfterACollectiveThatNeverFinishesIsStuck) {
+  Order order(/*hang=*/2);
+  order.enqueue_collective(kOne);
+  const auto before = order.record(kOne);
+  EXPECT_FALSE(order.is_stuck());
+  order.enqueue_collective(kOne);
+  const auto behind = order.record(kOne);
+  order.enqueue_collective(kTwo);
+  EXPECT_TRUE(order.is_stuck());
+  EXPECT_FALSE(order.is_stuck(before));
+  EXPECT_TRUE(order.is_stuck(behind));
+  EXPECT_TRUE(order.is_stuck(kOne));
+  order.wait(kTwo, before);
+  EXPECT_FALSE(order.is_stuck(kTwo));
+  order.wait(kTwo, behind);
+  EXPECT_TRUE(order.is_stuck(kTwo));
+  EXPECT_TRUE(order.is_stuck(order.record(kTwo)));
+}
+
 TEST(CompletionTest, TheTwoBounds) {
   Completion lower(true);
   Completion upper(false);

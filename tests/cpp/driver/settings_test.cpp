@@ -19,8 +19,8 @@ namespace LOWTIDE_FILE {
 using Variables = std::map<std::string, std::string>;
 
 const std::vector<std::string> kNames = {
-    "LOWTIDE_DRY_GPU", "LOWTIDE_DRY_DEVICES", "LOWTIDE_DRY_MEMORY",
-    "LOWTIDE_DRY_LIMIT", "LOWTIDE_DRY_EVENTS"};
+    "LOWTIDE_DRY_GPU",   "LOWTIDE_DRY_DEVICES", "LOWTIDE_DRY_MEMORY",
+    "LOWTIDE_DRY_LIMIT", "LOWTIDE_DRY_EVENTS",  "LOWTIDE_DRY_HANG"};
 
 Settings read(const Variables& variables) {
   return settings_in([&](const char* name) -> const char* {

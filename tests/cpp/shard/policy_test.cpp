@@ -14,6 +14,15 @@ namespace LOWTIDE_FILE {
 constexpr std::int64_t kMiB = std::int64_t{1} << 20;
 constexpr std::int64_t kGiB = kMiB << 10;
 
+TEST(PackedBytesTest, GrowWithTheRing) {
+  EXPECT_EQ(packed_bytes(1), 64 << 10);
+  EXPECT_EQ(packed_bytes(8), 64 << 10);
+  EXPECT_EQ(packed_bytes(16), 384 << 10);
+  EXPECT_EQ(packed_bytes(64), 3 * kMiB / 2);
+  EXPECT_EQ(packed_bytes(128), 3 * kMiB);
+  EXPECT_EQ(packed_bytes(1024), 4 * kMiB);
+}
+
 TEST(RingBytesTest, TheBudgetGrowsWithTheRanks) {
   EXPECT_EQ(default_ring_budget(8, kGiB, 0), 192 * kMiB);
   EXPECT_EQ(default_ring_budget(128, kGiB, 0), 192 * kMiB);

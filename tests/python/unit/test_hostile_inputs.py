@@ -105,7 +105,9 @@ READERS: dict[str, Callable[[], Any]] = {
     "LOWTIDE_DEBUG": debugging.enabled.__wrapped__,
     "LOWTIDE_DRY_GPU": timeline,
 }
-OF_THE_DRIVER = {f"LOWTIDE_DRY_{name}" for name in ("DEVICES", "EVENTS", "LIMIT")}
+OF_THE_DRIVER = {
+    f"LOWTIDE_DRY_{name}" for name in ("DEVICES", "EVENTS", "HANG", "LIMIT")
+}
 OF_THE_DRIVER |= {"LOWTIDE_DRY_MEMORY", "LOWTIDE_DRY_GPU"}
 FOLDERS = {"LOWTIDE_DEBUG_LOG"}  # which any text may name
 

@@ -5,6 +5,8 @@
 
 #include <vector>
 
+#include "shard/policy.h"
+
 namespace lowtide::phantom {
 namespace LOWTIDE_FILE {
 
@@ -120,6 +122,33 @@ TEST(CollectiveCostTest, AloneIsFree) {
 }
 
 // -- groups -------------------------------------------------------------------
+
+// Of lowtide's gathers: what an entry is worth that leaves the group and is
+// copied out of the packed one instead.
+TEST(CollectiveCostTest, APackedEntrySavesManyTimesItsCopy) {
+  constexpr double kMemory = 3e12, kLarge = 50e6;
+  Network dgx = network();
+  dgx.bandwidth_in_node = 371e9;
+  dgx.bandwidth_between_nodes = 48e9;
+  dgx.channels_between_nodes = 16;
+  dgx.channel_bandwidth = 25e9;
+  dgx.rings = {{14e-6, 1.9e-6, 1.9e-6, 4e-6, 0, 0.92, 0.92, {}}};
+  dgx.rings[0].most = {440e9, 294e9, 232e9};
+  dgx.rings[0].channel_bytes = 5120;
+  for (const std::int64_t ranks : {16, 64, 128, 512}) {
+    const auto packed = static_cast<double>(shard::packed_bytes(ranks));
+    const auto seconds = [&](std::vector<double> entries) {
+      std::vector<CollectiveCall> calls(7,
+                                        {CollectiveKind::all_gather, kLarge});
+      for (const double bytes : entries) {
+        calls.push_back({CollectiveKind::all_gather, bytes});
+      }
+      return group_cost(calls, {ranks, ranks / 8}, dgx).seconds;
+    };
+    const double saved = seconds({packed, packed}) - seconds({2 * packed});
+    EXPECT_GT(saved, 7 * 2 * packed / kMemory) << ranks;
+  }
+}
 
 CollectiveCost all_gathers(int number, double bytes, const Network& network,
                            std::int64_t most_channels = 0) {
