@@ -67,11 +67,11 @@ running it, as the case says; *simulated*: run on
 [torch's CUDA over a driver that computes nothing](design/phantom.md), the same every
 time; *arithmetic*: computed from shapes; *published*: a figure of the report the case
 comes from. What a GPU said is in [gpu_check.md](gpu_check.md) and nowhere here. Bytes
-of peers, published and foreign_scripts were obtained before the driver had a GPU's
-order of addresses and cuDNN's workspace for attention: on default segments they are up
-to 2.4 % off what they would be today, and where keys have fewer heads up to 2.2 %.
-Times were taken on a small machine that others used at the same time: compare the
-columns of a row, not rows of different days.
+of published and foreign_scripts were obtained before the driver had a GPU's order of
+addresses and cuDNN's workspace for attention: on default segments they are up to 2.4 %
+off what they would be today, and where keys have fewer heads up to 2.2 %. Times were
+taken on a small machine that others used at the same time: compare the columns of a
+row, not rows of different days.
 
 """
 

@@ -33,7 +33,8 @@ std::unique_ptr<comm::Pending> GatherTime::stamp(
 
 // Of a clock that stands still (a phantom without a timeline) it is 0, too.
 std::int64_t GatherTime::least_ns(const device::Runtime& runtime) {
-  while (!samples_.empty()) {
+  // A capture forbids its thread to ask for events.
+  while (!samples_.empty() && !runtime.capturing()) {
     const auto elapsed =
         runtime.elapsed_ns(samples_.front().from, samples_.front().to);
     if (!elapsed) break;

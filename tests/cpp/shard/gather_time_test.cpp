@@ -25,11 +25,13 @@ class ClockedRuntime final : public device::CpuRuntime {
   }
   std::optional<std::int64_t> elapsed_ns(const Event& from,
                                          const Event& to) const override {
+    EXPECT_FALSE(capturing());
     const auto first = *static_cast<std::int64_t*>(from.get());
     const auto second = *static_cast<std::int64_t*>(to.get());
     if (second > reached) return std::nullopt;
     return second - first;
   }
+  std::uint64_t capture() const override { return capturing_now ? 1 : 0; }
   Event record(Stream stream) override {
     recorded_on.push_back(stream);
     return Event(std::make_shared<std::int64_t>(time));
@@ -120,6 +122,14 @@ TEST_F(GatherTimeTest, ACaptureAndACallWithoutBytesAreNotTimed) {
     EXPECT_EQ(time_.least_ns(runtime_), 0);
     gather(30);
   }
+  EXPECT_EQ(time_.least_ns(runtime_), 30);
+}
+
+TEST_F(GatherTimeTest, NothingIsAskedForWhileAGraphIsCaptured) {
+  for (int k = 0; k < GatherTime::kEnough; ++k) gather(30);
+  runtime_.capturing_now = true;
+  EXPECT_EQ(time_.least_ns(runtime_), 0);
+  runtime_.capturing_now = false;
   EXPECT_EQ(time_.least_ns(runtime_), 30);
 }
 
