@@ -126,6 +126,7 @@ void GradientStream::accept(UnitGradients& unit, std::int32_t i,
     } else if (is_new) {
       entries_[place].chunk->hold_small_piece();
     }
+    leave_complete();
   }
   if (parameter.places.empty()) {
     parameter.source.reset();
@@ -320,7 +321,21 @@ bool GradientStream::may_leave(const Parcel& parcel) const {
   return unit.sealed() || (unit.leaves_early() && parcel.complete());
 }
 
+// To write a slot is to wait, on `reduce`, for what left from it, and whatever
+// leaves next waits behind that: so what can leave does before the next slot is
+// written, and a chunk is written while the one before it is on its way.
 void GradientStream::pump() {
+  leave_complete();
+  while (opened_ < entries_.size() && in_window(opened_)) {
+    if (auto* const chunk = entries_[opened_].chunk; chunk != nullptr) {
+      write(opened_, chunk->ready(/*small_too=*/false));
+    }
+    ++opened_;
+    leave_complete();
+  }
+}
+
+void GradientStream::leave_complete() {
   while (next_ < entries_.size() && may_leave(parcel(next_))) {
     issue_gathers(next_);
     leave(next_);
@@ -334,13 +349,8 @@ void GradientStream::pump() {
     if (last && unit.on_landed) {
       show(unit);
     }
-    opened_ = std::max(opened_, next_);
-    for (; opened_ < entries_.size() && in_window(opened_); ++opened_) {
-      if (entries_[opened_].chunk != nullptr) {
-        write(opened_, entries_[opened_].chunk->ready(/*small_too=*/false));
-      }
-    }
   }
+  opened_ = std::max(opened_, next_);
 }
 
 void GradientStream::leave(std::size_t place) {

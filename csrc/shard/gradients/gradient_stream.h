@@ -137,6 +137,7 @@ class GradientStream {
   void write(std::size_t place, c10::ArrayRef<std::size_t> pieces);
 
   void pump();
+  void leave_complete();
   void leave(std::size_t place);
   void land(std::size_t place);
   // What has left before `place`.

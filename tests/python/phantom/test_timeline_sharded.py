@@ -164,6 +164,49 @@ def test_gathers_in_backward_leave_at_once_where_the_first_ones_took_long():
     assert slow[2].count("a") == fast[2].count("a")
 
 
+class Experts(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(8, 4096, 4096))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(x, self.weight)
+
+
+def reductions_of_experts() -> list[tuple[float, float]]:
+    """When the reductions of a unit begin and end, whose one gradient comes at once
+    and leaves in chunks."""
+    dist.init_process_group("nccl")
+    system = get_system("lowtide")
+    with torch.device("meta"):
+        model = torch.nn.Sequential(Experts(), torch.nn.Linear(4096, 8))
+    policy = system.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for unit in (*model, model):
+        system.fully_shard(unit, mp_policy=policy)
+    model.to_empty(device="cuda")
+    with lowtide.phantom.timeline("h100") as time:
+        for _ in range(3):
+            time.begin_step()
+            time.phase("step")
+            model(torch.zeros(8, 64, 4096, device="cuda")).sum().backward()
+            model.zero_grad()
+    (_, begin), (_, end) = time._marks_of(-1)
+    collectives = [s for s in time.spans(begin, end) if s.kind == "collective"]
+    reductions = [s for s in collectives if "gather" not in s.name]
+    longest = max(span.bytes for span in reductions)
+    return sorted((s.begin, s.end) for s in reductions if s.bytes > longest / 2)
+
+
+def test_a_chunk_is_written_while_the_one_before_is_on_its_way():
+    reductions = call_dry(reductions_of_experts, machine=Machine(world=WORLD))
+    assert len(reductions) >= 4
+    gaps = [
+        begin - end
+        for (_, end), (begin, _) in zip(reductions, reductions[1:], strict=False)
+    ]
+    assert max(gaps) < 5e-6, gaps
+
+
 @pytest.fixture(scope="module")
 def steps():
     return call_dry(steps_of_both, machine=Machine(world=WORLD))
