@@ -1,6 +1,6 @@
 #include "comm/watch.h"
 
-#include <pthread.h>
+#include <sys/prctl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -25,6 +25,12 @@ constexpr auto kBetweenQuestions = 5s;
 constexpr milliseconds kMostPatience = 10s;  // no step waits for a peer so long
 // A process that ends does not wait longer for the thread.
 constexpr auto kLongestLook = 1s;
+
+// By the wall's clock: waiting by the steady one asks for a newer C library
+// than wheels may need.
+std::chrono::system_clock::time_point after(milliseconds time) {
+  return std::chrono::system_clock::now() + time;
+}
 
 std::string size_text(std::int64_t bytes) {
   constexpr std::int64_t kMega = 1'000'000;
@@ -92,16 +98,16 @@ class Watcher {
     std::unique_lock lock(mutex_);
     stopped_ = true;
     changed_.notify_all();
-    changed_.wait_for(lock, kLongestLook, [this] { return !runs_; });
+    changed_.wait_until(lock, after(kLongestLook), [this] { return !runs_; });
   }
 
  private:
   void run() {
-    pthread_setname_np(pthread_self(), "lowtide_watch");
+    prctl(PR_SET_NAME, "lowtide_watch");
     Complaints complaints(first_failure_aside);
     std::unique_lock lock(mutex_);
     while (!stopped_ && !watched_.empty()) {
-      changed_.wait_for(lock, kBetweenLooks);
+      changed_.wait_until(lock, after(kBetweenLooks));
       if (stopped_) break;
       const auto all = held();
       lock.unlock();

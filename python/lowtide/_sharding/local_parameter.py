@@ -54,9 +54,10 @@ class LocalParameter(nn.Parameter):
     same rows of the sharded parameter's, so setting either to None does both."""
 
     _sharded: nn.Parameter
-    # The gradient that was last asked for, its rows and what was made of them:
-    # optimizers ask three times in a step. Forgotten when the gradient dies.
-    _seen: tuple["weakref.ref[Tensor]", Tensor, Tensor] | None = None
+    # The rows of the gradient that was last asked for and what was made of them:
+    # optimizers ask three times in a step. Forgotten when they die. (No reference to
+    # the gradient itself: Module.to swaps gradients that have none.)
+    _seen: tuple["weakref.ref[Tensor]", LocalGradient] | None = None
     _forget: Callable[[Any], None]
 
     @property
@@ -65,10 +66,11 @@ class LocalParameter(nn.Parameter):
         if not isinstance(gradient, DTensor):
             return gradient
         rows, seen = gradient._local_tensor, self._seen
-        if seen is not None and seen[0]() is gradient and seen[1] is rows:
-            return seen[2]
+        if seen is not None and seen[0]() is rows and seen[1]._spec is gradient._spec:
+            return seen[1]
         local = local_gradient_of(gradient)
-        self._seen = weakref.ref(gradient, self._forget), rows, local
+        assert isinstance(local, LocalGradient)
+        self._seen = weakref.ref(rows, self._forget), local
         return local
 
     @grad.setter
@@ -89,7 +91,7 @@ class LocalParameter(nn.Parameter):
         return copy
 
 
-def _forget_seen(owner: "weakref.ref[LocalParameter]", gradient: Any) -> None:
+def _forget_seen(owner: "weakref.ref[LocalParameter]", rows: Any) -> None:
     if (local := owner()) is not None:
         local._seen = None
 

@@ -35,7 +35,7 @@ class Block(nn.Module):
     def compute(self, x: torch.Tensor) -> torch.Tensor:
         attention = torch_remat.region(self.attention, "attention", recompute=False)
         y = attention(self.norm(x))
-        x = torch_remat.region(torch.add, "residual", recompute=True)(x, y)
+        x = torch_remat.region(torch.add, "remat_residual", recompute=True)(x, y)
         y = torch_remat.region(self.mlp, "mlp", recompute=False)(x)
         torch_remat.recompute_needs_tensor(y)
         return (x + y).sin()
@@ -107,7 +107,7 @@ def test_a_region_of_lowtides_within_is_refused():
 
 
 def test_a_name_of_a_region_is_refused():
-    policy = lowtide.ActivationPolicy(save=["residual"])
+    policy = lowtide.ActivationPolicy(save=["remat_residual"])
     block = lowtide.checkpoint(Block(within=False), policy)
     with pytest.raises(ValueError, match=r"torch_remat\.region is a plain call here"):
         block(torch.randn(4, 6, DIM, requires_grad=True)).sum().backward()
