@@ -114,9 +114,8 @@ every expert equally often. *deferred logits*: under `lowtide run --defer-logits
 
 Missed bars: of transformers' networks, whose blocks send 2.4 and 5.8 GB of gradients
 and compute for little longer than that takes. FSDP2 pays a ring's latency once a block
-and hides it behind copies, which count as computing. Mixtral's experts are split within
-each, so they are copied into place, as FSDP2's; default segments waste 7 to 10 GiB
-between blocks of 0.9 and 1.8 GiB, of either system.
+and hides it behind copies, which count as computing. Default segments waste 4 to 6 GiB
+of Mixtral's, 7 of FSDP2's, between blocks of 0.9 and 1.8 GiB.
 
 Clone and packages are looked for in the folder that `LOWTIDE_FOREIGN` names, as for
 published.""",
