@@ -20,7 +20,7 @@ from torch.distributed.tensor import (
 from lowtide import DataParallelMeshDims
 from lowtide._torch_version import VERSION
 from support.bits import same_bits
-from support.recorder import Record, Recorder, assert_same_records
+from support.recorder import Record, Recorder, assert_trains_as_fsdp2
 from support.systems import get_system
 
 # Dimensions and their sizes; over which rows of the batch are split; dp_mesh_dims.
@@ -108,9 +108,7 @@ def num_ranks(name: str) -> int:
 @pytest.mark.parametrize("name", MESHES)
 def test_training_equals_fsdp2(pool_of, name):
     pool = pool_of(num_ranks(name))
-    theirs = pool.run(train, "fsdp2", name)
-    for mine, other in zip(pool.run(train, "lowtide", name), theirs, strict=True):
-        assert_same_records(mine, other)
+    assert_trains_as_fsdp2(pool, train, name)
 
 
 @pytest.mark.parametrize("name", MESHES)

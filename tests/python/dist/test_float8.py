@@ -23,7 +23,12 @@ from torchao.float8 import (
 )
 
 import lowtide
-from support.recorder import Record, Recorder, assert_same_records
+from support.recorder import (
+    Record,
+    Recorder,
+    assert_same_records,
+    assert_trains_as_fsdp2,
+)
 from support.systems import get_system
 
 DIM, HIDDEN, WORDS = 32, 64, 64
@@ -132,12 +137,7 @@ def train(system_name: str, recipe: str, how: tuple[str, ...]) -> Record:
 )
 def test_training_equals_fsdp2(pool_of, recipe, how):
     pool = pool_of(2)
-    for mine, other in zip(
-        pool.run(train, "lowtide", recipe, how),
-        pool.run(train, "fsdp2", recipe, how),
-        strict=True,
-    ):
-        assert_same_records(mine, other)
+    assert_trains_as_fsdp2(pool, train, recipe, how)
 
 
 def test_what_is_lowtides_own_goes_together(pool_of):

@@ -13,7 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from support.model import TINY, batch, build, loss_fn
-from support.recorder import Record, Recorder, assert_same_records, finish_step
+from support.recorder import (
+    Record,
+    Recorder,
+    assert_same_records,
+    assert_trains_as_fsdp2,
+    finish_step,
+)
 from support.systems import System, get_system
 from support.training import adamw
 
@@ -86,10 +92,7 @@ def train(
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_training_equals_fsdp2(pool_of, shape, schedule):
     pool = pool_of(shape[0] * shape[1])
-    theirs = pool.run(train, "fsdp2", shape, schedule, schedule == "reduce_once")
-    ours = pool.run(train, "lowtide", shape, schedule, schedule == "reduce_once")
-    for mine, other in zip(ours, theirs, strict=True):
-        assert_same_records(mine, other)
+    assert_trains_as_fsdp2(pool, train, shape, schedule, schedule == "reduce_once")
 
 
 def train_with(system_name: str, change: str) -> Record:
@@ -130,12 +133,7 @@ CHANGES = {f.__name__: f for f in (force_sum, divide, divide_by_the_shards, hook
 @pytest.mark.parametrize("change", CHANGES)
 def test_reduction_settings_equal_fsdp2(pool_of, change):
     pool = pool_of(4)
-    for mine, other in zip(
-        pool.run(train_with, "lowtide", change),
-        pool.run(train_with, "fsdp2", change),
-        strict=True,
-    ):
-        assert_same_records(mine, other)
+    assert_trains_as_fsdp2(pool, train_with, change)
 
 
 def own_all_reduce(system_name: str, native: bool) -> Record:

@@ -35,7 +35,13 @@ import lowtide
 from lowtide._base.memory import ledger, offload_pool
 from support.model import TINY, batch, build, loss_fn
 from support.ranks import RankPool
-from support.recorder import Record, Recorder, assert_same_records, finish_step
+from support.recorder import (
+    Record,
+    Recorder,
+    assert_same_records,
+    assert_trains_as_fsdp2,
+    finish_step,
+)
 from support.systems import get_system
 from support.training import adamw, local
 
@@ -111,6 +117,15 @@ def frozen_and_unused(system_name: str) -> Record:
     return train(model, system_name)
 
 
+def train_on_rows(model: nn.Module, optimizer: torch.optim.Optimizer) -> Record:
+    record = Recorder()
+    for step in range(NUM_STEPS):
+        torch.manual_seed(step)
+        model(torch.randn(4, 8)).square().sum().backward()
+        finish_step(model, optimizer, record)
+    return record.values
+
+
 def tensor_parallel(system_name: str) -> Record:
     system = get_system(system_name)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
@@ -121,12 +136,7 @@ def tensor_parallel(system_name: str) -> Record:
     policy = CPUOffloadPolicy(pin_memory=system_name == "lowtide")
     system.fully_shard(model, mesh=mesh["dp"], offload_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    record = Recorder()
-    for step in range(NUM_STEPS):
-        torch.manual_seed(step)
-        model(torch.randn(4, 8)).square().sum().backward()
-        finish_step(model, optimizer, record)
-    return record.values
+    return train_on_rows(model, optimizer)
 
 
 def optimizer_in_backward(system_name: str) -> Record:
@@ -181,12 +191,7 @@ def columns(system_name: str) -> Record:
         )
     system.prepare(model)
     optimizer = adamw(model, foreach=False)
-    record = Recorder()
-    for step in range(NUM_STEPS):
-        torch.manual_seed(step)
-        model(torch.randn(4, 8)).square().sum().backward()
-        finish_step(model, optimizer, record)
-    return record.values
+    return train_on_rows(model, optimizer)
 
 
 def all_reduce_hook(system_name: str) -> Record:
@@ -292,12 +297,7 @@ TRAININGS = [
 def test_training_equals_fsdp2s_offload(
     pool_of: Callable[[int], RankPool], training: Callable[[str], Record]
 ) -> None:
-    pool = pool_of(2)
-    for mine, other in zip(
-        pool.run(training, "lowtide"), pool.run(training, "fsdp2"), strict=True
-    ):
-        assert_same_records(mine, other)
-        assert any(value is not None for _, value in other)
+    assert_trains_as_fsdp2(pool_of(2), training)
 
 
 @pytest.mark.slow
@@ -305,11 +305,7 @@ def test_training_equals_fsdp2s_offload(
 def test_training_equals_it_on_three_ranks(
     pool_of: Callable[[int], RankPool], training: Callable[[str], Record]
 ) -> None:
-    pool = pool_of(3)
-    for mine, other in zip(
-        pool.run(training, "lowtide"), pool.run(training, "fsdp2"), strict=True
-    ):
-        assert_same_records(mine, other)
+    assert_trains_as_fsdp2(pool_of(3), training)
 
 
 # -- where it is ----------------------------------------------------------------------

@@ -30,7 +30,7 @@ from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import (
 )
 
 import lowtide
-from support.recorder import Record, Recorder, assert_same_records
+from support.recorder import Record, Recorder, assert_trains_as_fsdp2
 from support.systems import get_system
 
 DIM, HIDDEN, RANK, WORDS, LAYERS = 128, 256, 4, 32, 3
@@ -195,19 +195,9 @@ def train(system_name: str, how: str) -> Record:
     return record.values
 
 
-def assert_equal(pool: Any, *task: Any) -> None:
-    program, *arguments = task
-    for mine, other in zip(
-        pool.run(program, "lowtide", *arguments),
-        pool.run(program, "fsdp2", *arguments),
-        strict=True,
-    ):
-        assert_same_records(mine, other)
-
-
 @pytest.mark.parametrize("how", ["regions", "offloaded"])
 def test_training_equals_fsdp2(pool_of, how):
-    assert_equal(pool_of(2), train, how)
+    assert_trains_as_fsdp2(pool_of(2), train, how)
 
 
 class Codes(nn.Parameter):
@@ -290,7 +280,7 @@ def make_base(kind: str) -> nn.Module:
 
 @pytest.mark.parametrize("base", ["coded", "int8"])
 def test_another_base_equals_fsdp2(pool_of, base):
-    assert_equal(pool_of(2), train_adapted, base)
+    assert_trains_as_fsdp2(pool_of(2), train_adapted, base)
 
 
 def shard_int8() -> None:

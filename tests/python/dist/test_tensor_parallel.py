@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from support.bits import same_bits
-from support.recorder import Record, Recorder, assert_same_records
+from support.recorder import Record, Recorder, assert_trains_as_fsdp2
 from support.systems import get_system
 from support.training import local
 
@@ -79,10 +79,7 @@ def train(system_name: str, shape: tuple[int, int], sync: bool) -> Record:
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"dp{s[0]}_tp{s[1]}")
 def test_training_equals_fsdp2(pool_of, shape, sync):
     pool = pool_of(shape[0] * shape[1])
-    theirs = pool.run(train, "fsdp2", shape, sync)
-    ours = pool.run(train, "lowtide", shape, sync)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert_same_records(mine, other)
+    assert_trains_as_fsdp2(pool, train, shape, sync)
 
 
 def save(system_name: str, path: Any) -> dict[str, torch.Tensor]:

@@ -19,7 +19,12 @@ from support.quantized import (
     optimizer_of,
     wrap,
 )
-from support.recorder import Record, Recorder, assert_same_records
+from support.recorder import (
+    Record,
+    Recorder,
+    assert_same_records,
+    assert_trains_as_fsdp2,
+)
 from support.reference import average
 
 STEPS = 3
@@ -44,10 +49,7 @@ def train(system_name: str, kind: str) -> Record:
 @pytest.mark.parametrize("kind", ["bitnet", "int8", "nf4", "mxfp8"])
 def test_training_equals_fsdp2(pool_of, kind):
     pool = pool_of(2)
-    for mine, other in zip(
-        pool.run(train, "lowtide", kind), pool.run(train, "fsdp2", kind), strict=True
-    ):
-        assert_same_records(mine, other)
+    assert_trains_as_fsdp2(pool, train, kind)
 
 
 def train_by_rule(num_ranks: int) -> list[Record]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,6 +48,18 @@ def assert_same_records(actual: Record, expected: Record) -> None:
         if not same_bits(value, other)
     ]
     assert not wrong, (wrong[:5], len(wrong))
+
+
+def assert_trains_as_fsdp2(
+    pool: RankPool, program: Callable[..., Record], *arguments: Any
+) -> None:
+    """``program(system, *arguments)`` records the same bits on every rank, values that
+    are no None among them."""
+    theirs = pool.run(program, "fsdp2", *arguments)
+    ours = pool.run(program, "lowtide", *arguments)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_same_records(mine, other)
+        assert any(value is not None for _, value in other)
 
 
 def record_pattern(module: str, pattern: str, system: str) -> Record:
