@@ -4,8 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "testing/recording_collectives.h"
-#include "testing/scripted_runtime.h"
+#include "buffers_fixture.h"
 
 namespace lowtide::shard {
 namespace LOWTIDE_FILE {
@@ -61,7 +60,7 @@ at::Tensor padded_piece(const ParameterInfo& info, const at::Tensor& full,
   return piece.view({-1}).view(at::kByte);
 }
 
-class ParameterBuffersTest : public testing::Test {
+class ParameterBuffersTest : public BuffersFixture {
  protected:
   // Loads values that depend on the parameter; peers hold the other rows.
   void make(std::vector<ParameterInfo> infos, std::int64_t rank,
@@ -99,17 +98,6 @@ class ParameterBuffersTest : public testing::Test {
         });
   }
 
-  void gather_and_arrive() {
-    const auto pending = buffers_->gather(*collectives_);
-    pending->wait();
-    buffers_->unpack();
-    buffers_->arrived();
-  }
-
-  std::int64_t live(Category category) const {
-    return ledger_->live()[static_cast<std::size_t>(category)];
-  }
-
   void expect_sharded() const {
     EXPECT_EQ(live(Category::gathered), 0);
     EXPECT_EQ(live(Category::gather_input), 0);
@@ -119,15 +107,8 @@ class ParameterBuffersTest : public testing::Test {
     }
   }
 
-  std::shared_ptr<device::ScriptedRuntime> runtime_ =
-      std::make_shared<device::ScriptedRuntime>();
-  std::shared_ptr<memory::Ledger> ledger_ = std::make_shared<memory::Ledger>();
-  std::shared_ptr<memory::DeviceMemory> memory_ =
-      std::make_shared<memory::DeviceMemory>(runtime_, ledger_);
   std::vector<ParameterInfo> infos_;
   std::vector<at::Tensor> full_;
-  std::optional<RecordingCollectives> collectives_;
-  std::optional<ParameterBuffers> buffers_;
 };
 
 TEST_F(ParameterBuffersTest, TheFullParameterIsAllRanksRowsOneAfterAnother) {

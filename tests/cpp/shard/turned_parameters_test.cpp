@@ -2,9 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "shard/parameters/parameter_buffers.h"
-#include "testing/recording_collectives.h"
-#include "testing/scripted_runtime.h"
+#include "buffers_fixture.h"
 
 namespace lowtide::shard {
 namespace LOWTIDE_FILE {
@@ -42,7 +40,7 @@ std::vector<ParameterInfo> experts() {
   };
 }
 
-class TurnedParametersTest : public testing::Test {
+class TurnedParametersTest : public BuffersFixture {
  protected:
   void make(std::int64_t rank, std::int64_t size) {
     infos_ = experts();
@@ -101,13 +99,6 @@ class TurnedParametersTest : public testing::Test {
     return bytes;
   }
 
-  void gather_and_arrive() {
-    const auto pending = buffers_->gather(*collectives_);
-    pending->wait();
-    buffers_->unpack();
-    buffers_->arrived();
-  }
-
   void expect_full() const {
     for (std::size_t i = 0; i < infos_.size(); ++i) {
       SCOPED_TRACE(infos_[i].name);
@@ -117,20 +108,9 @@ class TurnedParametersTest : public testing::Test {
     }
   }
 
-  std::int64_t live(Category category) const {
-    return ledger_->live()[static_cast<std::size_t>(category)];
-  }
-
-  std::shared_ptr<device::ScriptedRuntime> runtime_ =
-      std::make_shared<device::ScriptedRuntime>();
-  std::shared_ptr<memory::Ledger> ledger_ = std::make_shared<memory::Ledger>();
-  std::shared_ptr<memory::DeviceMemory> memory_ =
-      std::make_shared<memory::DeviceMemory>(runtime_, ledger_);
   std::vector<ParameterInfo> infos_;
   std::vector<at::Tensor> full_;
   std::vector<std::vector<at::Tensor>> pieces_;
-  std::optional<RecordingCollectives> collectives_;
-  std::optional<ParameterBuffers> buffers_;
 };
 
 constexpr std::int64_t kUp = std::int64_t{3} * 64 * 240 * 2;
