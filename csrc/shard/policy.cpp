@@ -158,9 +158,8 @@ bool wire_outlasts_backward(std::int64_t gathered_bytes,
   const double bytes_per_second = slow_link > 0            ? slow_link
                                   : ranks <= kRanksOfANode ? 300e9
                                                            : 240e9;
-  const auto received = static_cast<double>(gathered_bytes + reduced_bytes) *
-                        static_cast<double>(ranks - 1) /
-                        static_cast<double>(ranks);
+  const auto received = static_cast<double>(
+      received_bytes(gathered_bytes + reduced_bytes, ranks));
   const auto computed = kFlopsPerElement * static_cast<double>(elements) *
                         static_cast<double>(tokens);
   return ranks > 1 && tokens > 0 &&
