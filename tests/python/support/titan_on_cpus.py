@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
+sys.path.append(str(Path(__file__).parents[1]))  # where this file is run as a script
 from support import context_parallel
 
 _PARALLELIZE = "torchtitan.models.llama3.infra.parallelize"

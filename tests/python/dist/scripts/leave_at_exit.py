@@ -17,4 +17,9 @@ if __name__ == "__main__":
     atexit.register(leave)
     del sys.argv[0]
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except BaseException as error:
+        if getattr(error, "code", 1):  # a failure has its own exit status
+            atexit.unregister(leave)
+        raise
