@@ -17,6 +17,11 @@ HOWS: dict[str, tuple[str, ...]] = {
     "in backward, not clipped": ("--in-backward", "unclipped"),
     "in backward, clip late": ("--in-backward", "late"),
     "in backward, clip exact": ("--in-backward", "exact"),
+    "behind the backward, clipped, states on the host": ("--states-on-host",),
+    "in backward, not clipped, states on the host": (
+        *("--in-backward", "unclipped"),
+        "--states-on-host",
+    ),
 }
 INPUTS = {
     "blocks' inputs on the device": (),
@@ -50,7 +55,7 @@ def memory_rows(each: Each) -> Iterator[Row]:
         note = f"allocated {round(steady['allocated'] / GIB, 2)}"
         reserved = round(steady["reserved"] / GIB, 2)
         yield row("lowtide", quantity, reserved, "GiB", "simulated", note)
-        if how == "in backward, not clipped":
+        if how.startswith("in backward, not clipped"):
             yield row("bar", quantity, BAR, "GiB", "arithmetic")
 
 
@@ -88,10 +93,11 @@ gradients wait in page-locked host memory, 3.7 GiB a rank by arithmetic, and `st
 brings them back unit by unit, behind nothing that would hide it. *Clip late* scales by
 the norm of the step before.
 
-The bar is missed with blocks' inputs on the device: without any gradient the forward
-alone has 14.9 GiB there. Parameters and Adam's states are 11.2 GiB by arithmetic,
-inputs of 32 blocks 2.0, and the rest is one block's backward: what it recomputes, two
-gathered blocks, its gradients in bf16 and the ring.
+The bar is missed with states and blocks' inputs on the device: without any gradient the
+forward alone has 14.9 GiB there. Parameters and Adam's states are 11.2 GiB by
+arithmetic, inputs of 32 blocks 2.0, and the rest is one block's backward: what it
+recomputes, two gathered blocks, its gradients in bf16 and the ring. *States on the
+host* is `lowtide.offload_states`: 7.5 GiB by arithmetic, in and out in every step.
 
 Muon has the blocks' matrices, fused AdamW what is left; its step's time is from the
 clipping on.""",

@@ -82,6 +82,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--whole-embedding", action="store_true", help="no rows")
     parser.add_argument("--gather-embedding-in-backward", action="store_true")
+    parser.add_argument("--states-on-host", action="store_true", help="the optimizer's")
     parser.add_argument(
         "--gather-at-once",
         action="store_true",
@@ -329,6 +330,10 @@ def make_optimizer(
     if args.muon is not None:
         return with_muon(model, args.muon)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    if args.states_on_host:
+        from lowtide import offload_states
+
+        offload_states(optimizer)
     if args.in_backward is None:
         return optimizer
     from lowtide import optimize_in_backward

@@ -43,14 +43,14 @@ from lowtide._sharding.unit import UnitState, alive
 _ALIGNMENT = 256  # bytes; torch's vectorized kernels want 16
 _UNITS_ON_DEVICE = 2
 
-_of: "weakref.WeakKeyDictionary[Optimizer, HostStates]" = weakref.WeakKeyDictionary()
+_ATTRIBUTE = "lowtide_host_states"  # of optimizers: it leads to them through units
 
 # Of a unit: its groups, whose parameters are the unit's alone.
 Groups = list[dict[str, Any]]
 
 
 def host_states_of(optimizer: Optimizer) -> "HostStates | None":
-    return _of.get(optimizer)
+    return getattr(optimizer, _ATTRIBUTE, None)
 
 
 @functools.cache
@@ -110,13 +110,12 @@ class HostStates:
         self._optimizer = weakref.ref(optimizer)
         self._device = device
         self._streams = None if device.type == "cpu" else _Streams(device)
-        self._blocks: weakref.WeakKeyDictionary[Any, _Block]
-        self._blocks = weakref.WeakKeyDictionary()
+        self._blocks: dict[Any, _Block] = {}  # by their unit
         # Of those on their way out: an event behind it, and the copies on the device.
         self._leaving: deque[tuple[Any, Any]] = deque()
         self._by_unit: list[tuple[Any, list[tuple[int, list[Tensor]]]]] = []
         self._stamp: Any = None
-        _of[optimizer] = self
+        setattr(optimizer, _ATTRIBUTE, self)
         step_around(optimizer, _settle_after)
         optimizer.register_load_state_dict_post_hook(_move_out)
 
@@ -176,11 +175,11 @@ class HostStates:
     def _bring(self, unit: Any) -> tuple[Tensor | None, dict[int, Tensor]]:
         """The unit's block on the device, and what is in it by the id of what is in a
         state."""
+        while len(self._leaving) >= _UNITS_ON_DEVICE:
+            self._let_go()
         block = self._blocks.get(unit)
         if block is None:
             return None, {}
-        while len(self._leaving) >= _UNITS_ON_DEVICE:
-            self._let_go()
         copied = torch.empty_like(block.host, device=self._device)
         self._wait(self._copied([(copied, block.host)], out=False))
         return copied, {
@@ -318,8 +317,14 @@ def _settle_after(
     try:
         return call(optimizer, *args, **kwargs)
     finally:
-        _of[optimizer].settle()
+        _states(optimizer).settle()
 
 
 def _move_out(optimizer: Optimizer) -> None:
-    _of[optimizer].move_out()
+    _states(optimizer).move_out()
+
+
+def _states(optimizer: Optimizer) -> HostStates:
+    states = host_states_of(optimizer)
+    assert states is not None
+    return states

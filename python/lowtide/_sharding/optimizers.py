@@ -25,7 +25,7 @@ from lowtide._sharding.step_on_rows import Rows, stand_in
 from lowtide._sharding.unit import UnitState, alive
 
 _units: "weakref.WeakSet[UnitState]" = weakref.WeakSet()  # of every root
-_known: "weakref.WeakKeyDictionary[Optimizer, _Known]" = weakref.WeakKeyDictionary()
+_KNOWN = "lowtide_known"  # an attribute of optimizers: it may lead to them
 _num_roots = 0
 
 
@@ -80,11 +80,11 @@ def _known_of(optimizer: Optimizer) -> _Known | None:
     """None where what steps counts by itself: compiled code counts the writes."""
     if torch.compiler.is_compiling() or stepped.in_unit(optimizer):
         return None
-    known = _known.get(optimizer)
+    known = getattr(optimizer, _KNOWN, None)
     stamp = (_num_roots, replacements(), len(optimizer.param_groups))
     if known is None or known.stamp != stamp:
         known = _look_at(optimizer, stamp, warned=known is not None and known.warned)
-        _known[optimizer] = known
+        setattr(optimizer, _KNOWN, known)
     return known
 
 

@@ -1,4 +1,5 @@
-"""What an optimizer in backward leaves of sharded gradients on the device, dry."""
+"""What an optimizer in backward leaves of sharded gradients on the device, and what of
+states on the host is ever there, dry."""
 
 from __future__ import annotations
 
@@ -25,16 +26,19 @@ HOWS: dict[str, dict[str, Any] | None] = {
     "exact": {"max_norm": 1.0},
     "late": {"max_norm": 1.0, "clip": "late"},
 }
+ON_HOST = ("behind", "unclipped")  # also with states on the host
 
 
 def steps() -> dict[str, dict[str, int]]:
     dist.init_process_group("nccl")
-    return {name: steps_of(how) for name, how in HOWS.items()}
+    found = {name: steps_of(how) for name, how in HOWS.items()}
+    return found | {f"{name}, host": steps_of(HOWS[name], True) for name in ON_HOST}
 
 
-def steps_of(how: dict[str, Any] | None) -> dict[str, int]:
+def steps_of(how: dict[str, Any] | None, on_host: bool = False) -> dict[str, int]:
     """Bytes of a steady step: what its backward leaves on the device, its sharded
-    gradients at their peak, and what its ``step()`` has beyond what is there before."""
+    gradients at their peak, and what its ``step()`` has beyond what is there before;
+    the most of all steps, and what is there between them."""
     gc.collect()  # what is left of models before would go meanwhile
     mesh = init_device_mesh("cuda", (WORLD,))
     with torch.device("meta"):
@@ -45,10 +49,13 @@ def steps_of(how: dict[str, Any] | None) -> dict[str, int]:
         lowtide.fully_shard(unit, mesh=mesh, mp_policy=POLICY)
     model.to_empty(device="cuda")
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    if on_host:
+        lowtide.offload_states(optimizer)
     if how is not None:
         lowtide.optimize_in_backward(model, optimizer, **how)
     x = torch.zeros(16, DIM, device="cuda")
     allocated = torch.cuda.memory_allocated
+    most = 0
     for _ in range(3):
         loss = model(x).float().sum()
         before = allocated()
@@ -60,12 +67,14 @@ def steps_of(how: dict[str, Any] | None) -> dict[str, int]:
             "left": allocated() - before,
             "sharded gradients": rows["sharded_gradients"].peak,
         }
+        most = max(most, torch.cuda.max_memory_allocated())
         before = allocated()
         torch.cuda.reset_peak_memory_stats()
         optimizer.step()
         found["step"] = torch.cuda.max_memory_allocated() - before
+        most = max(most, torch.cuda.max_memory_allocated())
         optimizer.zero_grad()
-    return found
+    return found | {"most": most, "between": allocated()}
 
 
 @pytest.mark.skipif(not torch.version.cuda, reason="a CPU build of torch")
@@ -81,3 +90,15 @@ def test_gradients_are_not_there_whole():
     assert found["unclipped"]["step"] < slack
     assert found["late"]["step"] < slack
     assert UNIT <= found["exact"]["step"] < 2 * UNIT + slack
+
+
+@pytest.mark.skipif(not torch.version.cuda, reason="a CPU build of torch")
+def test_states_on_the_host_are_there_two_units_at_a_time():
+    found = call_dry(steps, machine=Machine(world=WORLD))
+    for how in ON_HOST:
+        here, there = found[how], found[f"{how}, host"]
+        states = 2 * BLOCKS * UNIT  # Adam's two moments
+        assert here["between"] - there["between"] >= states - UNIT // 8
+        at_once = 2 * 2 * UNIT  # also in the first step, which makes them
+        assert there["most"] <= here["most"] - states + at_once + UNIT // 2
+        assert there["step"] <= (at_once if how == "behind" else 0) + UNIT // 2
