@@ -13,8 +13,8 @@ NUM_STEPS = 40
 SYSTEMS = {
     "plain": "plain tensors",
     "fsdp2": "fsdp2",
-    "lowtide": "lowtide, model.parameters()",
-    "local_parameters": "lowtide",
+    "lowtide": "lowtide",
+    "local_parameters": "lowtide, local_parameters",
 }
 
 
@@ -43,8 +43,8 @@ CASE = Case(
     how="""\
 `programs/optimizer_time.py`: torch's `fake` process group of 8 ranks, a Llama of 16
 blocks and tensors of a few elements. AdamW on plain tensors of the shards' sizes, on
-FSDP2's and lowtide's `DTensor` parameters, and (the column "lowtide") on
-`lowtide.local_parameters(model)` take turns in one process; a figure is the median of
-40 steps of the thread's CPU time. DTensor calls: what a mode sees in a step.""",
+FSDP2's and lowtide's `model.parameters()`, and on `lowtide.local_parameters(model)`
+take turns in one process; a figure is the median of 40 steps of the thread's CPU time.
+DTensor calls: what a mode sees in a step.""",
     run=measure,
 )

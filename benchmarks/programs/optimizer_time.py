@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from host_models import config, start
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,6 +42,11 @@ def optimizer_of(kind: str, variant: str) -> torch.optim.Optimizer:
         system = get_system("fsdp2" if kind == "fsdp2" else "lowtide")
         for module in (*model.layers, model):
             system.fully_shard(module)
+        with torch.no_grad():
+            model(torch.zeros(1, 2, dtype=torch.long))
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
         parameters = list(model.parameters())
     for p in parameters:
         p.grad = torch.zeros_like(p)

@@ -166,7 +166,7 @@ class HostStates:
             if not any(group["params"] for group in of_rows):
                 continue
             copied, there = self._bring(unit)
-            vars(stood_in)["state"] = States(optimizer.state, known, there)
+            vars(stood_in)["state"] = States(optimizer.state, there)
             yield from of_rows
             self._put(
                 unit, [p for group in groups for p in group["params"]], copied, there

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -36,6 +37,7 @@ class _Known:
     stamp: tuple[int, int, int]
     units: list["weakref.ref[UnitState]"]  # one for every root it steps
     warned: bool
+    by_rows: bool  # the program has given it rows already
     rows: Rows = field(default_factory=dict)
 
 
@@ -61,7 +63,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if (states := host_states_of(optimizer)) is not None:
         return (states.stand_in(known.rows), *args[1:]), kwargs
     with_closure = any(each is not None for each in (*args[1:], *kwargs.values()))
-    if not known.units or with_closure:  # which has yet to make gradients
+    if not known.units or known.by_rows or with_closure:  # has yet to make gradients
         return None
     on_rows = stand_in(optimizer, optimizer.param_groups, known.rows)
     return None if on_rows is None else ((on_rows, *args[1:]), kwargs)
@@ -142,7 +144,10 @@ def _look_at(
     ]
     if names and not warned:
         _warn(optimizer, names, len(parameters))
-    return _Known(stamp, list(by_root.values()), warned or bool(names))
+    by_rows = not any(
+        isinstance(p, DTensor) for g in optimizer.param_groups for p in g["params"]
+    )
+    return _Known(stamp, list(by_root.values()), warned or bool(names), by_rows)
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -11,21 +11,17 @@ but it, its state and its group.
 """
 
 import functools
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _foreach_supported_types
 
-from lowtide._sharding.local_parameter import (
-    LocalParameter,
-    as_sharded,
-    local_parameter_of,
-    rows_of,
-    sharded_of,
-)
+from lowtide._sharding.local_parameter import as_sharded
 from lowtide._sharding.subclass import is_extended
 
 _ELEMENTWISE = (
@@ -42,7 +38,22 @@ _ELEMENTWISE = (
     torch.optim.SGD,
 )
 
-Rows = dict[int, LocalParameter]  # by the sharded parameter's id
+
+class StepRows(nn.Parameter):
+    """A sharded parameter's, and its gradient's for a step, which it does not keep."""
+
+    sharded: Any
+    gradient: "weakref.ref[Tensor]"
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        return self.gradient()
+
+
+# Optimizers loop over parameters of types that are not in it, as DTensor is.
+_foreach_supported_types.append(StepRows)
+
+Rows = dict[int, StepRows]  # by the sharded parameter's id
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
@@ -66,7 +77,7 @@ def stand_in(
         if rows is None:
             return None
         of_rows.append({**group, "params": rows})
-    return on_rows(optimizer, of_rows, States(optimizer.state, known, {}))
+    return on_rows(optimizer, of_rows, States(optimizer.state, {}))
 
 
 def on_rows(optimizer: Optimizer, groups: Any, states: Any) -> Any:
@@ -85,21 +96,31 @@ def rows_with_gradients(parameters: Iterable[Any], known: Rows) -> list[Any] | N
         if not isinstance(p, DTensor):
             found.append(p)
             continue
+        if not isinstance(gradient, DTensor):
+            return None
+        spec, its_spec = p._spec, gradient._spec
+        if spec is not its_spec and spec.placements != its_spec.placements:
+            return None
         local = p._local_tensor
         rows = known.get(id(p))
-        if (
-            rows is None
-            or rows._sharded is not p
-            or rows.data_ptr() != local.data_ptr()
-        ):
+        if rows is None or rows.sharded is not p or _moved(rows, local):
             if is_extended(local):
                 return None
-            known[id(p)] = rows = local_parameter_of(p)
-        spec = getattr(gradient, "_spec", None)
-        if spec is None or spec.placements != p._spec.placements:
-            return None
+            known[id(p)] = rows = _step_rows_of(p)
+        rows.gradient = weakref.ref(gradient._local_tensor)
         found.append(rows)
     return found
+
+
+def _moved(rows: Tensor, local: Tensor) -> bool:
+    return rows.data_ptr() != local.data_ptr()
+
+
+def _step_rows_of(p: Any) -> StepRows:
+    rows = Tensor._make_subclass(StepRows, p._local_tensor.detach(), p.requires_grad)
+    assert isinstance(rows, StepRows)
+    rows.sharded = p
+    return rows
 
 
 class _OnRows:
@@ -121,21 +142,16 @@ def _class_on_rows(kind: Any) -> Any:
 
 
 class States(dict[Tensor, Any]):
-    """States of rows that are known, made of the sharded parameters' when they are
-    asked for, and of other parameters. ``elsewhere`` has what is read in the place of
-    a state's rows, by their id."""
+    """States of rows, made of the sharded parameters' when they are asked for, and of
+    other parameters. ``elsewhere`` has what is read in the place of a state's rows, by
+    their id."""
 
-    def __init__(
-        self, states: Any, known: Rows, elsewhere: Mapping[int, Tensor]
-    ) -> None:
-        self._states, self._known, self._elsewhere = states, known, elsewhere
+    def __init__(self, states: Any, elsewhere: Mapping[int, Tensor]) -> None:
+        self._states, self._elsewhere = states, elsewhere
 
     def __missing__(self, parameter: Any) -> Any:
-        sharded = sharded_of(parameter)
-        if self._known.get(id(sharded)) is not parameter:
-            sharded = parameter  # rows that the program has given it
-        state = _State(sharded, self._states[sharded], self._elsewhere)
-        self[parameter] = state
+        p = parameter.sharded if type(parameter) is StepRows else parameter
+        self[parameter] = state = _State(p, self._states[p], self._elsewhere)
         return state
 
 
@@ -143,9 +159,13 @@ class _State(dict[str, Any]):
     """One parameter's; what is set is set in the sharded parameter's, too."""
 
     def __init__(self, parameter: Any, state: Any, elsewhere: Any) -> None:
+        super().__init__(state)
         for name, value in state.items():
-            value = rows_of(value)
-            dict.__setitem__(self, name, elsewhere.get(id(value), value))
+            if isinstance(value, DTensor):
+                value = value._local_tensor
+                dict.__setitem__(self, name, value)
+            if elsewhere and (there := elsewhere.get(id(value))) is not None:
+                dict.__setitem__(self, name, there)
         self._parameter, self._state = parameter, state
 
     def __setitem__(self, name: str, value: Any) -> None:
