@@ -343,6 +343,11 @@ void bind_shard(py::module_& module) {
             settings.backward_prefetch.assign(backward.begin(), backward.end());
           },
           py::kw_only(), py::arg("forward"), py::arg("backward"))
+      .def("stand_beside",
+           [](UnitSettings& settings,
+              const std::vector<std::shared_ptr<shard::Unit>>& others) {
+             settings.beside.assign(others.begin(), others.end());
+           })
       .def_property_readonly(
           "reduction",
           [](UnitSettings& settings) { return &settings.reduction; },

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         DataParallelMeshDims,
         MixedPrecisionPolicy,
         OffloadPolicy,
+        ShardPlacementResult,
     )
     from lowtide.saving import load, save
     from lowtide.sleeping import sleep, wake
@@ -70,6 +71,7 @@ _PUBLIC = {
     "DataParallelMeshDims": "lowtide.policies",
     "MixedPrecisionPolicy": "lowtide.policies",
     "OffloadPolicy": "lowtide.policies",
+    "ShardPlacementResult": "lowtide.policies",
     "plan": "lowtide.planning",
     "load": "lowtide.saving",
     "save": "lowtide.saving",
@@ -88,6 +90,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "Muon",
     "OffloadPolicy",
+    "ShardPlacementResult",
     "UnshardHandle",
     "abort_step",
     "checkpoint",

@@ -14,7 +14,7 @@ from lowtide._sharding.local_parameter import (
     local_parameter_of,
 )
 from lowtide._sharding.subclass import is_extended
-from lowtide._sharding.unit import unit_state
+from lowtide._sharding.unit import units_of
 
 __all__ = ["local_parameters", "sharded_optimizer"]
 
@@ -36,7 +36,7 @@ def local_parameters(model: nn.Module) -> list[nn.Parameter]:
     Raises ValueError for a model without a unit, and for a parameter that is a tensor
     subclass.
     """
-    if all(unit_state(module) is None for module in model.modules()):
+    if not units_of(model.modules()):
         raise ValueError(
             "lowtide: local_parameters: expected a model sharded by lowtide, got "
             f"{type(model).__name__} without a unit. Call fully_shard or wrap first."

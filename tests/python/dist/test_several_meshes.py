@@ -1,0 +1,241 @@
+"""One `fully_shard` call whose parameters are on several meshes, as FSDP2 has it from
+torch 2.12 on: a block's experts over the ranks that have the same ones, the rest of it
+over all ranks.
+
+FSDP2 runs the same call where torch has `ShardPlacementResult`; before, the experts of
+its blocks are units of their own over the same mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as dist_nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
+
+import lowtide
+from lowtide._torch_version import VERSION
+from support.recorder import Record, Recorder, assert_trains_as_fsdp2, finish_step
+from support.systems import System, get_system
+from support.training import adamw
+
+RANKS, GROUPS = 4, 2  # experts are split into groups, over which tokens are exchanged
+WIDTH, HIDDEN, EXPERTS, TOKENS = 8, 12, 2, 6  # experts and tokens of a rank
+STEPS, BLOCKS = 3, 3
+ONE_CALL = VERSION >= (2, 12)  # FSDP2's
+
+
+class Experts(nn.Module):
+    """Those of this rank's group; others' are a hop away."""
+
+    def __init__(self, group: Any, separate: bool) -> None:
+        super().__init__()
+        self.group, self.place = group, dist.get_rank(group)
+        generator = torch.Generator().manual_seed(7 + self.place)
+        up = torch.randn(EXPERTS, WIDTH, HIDDEN, generator=generator) / 3
+        down = torch.randn(EXPERTS, HIDDEN, WIDTH, generator=generator) / 3
+        self.idles = False
+        if separate:
+            self.up, self.down = (
+                nn.ParameterList(one.clone() for one in stacked)
+                for stacked in (up, down)
+            )
+        else:
+            self.up, self.down = nn.Parameter(up), nn.Parameter(down)
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """``chosen``: the number of each token's expert, among all groups'."""
+        groups = torch.arange(GROUPS).view(-1, 1, 1)
+        sent = torch.where(chosen.view(1, -1, 1) // EXPERTS == groups, x, 0)
+        came, for_me = torch.empty_like(sent), torch.empty(GROUPS, *chosen.shape)
+        came = dist_nn.all_to_all_single(came, sent, group=self.group)
+        asked = chosen.to(for_me.dtype).expand_as(for_me).contiguous()
+        dist.all_to_all_single(for_me, asked, group=self.group)
+        local = for_me.long() - EXPERTS * self.place
+        out = torch.zeros_like(came)
+        for number in range(EXPERTS):
+            mine = (local == number).unsqueeze(-1)
+            if self.idles and not mine.any():
+                continue
+            hidden = torch.tanh(came @ self.up[number])
+            out = out + torch.where(mine, hidden @ self.down[number], 0)
+        back = dist_nn.all_to_all_single(
+            torch.empty_like(out), out.contiguous(), group=self.group
+        )
+        return back.sum(0)
+
+
+class Block(nn.Module):
+    def __init__(self, group: Any, separate: bool) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.experts = Experts(group, separate)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        return x + self.norm(self.experts(torch.tanh(self.mix(x)), chosen))
+
+
+class Net(nn.Module):
+    def __init__(self, group: Any, separate: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, WIDTH)
+        self.blocks = nn.ModuleList(Block(group, separate) for _ in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, 5, bias=False)
+        self.checkpointed = False
+
+    def forward(self, ids: Tensor, chosen: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            if self.checkpointed:
+                x = checkpoint(block, x, chosen, use_reentrant=False)
+            else:
+                x = block(x, chosen)
+        return self.head(x)
+
+
+@dataclass(frozen=True)
+class Case:
+    microbatches: int = 1
+    synced: Callable[[int], bool] = lambda microbatch: True
+    replicas: bool = False  # dense parameters have some, and all experts do
+    columns: bool = False  # experts are split along their second dimension
+    # Experts are parameters of their own, and lowtide's idle where no token is theirs;
+    # FSDP2 before torch 2.13 wants ranks to use the same ones.
+    separate: bool = False
+    checkpointed: bool = False
+    compiled: bool = False
+    whole: bool = False  # one call for the model
+    low: bool = False
+    factor: float | None = None
+    reshard: bool | int | None = None
+    keeps: bool = False  # parameters, after backward
+
+
+CASES = {
+    "every backward": Case(microbatches=2),
+    "without sync": Case(microbatches=3, synced=lambda microbatch: microbatch == 2),
+    "gradients as of all ranks": Case(factor=4.0, low=True, microbatches=2),
+    "kept": Case(reshard=False, keeps=True, microbatches=2),
+    "kept in part": Case(reshard=2, low=True),
+    "replicas": Case(replicas=True, low=True, microbatches=2),
+    "columns": Case(columns=True, microbatches=2, synced=lambda m: m == 1),
+    "checkpointed": Case(checkpointed=True, low=True),
+    "idle experts": Case(separate=True, microbatches=2),
+    "compiled": Case(compiled=True),
+    "one call": Case(whole=True, microbatches=2, low=True),
+}
+
+
+def meshes(case: Case) -> tuple[DeviceMesh, DeviceMesh, Any]:
+    """Of dense parameters and of experts, and the group that tokens travel in."""
+    dense = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
+    both = init_device_mesh(
+        "cpu", (RANKS // GROUPS, GROUPS), mesh_dim_names=("edp", "ep")
+    )
+    experts = both["edp"]
+    if case.replicas:
+        dense = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        shape = (RANKS // GROUPS, 1, GROUPS)
+        names = ("expert_replicas", "expert_shards", "ep")
+        both = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        experts = both["expert_replicas", "expert_shards"]
+    return dense, experts, both.get_group("ep")
+
+
+def sharded(system: System, case: Case) -> Any:
+    dense, of_experts, group = meshes(case)
+    model: Any = Net(group, case.separate)
+    model.checkpointed = case.checkpointed
+    experts = {p for block in model.blocks for p in block.experts.parameters()}
+    split = Shard(1) if case.columns else None
+    result = lowtide.ShardPlacementResult(
+        split,
+        HSDPMeshInfo(of_experts, shard_mesh_dim=1, replicate_mesh_dim=0)
+        if case.replicas
+        else FSDPMeshInfo(of_experts, shard_mesh_dim=0),
+    )
+    settings: dict[str, Any] = {"mesh": dense, "reshard_after_forward": case.reshard}
+    if case.low:
+        settings["mp_policy"] = system.MixedPrecisionPolicy(
+            torch.bfloat16, torch.float32
+        )
+    one_call = ONE_CALL or system.name == "lowtide"
+
+    def place(parameter: nn.Parameter) -> Any:
+        return result if one_call and parameter in experts else None
+
+    def shard_experts_of(block: Any) -> None:
+        if not one_call:
+            after = True if case.reshard == 2 else case.reshard
+            system.fully_shard(
+                block.experts,
+                **settings | {"mesh": of_experts, "reshard_after_forward": after},
+                shard_placement_fn=lambda parameter: split,
+            )
+
+    for block in model.blocks:
+        if case.compiled:
+            block.compile(backend="aot_eager")
+        shard_experts_of(block)
+        if not case.whole:
+            system.fully_shard(block, **settings, shard_placement_fn=place)
+    system.fully_shard(model, **settings, shard_placement_fn=place)
+    system.prepare(model)
+    for module in model.modules():
+        if isinstance(module, system.FSDPModule):
+            module.set_force_sum_reduction_for_comms(case.factor is not None)
+            if case.factor is not None:
+                module.set_gradient_divide_factor(case.factor)
+    if case.separate and system.name == "lowtide":
+        model.set_reduce_scatter_unused_params(True)
+        for block in model.blocks:
+            block.experts.idles = True
+    return model
+
+
+def batches(step: int, count: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Ids, experts and targets; ranks and steps choose other experts."""
+    rank = dist.get_rank()
+    for microbatch in range(count):
+        seed = 100 * step + 10 * microbatch + rank
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(0, 11, (TOKENS,), generator=generator)
+        chosen = torch.randint(0, GROUPS * EXPERTS, (TOKENS,), generator=generator)
+        if (step + rank) % 2:
+            chosen = chosen // 2 * 2  # the others of each group are not asked
+        yield ids, chosen, torch.randint(0, 5, (TOKENS,), generator=generator)
+
+
+def train(system_name: str, name: str) -> Record:
+    case = CASES[name]
+    model = sharded(get_system(system_name), case)
+    optimizer = adamw(model, foreach=False)
+    record = Recorder()
+    for step in range(STEPS):
+        steps = batches(step, case.microbatches)
+        for microbatch, (ids, chosen, targets) in enumerate(steps):
+            model.set_requires_gradient_sync(case.synced(microbatch))
+            last = microbatch == case.microbatches - 1
+            model.set_reshard_after_backward(last or not case.keeps)
+            logits = model(ids, chosen)
+            loss = nn.functional.cross_entropy(logits, targets)
+            record.add("loss", loss)
+            loss.backward()
+        finish_step(model, optimizer, record)
+    return record.values
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_equals_fsdp2(pool_of, case):
+    assert_trains_as_fsdp2(pool_of(RANKS), train, case)
