@@ -283,6 +283,57 @@ TEST(StreamOrderTest, NestedUnitsLeaveAfterWhatTheyEnclose) {
   });
 }
 
+Scenario chain_of_pairs() {
+  Scenario scenario{.units = model_of(6, dense())};
+  scenario.program = [](Layers& layers, const at::Tensor& x) {
+    return layers.call(0, x, [&](const auto& parameters, const auto& in) {
+      at::Tensor y = in;
+      for (const std::size_t unit : {1, 3, 5}) {
+        y = call_pair(layers, unit, y, layer());
+      }
+      return layer()(parameters, y);
+    });
+  };
+  return scenario;
+}
+
+TEST(StreamOrderTest, UnitsBesideEachOtherAreGatheredAheadTogether) {
+  for_each_step(
+      chain_of_pairs(),
+      [](const Step& step) {
+        for (const std::size_t i : {2, 3, 4, 5}) {
+          const std::string before = layer_name(i / 2 * 2 - 1);
+          const EntryId gather = step.at("all-gather " + layer_name(i));
+          EXPECT_FALSE(step.leads(step.at("forward " + before), gather)) << i;
+        }
+        for (const std::size_t i : {0, 1, 2, 3}) {
+          const std::string after = layer_name(i / 2 * 2 + 3);
+          const EntryId gather = step.at("all-gather " + layer_name(i), 1);
+          EXPECT_FALSE(step.leads(step.at("backward " + after), gather)) << i;
+        }
+      },
+      stand_in_pairs);
+}
+
+TEST(StreamOrderTest, UnitsBesideEachOtherLeaveWhenTheNextBackwardBegins) {
+  for_each_step(
+      chain_of_pairs(),
+      [](const Step& step) {
+        EXPECT_THAT(
+            order_of(step, {"backward end layers.2", "backward end layers.3",
+                            "backward layers.1", "reduce-scatter layers.2",
+                            "reduce-scatter layers.3"}),
+            ElementsAre("backward end layers.3", "backward end layers.2",
+                        "reduce-scatter layers.2", "reduce-scatter layers.3",
+                        "backward layers.1"));
+        for (const std::size_t i : {2, 3}) {
+          const EntryId reduced = step.at("reduce-scatter " + layer_name(i));
+          EXPECT_FALSE(step.leads(reduced, step.at("backward end layers.0")));
+        }
+      },
+      stand_in_pairs);
+}
+
 TEST(StreamOrderTest, PrefetchChosenByTheUserReplacesTheRecordedOne) {
   for_each_step(
       chain_of_layers(),

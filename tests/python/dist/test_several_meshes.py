@@ -8,6 +8,7 @@ its blocks are units of their own over the same mesh.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +20,12 @@ import torch.distributed.nn.functional as dist_nn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide._torch_version import VERSION
+from support import titan_on_cpus
 from support.recorder import Record, Recorder, assert_trains_as_fsdp2, finish_step
 from support.systems import System, get_system
 from support.training import adamw
@@ -32,76 +34,6 @@ RANKS, GROUPS = 4, 2  # experts are split into groups, over which tokens are exc
 WIDTH, HIDDEN, EXPERTS, TOKENS = 8, 12, 2, 6  # experts and tokens of a rank
 STEPS, BLOCKS = 3, 3
 ONE_CALL = VERSION >= (2, 12)  # FSDP2's
-
-
-class Experts(nn.Module):
-    """Those of this rank's group; others' are a hop away."""
-
-    def __init__(self, group: Any, separate: bool) -> None:
-        super().__init__()
-        self.group, self.place = group, dist.get_rank(group)
-        generator = torch.Generator().manual_seed(7 + self.place)
-        up = torch.randn(EXPERTS, WIDTH, HIDDEN, generator=generator) / 3
-        down = torch.randn(EXPERTS, HIDDEN, WIDTH, generator=generator) / 3
-        self.idles = False
-        if separate:
-            self.up, self.down = (
-                nn.ParameterList(one.clone() for one in stacked)
-                for stacked in (up, down)
-            )
-        else:
-            self.up, self.down = nn.Parameter(up), nn.Parameter(down)
-
-    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """``chosen``: the number of each token's expert, among all groups'."""
-        groups = torch.arange(GROUPS).view(-1, 1, 1)
-        sent = torch.where(chosen.view(1, -1, 1) // EXPERTS == groups, x, 0)
-        came, for_me = torch.empty_like(sent), torch.empty(GROUPS, *chosen.shape)
-        came = dist_nn.all_to_all_single(came, sent, group=self.group)
-        asked = chosen.to(for_me.dtype).expand_as(for_me).contiguous()
-        dist.all_to_all_single(for_me, asked, group=self.group)
-        local = for_me.long() - EXPERTS * self.place
-        out = torch.zeros_like(came)
-        for number in range(EXPERTS):
-            mine = (local == number).unsqueeze(-1)
-            if self.idles and not mine.any():
-                continue
-            hidden = torch.tanh(came @ self.up[number])
-            out = out + torch.where(mine, hidden @ self.down[number], 0)
-        back = dist_nn.all_to_all_single(
-            torch.empty_like(out), out.contiguous(), group=self.group
-        )
-        return back.sum(0)
-
-
-class Block(nn.Module):
-    def __init__(self, group: Any, separate: bool) -> None:
-        super().__init__()
-        self.mix = nn.Linear(WIDTH, WIDTH)
-        self.experts = Experts(group, separate)
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
-        return x + self.norm(self.experts(torch.tanh(self.mix(x)), chosen))
-
-
-class Net(nn.Module):
-    def __init__(self, group: Any, separate: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(11, WIDTH)
-        self.blocks = nn.ModuleList(Block(group, separate) for _ in range(BLOCKS))
-        self.head = nn.Linear(WIDTH, 5, bias=False)
-        self.checkpointed = False
-
-    def forward(self, ids: Tensor, chosen: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            if self.checkpointed:
-                x = checkpoint(block, x, chosen, use_reentrant=False)
-            else:
-                x = block(x, chosen)
-        return self.head(x)
 
 
 @dataclass(frozen=True)
@@ -120,6 +52,7 @@ class Case:
     factor: float | None = None
     reshard: bool | int | None = None
     keeps: bool = False  # parameters, after backward
+    parallel: bool = False  # experts are DTensor over their groups, and clipped
 
 
 CASES = {
@@ -133,12 +66,92 @@ CASES = {
     "checkpointed": Case(checkpointed=True, low=True),
     "idle experts": Case(separate=True, microbatches=2),
     "compiled": Case(compiled=True),
+    "clipped": Case(parallel=True, microbatches=2),
     "one call": Case(whole=True, microbatches=2, low=True),
 }
 
 
-def meshes(case: Case) -> tuple[DeviceMesh, DeviceMesh, Any]:
-    """Of dense parameters and of experts, and the group that tokens travel in."""
+class Experts(nn.Module):
+    """Those of this rank's group; others' are a hop away."""
+
+    def __init__(self, mesh: DeviceMesh, case: Case) -> None:
+        super().__init__()
+        self.group, self.place = mesh.get_group(), mesh.get_local_rank()
+        generator = torch.Generator().manual_seed(7 + self.place)
+        up = torch.randn(EXPERTS, WIDTH, HIDDEN, generator=generator) / 3
+        down = torch.randn(EXPERTS, HIDDEN, WIDTH, generator=generator) / 3
+        self.idles = False
+        if case.parallel:
+            up, down = (
+                DTensor.from_local(one, mesh, [Shard(0)], run_check=False)
+                for one in (up, down)
+            )
+        if case.separate:
+            self.up, self.down = (
+                nn.ParameterList(one.clone() for one in stacked)
+                for stacked in (up, down)
+            )
+        else:
+            self.up, self.down = nn.Parameter(up), nn.Parameter(down)
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """``chosen``: the number of each token's expert, among all groups'."""
+        groups = torch.arange(GROUPS).view(-1, 1, 1)
+        sent = torch.where(chosen.view(1, -1, 1) // EXPERTS == groups, x, 0)
+        came, for_me = torch.empty_like(sent), torch.empty(GROUPS, *chosen.shape)
+        came = dist_nn.all_to_all_single(came, sent, group=self.group)
+        asked = chosen.to(for_me.dtype).expand_as(for_me).contiguous()
+        dist.all_to_all_single(for_me, asked, group=self.group)
+        local = for_me.long() - EXPERTS * self.place
+        up, down = (
+            one.to_local() if isinstance(one, DTensor) else one
+            for one in (self.up, self.down)
+        )
+        out = torch.zeros_like(came)
+        for number in range(EXPERTS):
+            mine = (local == number).unsqueeze(-1)
+            if self.idles and not mine.any():
+                continue
+            hidden = torch.tanh(came @ up[number])
+            out = out + torch.where(mine, hidden @ down[number], 0)
+        back = dist_nn.all_to_all_single(
+            torch.empty_like(out), out.contiguous(), group=self.group
+        )
+        return back.sum(0)
+
+
+class Block(nn.Module):
+    def __init__(self, mesh: DeviceMesh, case: Case) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.experts = Experts(mesh, case)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        return x + self.norm(self.experts(torch.tanh(self.mix(x)), chosen))
+
+
+class Net(nn.Module):
+    def __init__(self, mesh: DeviceMesh, case: Case) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, WIDTH)
+        self.blocks = nn.ModuleList(Block(mesh, case) for _ in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, 5, bias=False)
+        self.checkpointed = case.checkpointed
+
+    def forward(self, ids: Tensor, chosen: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            if self.checkpointed:
+                x = checkpoint(block, x, chosen, use_reentrant=False)
+            else:
+                x = block(x, chosen)
+        return self.head(x)
+
+
+def meshes(case: Case) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:
+    """Of dense parameters and of experts, and that over which these are split."""
     dense = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
     both = init_device_mesh(
         "cpu", (RANKS // GROUPS, GROUPS), mesh_dim_names=("edp", "ep")
@@ -150,13 +163,12 @@ def meshes(case: Case) -> tuple[DeviceMesh, DeviceMesh, Any]:
         names = ("expert_replicas", "expert_shards", "ep")
         both = init_device_mesh("cpu", shape, mesh_dim_names=names)
         experts = both["expert_replicas", "expert_shards"]
-    return dense, experts, both.get_group("ep")
+    return dense, experts, both["ep"]
 
 
 def sharded(system: System, case: Case) -> Any:
-    dense, of_experts, group = meshes(case)
-    model: Any = Net(group, case.separate)
-    model.checkpointed = case.checkpointed
+    dense, of_experts, of_groups = meshes(case)
+    model: Any = Net(of_groups, case)
     experts = {p for block in model.blocks for p in block.experts.parameters()}
     split = Shard(1) if case.columns else None
     result = lowtide.ShardPlacementResult(
@@ -217,6 +229,16 @@ def batches(step: int, count: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         yield ids, chosen, torch.randint(0, 5, (TOKENS,), generator=generator)
 
 
+def clip(system_name: str) -> Callable[[Iterator[nn.Parameter]], Tensor]:
+    """With FSDP2 torchtitan's, as torch's takes no gradients of several meshes."""
+    if system_name == "lowtide":
+        return functools.partial(lowtide.clip_grad_norm_, max_norm=0.5)
+    titan_on_cpus.prepare()
+    from torchtitan.distributed.utils import clip_grad_norm_
+
+    return functools.partial(clip_grad_norm_, max_norm=0.5, ep_enabled=True)
+
+
 def train(system_name: str, name: str) -> Record:
     case = CASES[name]
     model = sharded(get_system(system_name), case)
@@ -232,6 +254,8 @@ def train(system_name: str, name: str) -> Record:
             loss = nn.functional.cross_entropy(logits, targets)
             record.add("loss", loss)
             loss.backward()
+        if case.parallel:
+            record.add("norm", clip(system_name)(model.parameters()))
         finish_step(model, optimizer, record)
     return record.values
 
