@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lowtide._sharding import flat_norm
+from lowtide._sharding.common_norm import require_common
 from lowtide._sharding.local_parameter import sharded_of
 
 __all__ = ["clip_grad_norm_"]
@@ -27,8 +28,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """``torch.nn.utils.clip_grad_norm_`` with one more argument. Takes
     ``local_parameters(model)`` for ``model.parameters()``, and parameters of several
-    meshes that have the same ranks, as experts' beside others, whose norms are
-    combined as torchtitan combines them.
+    meshes, as experts' beside others, whose norms are combined as torchtitan combines
+    them. Where those have other ranks, these compare the norm, which waits for it.
 
     The same bits as torch's, except for the L2 norm of gradients on CUDA, or offloaded
     from there, that are sharded alike: that takes one kernel for a rank's shards and
@@ -46,7 +47,8 @@ def clip_grad_norm_(
         not finite if the step is skipped.
 
     Raises:
-        ValueError: For gradients of meshes that do not have the same ranks.
+        ValueError: If ranks of several meshes have other norms, as where each has
+            experts of its own that no ``DTensor`` tells of.
     """
     given = [parameters] if isinstance(parameters, Tensor) else parameters
     chosen = [sharded_of(parameter) for parameter in given]
@@ -66,7 +68,11 @@ def clip_grad_norm_(
                 gradients, norm_type, error_if_nonfinite, foreach
             )
         )
-    norm = norms[0] if len(norms) == 1 else _combined(norms, norm_type)
+    norm = norms[0]
+    if len(groups) > 1:
+        norm = _combined(norms, norm_type)
+        meshes = [p.device_mesh for p, *_ in groups if isinstance(p, DTensor)]
+        require_common(norm, meshes, "clip_grad_norm_")
     if skip_nonfinite:
         whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if not bool(torch.isfinite(whole)):
@@ -89,7 +95,7 @@ def _is_flat(gradients: list[Tensor]) -> bool:
 
 def _by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
     """Those of each mesh; all as they are where some with a gradient are whole, of
-    which torch says what it takes. Raises for meshes of other ranks."""
+    which torch says what it takes."""
     groups: dict[DeviceMesh, list[Tensor]] = {}
     for p in parameters:
         if isinstance(p, DTensor):
@@ -97,15 +103,6 @@ def _by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
                 groups.setdefault(p.device_mesh, []).append(p)
         elif p.grad is not None:
             return [parameters]
-    ranks = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in groups}
-    if len(ranks) > 1:
-        # Each rank would have a norm of its own, and scale by it what they share.
-        raise ValueError(
-            "lowtide: clip_grad_norm_: expected gradients of meshes that have the same "
-            f"ranks, got {' and '.join(map(str, sorted(ranks)))}. Make parameters of "
-            "which other ranks hold other parts DTensor over those ranks before "
-            "fully_shard, as torchtitan's experts are."
-        )
     return list(groups.values()) or [parameters]
 
 

@@ -287,7 +287,8 @@ class _InBackward:
             norms += norms_of(list(others), list(others.values()))
         if not norms:
             return
-        total, by = total_norm(norms), self._by_late()
+        sharded = [sharded_of(p) for p in self._known.values()]
+        total, by = total_norm(norms, sharded), self._by_late()
         by = coefficient(max_norm, total) if by is None else by
         scale_(others.values(), by)
         for _, _, parked in self._parked:

@@ -284,17 +284,17 @@ TEST(StreamOrderTest, NestedUnitsLeaveAfterWhatTheyEnclose) {
 }
 
 Scenario chain_of_pairs() {
-  Scenario scenario{.units = model_of(6, dense())};
-  scenario.program = [](Layers& layers, const at::Tensor& x) {
-    return layers.call(0, x, [&](const auto& parameters, const auto& in) {
-      at::Tensor y = in;
-      for (const std::size_t unit : {1, 3, 5}) {
-        y = call_pair(layers, unit, y, layer());
-      }
-      return layer()(parameters, y);
-    });
-  };
-  return scenario;
+  return {.units = model_of(6, dense()),
+          .program = [](Layers& layers, const at::Tensor& x) {
+            return layers.call(0, x,
+                               [&](const auto& parameters, const auto& in) {
+                                 at::Tensor y = in;
+                                 for (const std::size_t unit : {1, 3, 5}) {
+                                   y = call_pair(layers, unit, y, layer());
+                                 }
+                                 return layer()(parameters, y);
+                               });
+          }};
 }
 
 TEST(StreamOrderTest, UnitsBesideEachOtherAreGatheredAheadTogether) {

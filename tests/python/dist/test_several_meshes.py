@@ -25,7 +25,10 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide._torch_version import VERSION
+from lowtide.stepping import StepUndone
 from support import titan_on_cpus
+from support.bits import assert_same_tensors
+from support.bombs import Boom
 from support.recorder import Record, Recorder, assert_trains_as_fsdp2, finish_step
 from support.systems import System, get_system
 from support.training import adamw
@@ -263,3 +266,118 @@ def train(system_name: str, name: str) -> Record:
 @pytest.mark.parametrize("case", CASES)
 def test_training_equals_fsdp2(pool_of, case):
     assert_trains_as_fsdp2(pool_of(RANKS), train, case)
+
+
+class Trained:
+    """A model after a step, and its optimizer."""
+
+    def __init__(
+        self, case: Case, optimizer: Callable[..., Any] = adamw, clips: bool = True
+    ) -> None:
+        self.clips = clips
+        self.model = sharded(get_system("lowtide"), case)
+        self.optimizer = optimizer(self.model)
+        self.step(0)
+
+    def step(self, number: int) -> None:
+        for ids, chosen, targets in batches(number, 1):
+            logits = self.model(ids, chosen)
+            nn.functional.cross_entropy(logits, targets).backward()
+        if self.clips:
+            lowtide.clip_grad_norm_(self.model.parameters(), 0.5)
+        self.optimizer.step()
+        self.model.zero_grad()
+
+    def values(self) -> dict[str, Tensor | None]:
+        """Whole parameters, and what the optimizer has of each; collective."""
+        found: dict[str, Tensor | None] = {}
+        for name, p in self.model.named_parameters():
+            found[name] = p.full_tensor()
+            for key, value in self.optimizer.state.get(p, {}).items():
+                whole = isinstance(value, DTensor)
+                found[f"{name}.{key}"] = value.full_tensor() if whole else value
+        return dict(sorted(found.items()))
+
+
+def manage(folder: str) -> None:
+    trained = Trained(Case(parallel=True))
+    model, optimizer = trained.model, trained.optimizer
+    expected = trained.values()
+
+    def same(what: str, other: Trained = trained) -> None:
+        assert_same_tensors(other.values(), expected, what)
+
+    def fail() -> None:
+        with lowtide.step(model, optimizer):
+            trained.step(1)
+            if dist.get_rank() == 1:
+                raise Boom("of one rank")
+
+    with pytest.raises((Boom, StepUndone)):
+        fail()
+    same("an undone step")
+
+    lowtide.sleep(model, optimizer)
+    with pytest.raises(RuntimeError, match="expected parameters that are awake"):
+        trained.step(1)
+    lowtide.wake(model, optimizer)
+    same("sleep")
+
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.to_empty(device="cpu")
+    model.load_state_dict(state)
+    same("to_empty and load_state_dict")
+
+    lowtide.save(folder, model, optimizer)
+    other = Trained(Case(parallel=True, replicas=True))
+    lowtide.load(folder, other.model, other.optimizer)
+    same("a checkpoint, over other meshes", other)
+
+    block = model.blocks[1]
+    block.unshard(async_op=True).wait()
+    assert not any(isinstance(p, DTensor) for p in block.mix.parameters())
+    assert block.experts.up.device_mesh.ndim == 1  # whole, of this rank's group
+    block.reshard()
+    assert block.experts.up.device_mesh.ndim == 2
+    model.blocks[0].set_modules_to_forward_prefetch([block])
+    block.set_modules_to_backward_prefetch([model.blocks[0]])
+    trained.step(1)
+    other.step(1)
+    units = lowtide.memory_report(model).units
+    assert {"blocks.1", "blocks.1 over 2 edp"} <= set(units)
+    for method in ("custom_all_gather", "custom_reduce_scatter", "all_reduce_hook"):
+        with pytest.raises(ValueError, match="expected a module whose parameters are"):
+            getattr(block, f"set_{method}")(None)
+
+
+def test_everything_else_takes_all_units_of_a_call(pool_of, tmp_path):
+    pool_of(RANKS).run(manage, str(tmp_path / "saved"))
+
+
+def other_optimizers() -> None:
+    def behind(model: Any) -> Any:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def of_rows(model: Any) -> Any:
+        return torch.optim.SGD(lowtide.local_parameters(model), lr=0.1)
+
+    def early(model: Any) -> Any:
+        return lowtide.optimize_in_backward(
+            model, torch.optim.SGD, lr=0.1, max_norm=0.5
+        )
+
+    case = Case(parallel=True)
+    expected = Trained(case, behind).values()
+    assert_same_tensors(Trained(case, of_rows).values(), expected, "local parameters")
+    others = Trained(case, early, clips=False).values()
+    for name, value in expected.items():
+        # Norms of two meshes are combined in another order of operations.
+        torch.testing.assert_close(others[name], value)
+    # Experts that only their rank knows of have norms of their own.
+    for optimizer, clips in ((behind, True), (early, False)):
+        with pytest.raises(ValueError, match="expected one norm of all gradients"):
+            Trained(Case(), optimizer, clips)
+
+
+def test_other_optimizers_step_all_units_of_a_call(pool_of):
+    pool_of(RANKS).run(other_optimizers)
