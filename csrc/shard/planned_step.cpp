@@ -107,7 +107,11 @@ void play_forward(PlannedUnits units, PlannedPeaks& peaks) {
     }
     running.push_back(i);
     const auto next = schedule.enter_forward(i);
-    const auto inputs = gather(i) + (next ? gather(*next) : 0);
+    auto inputs = gather(i);
+    if (next) {
+      inputs += gather(*next);
+      for (const auto other : of(*next).beside) inputs += gather(other);
+    }
     peaks.gathered = std::max(peaks.gathered, held);
     peaks.gather_input = std::max(peaks.gather_input, inputs);
   }

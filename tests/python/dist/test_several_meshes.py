@@ -48,7 +48,7 @@ class Case:
     # Experts are parameters of their own, and lowtide's idle where no token is theirs;
     # FSDP2 before torch 2.13 wants ranks to use the same ones.
     separate: bool = False
-    checkpointed: bool = False
+    checkpointed: bool = False  # blocks are, lowtide's by a policy
     compiled: bool = False
     whole: bool = False  # one call for the model
     low: bool = False
@@ -141,7 +141,7 @@ class Net(nn.Module):
         self.embed = nn.Embedding(11, WIDTH)
         self.blocks = nn.ModuleList(Block(mesh, case) for _ in range(BLOCKS))
         self.head = nn.Linear(WIDTH, 5, bias=False)
-        self.checkpointed = case.checkpointed
+        self.checkpointed = False
 
     def forward(self, ids: Tensor, chosen: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -200,6 +200,8 @@ def sharded(system: System, case: Case) -> Any:
             )
 
     for block in model.blocks:
+        if case.checkpointed and system.name == "lowtide":
+            lowtide.checkpoint(block, lowtide.ActivationPolicy(offload=("mix",)))
         if case.compiled:
             block.compile(backend="aot_eager")
         shard_experts_of(block)
@@ -212,6 +214,7 @@ def sharded(system: System, case: Case) -> Any:
             module.set_force_sum_reduction_for_comms(case.factor is not None)
             if case.factor is not None:
                 module.set_gradient_divide_factor(case.factor)
+    model.checkpointed = case.checkpointed and system.name != "lowtide"
     if case.separate and system.name == "lowtide":
         model.set_reduce_scatter_unused_params(True)
         for block in model.blocks:
