@@ -326,9 +326,9 @@ TEST(StreamOrderTest, UnitsBesideEachOtherLeaveWhenTheNextBackwardBegins) {
             ElementsAre("backward end layers.3", "backward end layers.2",
                         "reduce-scatter layers.2", "reduce-scatter layers.3",
                         "backward layers.1"));
-        for (const std::size_t i : {2, 3}) {
+        for (const std::size_t i : {4, 5}) {
           const EntryId reduced = step.at("reduce-scatter " + layer_name(i));
-          EXPECT_FALSE(step.leads(reduced, step.at("backward end layers.0")));
+          EXPECT_FALSE(step.leads(reduced, step.at("backward end layers.2")));
         }
       },
       stand_in_pairs);
