@@ -32,7 +32,11 @@ if TYPE_CHECKING:
     from lowtide.in_backward import optimize_in_backward
     from lowtide.memory import memory_report
     from lowtide.muon import Muon
-    from lowtide.optimizing import local_parameters, sharded_optimizer
+    from lowtide.optimizing import (
+        local_parameters,
+        offload_states,
+        sharded_optimizer,
+    )
     from lowtide.planning import plan
     from lowtide.policies import (
         ActivationPolicy,
@@ -62,6 +66,7 @@ _PUBLIC = {
     "share_comm_ctx": "lowtide.api",
     "clip_grad_norm_": "lowtide.clipping",
     "local_parameters": "lowtide.optimizing",
+    "offload_states": "lowtide.optimizing",
     "optimize_in_backward": "lowtide.in_backward",
     "sharded_optimizer": "lowtide.optimizing",
     "memory_report": "lowtide.memory",
@@ -100,6 +105,7 @@ __all__ = [
     "local_parameters",
     "losses",
     "memory_report",
+    "offload_states",
     "optimize_in_backward",
     "phantom",
     "plan",

@@ -1,4 +1,4 @@
-"""``local_parameters``: the shards as plain tensors, for optimizers."""
+"""How optimizers take sharded parameters: as plain rows, with states on the host."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,20 +8,26 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lowtide._sharding.host_states import HostStates, host_states_of
 from lowtide._sharding.local_parameter import (
     LocalParameter,
     as_sharded,
     local_parameter_of,
+    rows_of,
+    sharded_of,
 )
+from lowtide._sharding.optimizers import count_steps, devices_of
+from lowtide._sharding.step_on_rows import is_elementwise
 from lowtide._sharding.subclass import is_extended
 from lowtide._sharding.unit import units_of
 
-__all__ = ["local_parameters", "sharded_optimizer"]
+__all__ = ["local_parameters", "offload_states", "sharded_optimizer"]
 
 
 def local_parameters(model: nn.Module) -> list[nn.Parameter]:
     """This rank's rows of ``model.parameters()``, in that order, as plain parameters
-    for an optimizer: a ``DTensor`` costs it several times the host time. Parameters
+    for an optimizer: a ``DTensor`` costs it several times the host time. Those of
+    ``torch.optim`` that are elementwise take rows by themselves. Parameters
     that are not sharded are returned as they are.
 
     Gradient clipping and ``torch.amp.GradScaler`` see all ranks' rows, as with
@@ -49,6 +55,53 @@ def local_parameters(model: nn.Module) -> list[nn.Parameter]:
                 "updated. Give the optimizer model.parameters()."
             )
     return [local_parameter_of(p) for p in model.parameters()]
+
+
+def offload_states(optimizer: torch.optim.Optimizer) -> None:
+    """From now on the states of ``optimizer`` that are as long as a parameter are in
+    page-locked host memory but for the step of their unit: copied to the device ahead
+    of it and back behind it, those of two units at a time. Bits are the same.
+    With :func:`optimize_in_backward` the copies run beside the backward. Otherwise a
+    step takes as long as the link takes for all states, in and out at once.
+
+    ``step()`` returns when the states are on the host. In state dicts, and for whoever
+    reads them, they are ``DTensor``s of host memory, as with ``CPUOffloadPolicy``.
+    ``load_state_dict`` has all of them on the device for a moment, as torch puts them
+    there.
+
+    Raises:
+        ValueError: For an optimizer that is not one of ``torch.optim``'s elementwise
+            ones, or has no sharded parameters, or some on another device than their
+            model, as ``CPUOffloadPolicy`` has them: their states are there, too.
+        RuntimeError: In ``step()``, where the host has no memory, and for parameters or
+            gradients whose rows are not plain tensors.
+    """
+    who, name = "lowtide: offload_states", type(optimizer).__name__
+    if not is_elementwise(optimizer):
+        raise ValueError(
+            f"{who}: expected an elementwise optimizer of torch.optim, got {name}. "
+            "Leave it out, or give the model "
+            "offload_policy=CPUOffloadPolicy()."
+        )
+    if host_states_of(optimizer) is not None:
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    devices = devices_of(parameters)
+    if not devices:
+        raise ValueError(
+            f"{who}: expected an optimizer of a model's sharded parameters, got {name} "
+            "with none of them. Make it behind fully_shard, of model.parameters()."
+        )
+    there = {rows_of(sharded_of(p)).device for p in parameters}
+    if len(devices | there) != 1:
+        raise ValueError(
+            f"{who}: expected all parameters on the device of their model, got them on "
+            f"{', '.join(sorted(map(str, there)))}, the model on "
+            f"{', '.join(sorted(map(str, devices)))}. States are where parameters are: "
+            "leave offload_states out, or CPUOffloadPolicy."
+        )
+    count_steps()
+    HostStates(optimizer, devices.pop()).move_out()
 
 
 @contextlib.contextmanager

@@ -53,7 +53,7 @@ class LocalParameter(nn.Parameter):
     """This rank's rows of a sharded parameter: the same bytes, and as ``.grad`` the
     same rows of the sharded parameter's, so setting either to None does both."""
 
-    _sharded: nn.Parameter
+    _sharded: Any  # the parameter
     # The rows of the gradient that was last asked for and what was made of them:
     # optimizers ask three times in a step. Forgotten when they die. (No reference to
     # the gradient itself: Module.to swaps gradients that have none.)
@@ -100,7 +100,7 @@ def _forget_seen(owner: "weakref.ref[LocalParameter]", rows: Any) -> None:
 _foreach_supported_types.append(LocalParameter)
 
 
-def local_parameter_of(parameter: nn.Parameter) -> nn.Parameter:
+def local_parameter_of(parameter: Tensor) -> Any:
     if not isinstance(parameter, DTensor):
         return parameter
     local = Tensor._make_subclass(
@@ -112,16 +112,27 @@ def local_parameter_of(parameter: nn.Parameter) -> nn.Parameter:
     return local
 
 
-def sharded_of(parameter: Tensor) -> Tensor:
+def rows_of(tensor: Tensor) -> Any:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_of(parameter: Tensor) -> Any:
     return parameter._sharded if isinstance(parameter, LocalParameter) else parameter
 
 
-def as_sharded(parameter: DTensor, state: Any) -> Any:
-    """An optimizer's state that is as long as the parameter's rows is sharded, too."""
-    if isinstance(state, Tensor) and state.shape == parameter._local_tensor.shape:
-        if state.dim() > 0:
-            return DTensor(state, parameter._spec, requires_grad=False)
+def as_sharded(parameter: Any, state: Any) -> Any:
+    """A state that is as long as a sharded parameter's rows is sharded, too."""
+    if isinstance(parameter, DTensor) and is_of_rows(state, parameter):
+        return DTensor(rows_of(state), parameter._spec, requires_grad=False)
     return state
+
+
+def is_of_rows(state: Any, parameter: Tensor) -> bool:
+    """As an elementwise optimizer's moments are, and its counters are not."""
+    if not isinstance(state, Tensor) or state.dim() == 0:
+        return False
+    shape: torch.Size = rows_of(state).shape
+    return shape == rows_of(parameter).shape
 
 
 # -- what concerns all rows -----------------------------------------------------------

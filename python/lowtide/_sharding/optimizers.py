@@ -1,21 +1,27 @@
-"""What an optimizer's step means for sharded models: what is still gathered is old, and
-an optimizer of parameters that are no longer there changes nothing."""
+"""What an optimizer's step means for sharded models: rows suffice for it, what is still
+gathered is old behind it, and one of parameters that are no longer there changes
+nothing."""
 
 import functools
 import warnings
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from lowtide._sharding import stepped
+from lowtide._sharding.host_states import host_states_of
 from lowtide._sharding.local_parameter import sharded_of
 from lowtide._sharding.owners import became, replacements
+from lowtide._sharding.step_on_rows import Rows, stand_in
 from lowtide._sharding.unit import UnitState, alive
 
 _units: "weakref.WeakSet[UnitState]" = weakref.WeakSet()  # of every root
@@ -30,6 +36,7 @@ class _Known:
     stamp: tuple[int, int, int]
     units: list["weakref.ref[UnitState]"]  # one for every root it steps
     warned: bool
+    rows: Rows = field(default_factory=dict)
 
 
 def watch_optimizers(units: list[UnitState]) -> None:
@@ -37,28 +44,48 @@ def watch_optimizers(units: list[UnitState]) -> None:
     global _num_roots
     _num_roots += 1
     _units.update(units)
-    _register_once()
+    count_steps()
 
 
 @functools.cache
-def _register_once() -> None:
+def count_steps() -> None:
+    """Of all optimizers, from now on."""
+    register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 
 
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    known = _known_of(optimizer)
+    if known is None or not args or args[0] is not optimizer:
+        return None
+    if (states := host_states_of(optimizer)) is not None:
+        return (states.stand_in(known.rows), *args[1:]), kwargs
+    with_closure = any(each is not None for each in (*args[1:], *kwargs.values()))
+    if not known.units or with_closure:  # which has yet to make gradients
+        return None
+    on_rows = stand_in(optimizer, optimizer.param_groups, known.rows)
+    return None if on_rows is None else ((on_rows, *args[1:]), kwargs)
+
+
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():
-        return  # compiled code counts the writes
-    if stepped.in_unit(optimizer):
-        return  # which counts by itself
+    if (known := _known_of(optimizer)) is None:
+        return
+    for reference in known.units:
+        unit = reference()
+        if unit is not None and unit.root is not None:
+            unit.root.optimizer_stepped()
+
+
+def _known_of(optimizer: Optimizer) -> _Known | None:
+    """None where what steps counts by itself: compiled code counts the writes."""
+    if torch.compiler.is_compiling() or stepped.in_unit(optimizer):
+        return None
     known = _known.get(optimizer)
     stamp = (_num_roots, replacements(), len(optimizer.param_groups))
     if known is None or known.stamp != stamp:
         known = _look_at(optimizer, stamp, warned=known is not None and known.warned)
         _known[optimizer] = known
-    for reference in known.units:
-        unit = reference()
-        if unit is not None and unit.root is not None:
-            unit.root.optimizer_stepped()
+    return known
 
 
 def steps_of(unit: UnitState) -> int:
@@ -83,6 +110,16 @@ def modules_around(optimizer: Optimizer) -> list[nn.Module]:
         for module in unit.modules
         if not own.isdisjoint(module.modules())
     ]
+
+
+def devices_of(parameters: Iterable[Tensor]) -> set[torch.device]:
+    """Of the units that have one of them."""
+    wanted = {id(sharded_of(p)) for p in parameters}
+    return {
+        unit.device
+        for unit in alive
+        if any(id(parameter.shard) in wanted for parameter in unit.parameters)
+    }
 
 
 def _look_at(
@@ -121,5 +158,5 @@ def _warn(optimizer: Optimizer, names: list[str], count: int) -> None:
         "fully_shard or load_state_dict(assign=True) has replaced, the first is "
         f"'{names[0]}'. Steps do not change the model: make the optimizer again, of "
         "model.parameters() before a forward.",
-        stacklevel=5,
+        stacklevel=6,
     )

@@ -194,13 +194,13 @@ class _InBackward:
             if by_late is None:
                 host = self._host.setdefault(state, HostBytes(state.name, state.device))
                 sharded = list(map(sharded_of, parameters))
-                parked = Parked(sharded, host)
+                parked = Parked(sharded, host, state)
                 self._parked.append((root, root.backwards, parked))
                 return
             scale_(gradients, by_late)
         let_snapshots_finish()
         self._record.append((root, root.backwards, state.name))
-        step_chosen(self._optimizer, chosen)
+        step_chosen(self._optimizer, state, chosen)
         for p in parameters:
             sharded_of(p).grad = None
         root.optimizer_stepped()
@@ -298,7 +298,7 @@ class _InBackward:
             for p in sharded:
                 known = self._known[id(p)]
                 by_group.setdefault(self._places[id(known)][0], []).append(known)
-            step_chosen(optimizer, sorted(by_group.items()))
+            step_chosen(optimizer, parked.unit, sorted(by_group.items()))
             for p in sharded:
                 p.grad = None
         if self._norms:  # else nobody's step: gradients that a state dict sets, say

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 
 from lowtide._sharding.common_norm import require_common
+from lowtide._sharding.local_parameter import rows_of
 
 _EPS = 1e-6  # torch.nn.utils.clip_grads_with_norm_'s
 
@@ -82,7 +83,3 @@ def scale_(gradients: Iterable[Tensor], by: Tensor) -> None:
         alike.setdefault(each.dtype, []).append(each)
     for of_dtype in alike.values():
         torch._foreach_mul_(of_dtype, by)
-
-
-def rows_of(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

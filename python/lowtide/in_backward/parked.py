@@ -9,9 +9,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from lowtide import _C
-from lowtide._activation.regions import pinned_cap
-from lowtide._base.memory import device_memory
-from lowtide.in_backward.norms import rows_of
+from lowtide._base.memory import device_memory, pinned_cap
+from lowtide._sharding.local_parameter import rows_of
+from lowtide._sharding.unit import UnitState
 
 
 @functools.cache
@@ -55,7 +55,10 @@ class Parked:
     current stream; what was allocated at once, as a unit's gradients are, is copied at
     once."""
 
-    def __init__(self, parameters: list[Tensor], host: HostBytes) -> None:
+    def __init__(
+        self, parameters: list[Tensor], host: HostBytes, unit: UnitState
+    ) -> None:
+        self.unit = unit
         self._device = rows_of(parameters[0]).device
         self._gradients: list[_Gradient] = []
         self._blocks: list[Tensor] = []

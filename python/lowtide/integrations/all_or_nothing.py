@@ -27,6 +27,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lowtide import api, stepping
+from lowtide._base.optimizers import step_around
 from lowtide._sharding.local_parameter import sharded_of
 from lowtide._sharding.optimizers import modules_around
 
@@ -74,7 +75,7 @@ def guard(optimizer: Optimizer) -> None:
     if optimizer in _guarded:
         return
     _guarded.add(optimizer)
-    optimizer.step = _Guarded(optimizer)  # type: ignore[method-assign]
+    step_around(optimizer, _step)
     _guard_microbatches()
 
 
@@ -93,30 +94,6 @@ def guard_all() -> Callable[[], None]:
         Optimizer.__init__ = theirs  # type: ignore[method-assign]
 
     return undo
-
-
-class _Guarded:
-    """``optimizer.step``. As schedulers do, it stands in the optimizer's own attributes
-    and refers to it weakly, or its states would wait for the garbage collector;
-    ``__func__`` is what they wrap."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        step: Any = optimizer.step
-        of_class = isinstance(step, types.MethodType) and step.__self__ is optimizer
-        call = step.__func__ if of_class else lambda _, *args, **kw: step(*args, **kw)
-        functools.update_wrapper(self, step)
-        self._optimizer = weakref.ref(optimizer)
-
-        @functools.wraps(call)
-        def guarded(optimizer: Optimizer, *args: Any, **kw: Any) -> Any:
-            return _step(optimizer, call, args, kw)
-
-        self.__func__ = guarded
-
-    def __call__(self, *args: Any, **kw: Any) -> Any:
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        return self.__func__(optimizer, *args, **kw)
 
 
 @torch.compiler.disable

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lowtide._sharding.local_parameter import rows_of
 from lowtide._sharding.subclass import made_of
 from lowtide.saving import content
-from lowtide.saving.content import local
 
 _streams: dict[torch.device, Any] = {}
 _awaited: list[tuple[Any, torch.device]] = []  # by the next optimizer step
@@ -73,7 +73,7 @@ def wait_for_pending() -> None:
 
 
 def bytes_of(state: Mapping[str, Any]) -> int:
-    return sum(local(t).nbytes for t in _tensors(state))
+    return sum(rows_of(t).nbytes for t in _tensors(state))
 
 
 class Snapshot:
@@ -98,7 +98,7 @@ class Snapshot:
                     self.state[key] = _mapped(
                         value, lambda t: _host(t, pinned=t.device.type != "cpu")
                     )
-            self._keeps = [local(t) for t in _tensors(state)]
+            self._keeps = [rows_of(t) for t in _tensors(state)]
             self._events = [stream.record_event(), current.record_event()]
             _let_steps_wait(self._events[0], device)
 
@@ -114,7 +114,7 @@ def _host(tensor: Tensor, pinned: bool) -> Tensor:
         into = torch.empty_like(from_, device="cpu", pin_memory=pinned)
         return into.copy_(from_, non_blocking=pinned)
 
-    copy = made_of(local(tensor).detach(), copied)
+    copy = made_of(rows_of(tensor).detach(), copied)
     if isinstance(tensor, DTensor):
         return DTensor(copy, tensor._spec, requires_grad=False)
     return copy

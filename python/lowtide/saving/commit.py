@@ -13,12 +13,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lowtide._sharding.local_parameter import rows_of
 from lowtide._sharding.root import before_first_forward
 from lowtide._sharding.subclass import plain_tensors
 from lowtide._sharding.unit import units_of
 from lowtide.api import abort_step
 from lowtide.saving import content
-from lowtide.saving.content import Live, local
+from lowtide.saving.content import Live
 from lowtide.saving.errors import CheckpointError
 from lowtide.saving.staging import Staged
 from lowtide.saving.verification import Opened
@@ -163,7 +164,7 @@ def _of_model(staged: Staged, opened: Opened, of: Live) -> list[Change]:
         if key.endswith(_EXTRA_STATE):
             objects[key], old[key] = value, live
             continue
-        into = local(live)
+        into = rows_of(live)
         if into.is_meta:
             raise CheckpointError(
                 f"lowtide: load: {key}: expected a tensor with storage, got one on the "
@@ -175,9 +176,9 @@ def _of_model(staged: Staged, opened: Opened, of: Live) -> list[Change]:
                 "own tensor, got a copy, which a hook has made. Remove the hook, or "
                 "load with torch.distributed.checkpoint."
             )
-        made.append(Write(into, local(value)))
+        made.append(Write(into, rows_of(value)))
         if key in of.parameters:
-            made += _of_derived(local(of.parameters[key]), into)
+            made += _of_derived(rows_of(of.parameters[key]), into)
     if objects:  # of get_extra_state
         made.append(
             Call(lambda of_: of.model.load_state_dict(of_, strict=False), objects, old)
@@ -196,7 +197,7 @@ def _of_derived(parameter: Tensor, saved: Tensor) -> list[Change]:
 
 
 def _storages(tensor: Tensor) -> set[int]:
-    return {t.untyped_storage().data_ptr() for t in plain_tensors(local(tensor))}
+    return {t.untyped_storage().data_ptr() for t in plain_tensors(rows_of(tensor))}
 
 
 def _of_optimizers(staged: Staged, opened: Opened, of: Live) -> list[Change]:
@@ -269,7 +270,7 @@ def _of_state(
             old = old.get(part) if isinstance(old, Mapping) else None
         if isinstance(value, Tensor):
             if isinstance(old, Tensor):
-                made.append(Write(local(old), local(value)))
+                made.append(Write(rows_of(old), rows_of(value)))
                 value = old
             else:
                 value = _on_device(value, p, group, path[-1])
@@ -285,7 +286,7 @@ def _on_device(value: Tensor, p: Any, group: dict[str, Any], key: str) -> Tensor
     on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
     if on_host:
         return value
-    moved = local(value).to(local(p).device)
+    moved = rows_of(value).to(rows_of(p).device)
     if isinstance(value, DTensor):
         return DTensor(moved, value._spec, requires_grad=False)
     return moved

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lowtide._sharding import stepped
+from lowtide._sharding.local_parameter import rows_of
 from lowtide._sharding.parameter import UnitParameter
 from lowtide._sharding.unit import UnitState, units_of
 from lowtide.optimizing import sharded_optimizer
@@ -47,7 +48,7 @@ class Live:
         for state in units_of(self.model.modules()):
             return state.device
         tensors = [*self.parameters.values(), *self.state.values()]
-        devices = (local(t).device for t in tensors if isinstance(t, Tensor))
+        devices = (rows_of(t).device for t in tensors if isinstance(t, Tensor))
         return next(devices, torch.device("cpu"))
 
     def names(self) -> dict[int, str]:
@@ -115,10 +116,6 @@ def layout(parameter: UnitParameter) -> str:
     """Over which ranks its gradients are summed, in which parts."""
     spec = parameter.spec
     return f"{tuple(spec.mesh.shape)} {spec.placements}"
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _waiting(of: Live) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemT
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lowtide.saving.content import local
+from lowtide._sharding.local_parameter import rows_of
 from lowtide.saving.errors import CheckpointError
 
 
@@ -52,10 +52,10 @@ class LoadPlanner(DefaultLoadPlanner):
     def take(self, name: str, saved: Tensor) -> None:
         """A copy into a plain tensor would undo the quantization of ``saved``."""
         value = self.state_dict[name]
-        if local(value).size() != saved.size():
+        if rows_of(value).size() != saved.size():
             raise CheckpointError(
                 f"lowtide: load: {self._where(name)}: expected this rank's part, "
-                f"{list(local(value).shape)}, got a {type(saved).__name__} of "
+                f"{list(rows_of(value).shape)}, got a {type(saved).__name__} of "
                 f"{list(saved.shape)}, which can not be joined with others. Load it on "
                 "the ranks that saved it, or on more."
             )

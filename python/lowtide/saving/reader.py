@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-from lowtide.saving.content import Live, local
+from lowtide._sharding.local_parameter import rows_of
+from lowtide.saving.content import Live
 from lowtide.saving.verification import Opened, damaged_item
 
 
@@ -47,7 +48,7 @@ def classes_of(live: Live) -> Iterator[None]:
     states = [state for one in live.optimizers for state in one.state.values()]
     for value in (*live.state.values(), *(v for s in states for v in s.values())):
         if isinstance(value, Tensor):
-            tensor = local(value)
+            tensor = rows_of(value)
             known = smallest.setdefault(type(tensor), tensor)
             if tensor.numel() < known.numel():
                 smallest[type(tensor)] = tensor

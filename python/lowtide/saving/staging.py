@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lowtide._sharding.local_parameter import rows_of
 from lowtide._sharding.subclass import made_of
 from lowtide.saving import content
 from lowtide.saving.content import Live
@@ -220,7 +221,7 @@ def _like(opened: Opened, name: str, tensor: Tensor) -> Tensor:
             f"lowtide: load: {opened.where(name)}: expected {expected}, got {got}. "
             "Pass the model and optimizer that were saved."
         )
-    mine = content.local(tensor).detach()
+    mine: Tensor = rows_of(tensor).detach()
     if is_traceable_wrapper_subclass(mine):
         # Some write only part of themselves over others of their kind.
         here = made_of(mine, lambda part: part.to("cpu", copy=True))

@@ -8,7 +8,7 @@ are neither stay whose they are.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, MutableMapping, MutableSet
+from collections.abc import Iterator, MutableMapping, MutableSet, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lowtide._sharding.host_states import host_states_of
 from lowtide._sharding.local_parameter import sharded_of
 from lowtide._sharding.unit import units_of
 from lowtide.api import abort_step
@@ -39,8 +40,9 @@ class Remembered:
     """Of a model and optimizers on this rank. Copies are in host memory, made as those
     of a save in the background are."""
 
-    def __init__(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._model = model
+        self._on_host = [*filter(None, map(host_states_of, optimizers))]
         self._containers: list[tuple[Any, Any]] = []  # and what was in it
         self._parts: list[tuple[Tensor, str, Any]] = []  # of tensor subclasses
         self._seen: set[int] = set()
@@ -65,6 +67,8 @@ class Remembered:
     @torch.no_grad()
     def bring_back(self) -> None:
         self._copies.wait()
+        for states in self._on_host:
+            states.settle()
         abort_step(self._model)  # drops gradients
         for container, old in self._containers:
             _refill(container, old)

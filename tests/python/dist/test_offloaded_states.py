@@ -1,0 +1,149 @@
+"""States of an optimizer on the host: the bits of states on the device, wherever the
+step runs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
+
+import lowtide
+from support.bits import assert_same_tensors
+from support.model import TINY, build
+from support.systems import get_system
+from support.training import Run, accumulate, local, shard
+
+RUN = Run(TINY, 2, microbatches=2, sync="last")
+Made = torch.optim.Optimizer
+OPTIMIZERS: dict[str, Callable[..., Made]] = {
+    "adam amsgrad": lambda ps: torch.optim.Adam(ps, amsgrad=True, foreach=True),
+    "adamw fused": lambda ps: torch.optim.AdamW(ps, fused=True),
+    "sgd": lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9),
+}
+
+
+def moments(model: nn.Module, optimizer: Made) -> dict[str, Any]:
+    return {
+        f"{name} {key}": value
+        for name, p in model.named_parameters()
+        for key, value in optimizer.state.get(p, {}).items()
+        if value is not None
+    }
+
+
+def everything(model: nn.Module, optimizer: Made) -> dict[str, Any]:
+    states = {name: local(v).clone() for name, v in moments(model, optimizer).items()}
+    return states | {name: local(p).clone() for name, p in model.named_parameters()}
+
+
+def made(name: str, way: str) -> tuple[Any, Made]:
+    """Two groups; ``way``: device, host, or host in backward."""
+    torch.manual_seed(0)
+    model: Any = shard(build(RUN.model), RUN, get_system("lowtide"))
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others}]
+    optimizer = OPTIMIZERS[name](groups)
+    if way == "host in backward":
+        lowtide.optimize_in_backward(model, optimizer)
+    if way != "device":
+        lowtide.offload_states(optimizer)
+    return model, optimizer
+
+
+def train(name: str, way: str) -> Any:
+    """Three steps, states out and in again, two more; which bytes the states are in."""
+    model, optimizer = made(name, way)
+    schedule = LambdaLR(optimizer, lambda step: 0.5**step)
+    found, places = [], []
+    for step in range(5):
+        accumulate(model, RUN, step, 0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        found.append(everything(model, optimizer))
+        long = [v for v in moments(model, optimizer).values() if v.dim() > 0]
+        assert all(isinstance(value, DTensor) for value in long)
+        places.append({local(value).data_ptr() for value in long} - {0})
+        if step == 2:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return found, places
+
+
+@pytest.mark.parametrize("way", ["host", "host in backward"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_has_the_bits_of_states_on_the_device(pool_of, name, way):
+    pool = pool_of(2)
+    ours, theirs = pool.run(train, name, way), pool.run(train, name, "device")
+    for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        # Loaded ones too, which elsewhere are other tensors.
+        assert one[1] == [one[1][0]] * 5 and other[1] != [other[1][0]] * 5
+        for step, (actual, expected) in enumerate(zip(one[0], other[0], strict=True)):
+            assert_same_tensors(actual, expected, f"rank {rank}, step {step}")
+
+
+def lose_a_step(way: str) -> list[bool]:
+    """In the last unit's step, the others' states on their way out."""
+    model, optimizer = made("adamw fused", way)
+    accumulate(model, RUN, 0, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    before = everything(model, optimizer)
+    last = optimizer.param_groups[-1]["params"][-1]
+    accumulate(model, RUN, 1, 0)
+    last.grad = torch.zeros_like(last)
+    last.grad._local_tensor = last.grad._local_tensor.bool()
+    raised = False
+    try:
+        with lowtide.step(model, optimizer):
+            optimizer.step()
+    except RuntimeError:
+        raised = True
+    after = everything(model, optimizer)
+    optimizer.zero_grad()
+    same = all(torch.equal(after[name], value) for name, value in before.items())
+    accumulate(model, RUN, 1, 0)
+    optimizer.step()
+    again = everything(model, optimizer)
+    other, its = made("adamw fused", "device")
+    for step in range(2):
+        accumulate(other, RUN, step, 0)
+        its.step()
+        its.zero_grad()
+    expected = everything(other, its)
+    return [raised, same, all(torch.equal(again[n], expected[n]) for n in expected)]
+
+
+def test_a_step_that_raises_is_undone(pool_of):
+    assert pool_of(2).run(lose_a_step, "host") == [[True] * 3] * 2
+
+
+def refused() -> list[str]:
+    model: Any = shard(build(RUN.model), RUN, get_system("lowtide"))
+    found = []
+    for optimizer in (
+        torch.optim.LBFGS([model.head.weight]),
+        torch.optim.SGD([nn.Parameter(torch.zeros(1))]),
+    ):
+        try:
+            lowtide.offload_states(optimizer)
+        except ValueError as error:
+            found.append(str(error).split(". ")[0])
+    return found
+
+
+def test_others_are_refused_by_name(pool_of):
+    assert pool_of(2).run(refused) == 2 * [
+        [
+            "lowtide: offload_states: expected an elementwise optimizer of torch."
+            "optim, got LBFGS",
+            "lowtide: offload_states: expected an optimizer of a model's sharded "
+            "parameters, got SGD with none of them",
+        ]
+    ]
