@@ -266,7 +266,13 @@ def train(system_name: str, name: str) -> Record:
     return record.values
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("gradients as of all ranks", "replicas", "clipped")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=[] if c in QUICK else pytest.mark.slow) for c in CASES],
+)
 def test_training_equals_fsdp2(pool_of, case):
     assert_trains_as_fsdp2(pool_of(RANKS), train, case)
 
