@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
 #include <array>
 #include <functional>
 #include <map>
@@ -170,6 +171,12 @@ py::dict planned_peaks(const std::vector<std::shared_ptr<shard::Unit>>& units,
   for (std::size_t i = 0; i < units.size(); ++i) {
     auto& unit = *units[i];
     const auto& settings = unit.settings();
+    std::vector<std::int32_t> beside;
+    for (const auto& other : settings.beside) {
+      const auto found = std::find(units.begin(), units.end(), other.lock());
+      if (found == units.end()) continue;
+      beside.push_back(static_cast<std::int32_t>(found - units.begin()));
+    }
     planned.push_back(
         {.bytes = bytes_of(unit),
          .inside = inside.at(i),
@@ -177,7 +184,8 @@ py::dict planned_peaks(const std::vector<std::shared_ptr<shard::Unit>>& units,
              settings.reshard_after_forward && !settings.keep_unsharded_storage,
          .gradient_sync = settings.gradient_sync,
          .all_reduce = settings.reduction.all_reduce,
-         .offloaded = settings.host != nullptr});
+         .offloaded = settings.host != nullptr,
+         .beside = std::move(beside)});
   }
   const auto peaks = shard::planned_peaks(planned);
   return py::dict("parameters"_a = peaks.parameters,
@@ -343,6 +351,11 @@ void bind_shard(py::module_& module) {
             settings.backward_prefetch.assign(backward.begin(), backward.end());
           },
           py::kw_only(), py::arg("forward"), py::arg("backward"))
+      .def("stand_beside",
+           [](UnitSettings& settings,
+              const std::vector<std::shared_ptr<shard::Unit>>& others) {
+             settings.beside.assign(others.begin(), others.end());
+           })
       .def_property_readonly(
           "reduction",
           [](UnitSettings& settings) { return &settings.reduction; },

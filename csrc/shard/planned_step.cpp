@@ -107,7 +107,13 @@ void play_forward(PlannedUnits units, PlannedPeaks& peaks) {
     }
     running.push_back(i);
     const auto next = schedule.enter_forward(i);
-    const auto inputs = gather(i) + (next ? gather(*next) : 0);
+    std::set<std::int32_t> together;
+    for (const auto first : {i, next.value_or(i)}) {
+      together.insert(first);
+      together.insert(of(first).beside.begin(), of(first).beside.end());
+    }
+    std::int64_t inputs = 0;
+    for (const auto one : together) inputs += gather(one);
     peaks.gathered = std::max(peaks.gathered, held);
     peaks.gather_input = std::max(peaks.gather_input, inputs);
   }

@@ -6,6 +6,7 @@
 #include <c10/util/ArrayRef.h>
 
 #include <cstdint>
+#include <vector>
 
 namespace lowtide::shard {
 
@@ -31,6 +32,7 @@ struct PlannedUnit {
   bool gradient_sync = true;
   bool all_reduce = true;
   bool offloaded = false;  // shards and gradients are on the host
+  std::vector<std::int32_t> beside = {};  // units that are gathered with it
 };
 
 struct PlannedPeaks {

@@ -267,6 +267,7 @@ Unit* Root::enter_backward(Unit& unit, std::int64_t number) {
   }
   // Behind what others sent: nothing of this unit has left yet.
   unit.gradients().set_leaves_early(in_order && call.last && call.alone &&
+                                    unit.settings().beside.empty() &&
                                     unit.used_alike());
   return call.next ? units_[static_cast<std::size_t>(*call.next)] : nullptr;
 }

@@ -192,12 +192,29 @@ void Unit::wait_for_host_copies() const {
 }
 
 void Unit::gather_ahead() {
+  gather_alone_ahead();
+  for (const auto& other : settings_->beside) {
+    if (const auto unit = other.lock()) unit->gather_alone_ahead();
+  }
+}
+
+void Unit::gather_alone_ahead() {
   if (rows_.streams() || parameters_.here()) {
     return;
   }
   gather();
   parameters_.set_ahead(true);
 }
+
+// [Note: Units beside each other]
+// One `fully_shard` call whose parameters are on several meshes makes a unit
+// for each.  They are entered one after the other and left in reverse, as if
+// the first were around the others, and whoever gathers one ahead gathers them
+// all.  Their backwards are one: gradients come in an order of their own.  What
+// the ranks of one mesh agree on, those of another may not, and in the stream
+// each stands behind the others; so nothing of them leaves before the next
+// unit's backward begins, which all ranks see, and the sources of all may stay
+// until that is over.
 
 // --- forward ----------------------------------------------------------------
 
@@ -368,7 +385,7 @@ void Unit::on_output_gradient(std::int64_t call) {
   parameters_.set_ahead(false);
   if (entered) {
     prefetch_in_backward();
-    gradients_.set_lingering(wire_outlasts());
+    gradients_.set_lingering(lingering_bytes());
     // After the gather, which must not wait for other units' gradients.
     root_->stream().expects(gradients_);
     if (fused_.has_main_gradients()) {
@@ -402,6 +419,18 @@ bool Unit::wire_outlasts() const {
       gradients_.sync() ? gradients_.wire_bytes() : 0, ranks,
       std::accumulate(elements.begin(), elements.end(), std::int64_t{0}),
       tokens_of_gradients(), slow_link(gathered, ranks, common_.gather_ns));
+}
+
+std::int64_t Unit::lingering_bytes() const {
+  if (settings_->beside.empty()) {
+    return wire_outlasts() ? gradients_.source_bytes() : 0;
+  }
+  auto bytes = gradients_.source_bytes();
+  for (const auto& other : settings_->beside) {
+    if (const auto unit = other.lock())
+      bytes += unit->gradients().source_bytes();
+  }
+  return bytes;
 }
 
 void Unit::prefetch_in_backward() {
@@ -570,7 +599,8 @@ void Unit::finish_backward() {
   }
   take_written_gradients();
   gradients_.add_small();
-  if (gradients_.sync() && root_->stream().contains(gradients_)) {
+  if (gradients_.sync() && settings_->beside.empty() &&
+      root_->stream().contains(gradients_)) {
     root_->stream().seal(gradients_);
   }
   if (settings_->reshard_after_backward) {

@@ -159,6 +159,7 @@ class Unit final : public BackwardReceiver,
 
   // --- UnitAhead ------------------------------------------------------------
   void gather_ahead() override;
+  void gather_alone_ahead();
   bool is_gathered_in_backward() const override;
   std::int64_t elements_to_cover(std::int64_t tokens) const override;
 
@@ -205,6 +206,7 @@ class Unit final : public BackwardReceiver,
   // Rows of the unit's output whose gradients come in its call's backward.
   std::int64_t tokens_of_gradients() const;
   bool wire_outlasts() const;
+  std::int64_t lingering_bytes() const;
   void prefetch_in_backward();
   void replan();
   // Of this backward, which the unit takes part in; null: without sync.

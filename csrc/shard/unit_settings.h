@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "comm/collectives.h"
 #include "memory/host_memory.h"
@@ -13,6 +14,8 @@
 #include "shard/prefetch.h"
 
 namespace lowtide::shard {
+
+class Unit;
 
 struct UnitSettings {
   bool reshard_after_forward = true;
@@ -43,6 +46,9 @@ struct UnitSettings {
 
   // Other units run inside this one's forward: its gradients leave last.
   bool encloses_units = false;
+  // Units of the same modules, over other meshes: see [Note: Units beside each
+  // other].
+  std::vector<std::weak_ptr<Unit>> beside;
   // The module is a single one of torch.nn's: nothing inside it can recompute,
   // so when autograd saved none of its parameters backward does not gather
   // them.

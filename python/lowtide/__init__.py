@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         DataParallelMeshDims,
         MixedPrecisionPolicy,
         OffloadPolicy,
+        ShardPlacementResult,
     )
     from lowtide.saving import load, save
     from lowtide.sleeping import sleep, wake
@@ -75,6 +76,7 @@ _PUBLIC = {
     "DataParallelMeshDims": "lowtide.policies",
     "MixedPrecisionPolicy": "lowtide.policies",
     "OffloadPolicy": "lowtide.policies",
+    "ShardPlacementResult": "lowtide.policies",
     "plan": "lowtide.planning",
     "load": "lowtide.saving",
     "save": "lowtide.saving",
@@ -93,6 +95,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "Muon",
     "OffloadPolicy",
+    "ShardPlacementResult",
     "UnshardHandle",
     "abort_step",
     "checkpoint",

@@ -6,6 +6,7 @@ from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -54,6 +55,20 @@ else:
         @staticmethod
         def _names(named: str | tuple[str, ...] | None) -> tuple[str, ...]:
             return (named,) if isinstance(named, str) else tuple(named or ())
+
+
+if VERSION >= (2, 12):
+    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+else:
+
+    @dataclasses.dataclass
+    class ShardPlacementResult:  # type: ignore[no-redef]
+        """torch 2.12's, what a ``shard_placement_fn`` may return: the dimension to
+        split, ``Shard(0)`` if None, and the mesh to split it over: torch's
+        ``FSDPMeshInfo`` or ``HSDPMeshInfo``, or a ``DeviceMesh``."""
+
+        placement: Shard | None
+        mesh_info: Any
 
 
 def default_reduce_dtype(storage: torch.dtype, compute: torch.dtype) -> torch.dtype:

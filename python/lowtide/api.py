@@ -1,6 +1,5 @@
 """``fully_shard`` and what it turns modules into: FSDP2's names, keywords, defaults."""
 
-from collections.abc import Callable
 from typing import Any, overload
 
 import torch
@@ -13,7 +12,6 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from torch.distributed.tensor import Shard
 
 from lowtide._sharding import arguments
 from lowtide._sharding import modules as managed
@@ -24,9 +22,10 @@ from lowtide._sharding.fsdp_module import (
 )
 from lowtide._sharding.late import watch
 from lowtide._sharding.owners import owner_of
+from lowtide._sharding.placements import PlacementFn, Where, by_mesh
 from lowtide._sharding.root import before_first_forward
 from lowtide._sharding.spmd_mesh import data_parallel_mesh
-from lowtide._sharding.unit import UnitState, unit_state
+from lowtide._sharding.unit import UnitState, unit_state, units_of
 from lowtide.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -52,7 +51,7 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = ...,
     reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = ...,
+    shard_placement_fn: PlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy | None = ...,
     ignored_params: set[nn.Parameter] | None = ...,
@@ -67,7 +66,7 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = ...,
     reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = ...,
+    shard_placement_fn: PlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy | None = ...,
     ignored_params: set[nn.Parameter] | None = ...,
@@ -81,7 +80,7 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    shard_placement_fn: PlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = _DEFAULT_PRECISION,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
@@ -91,13 +90,13 @@ def fully_shard(
     """Shards the parameters of ``module`` over ``mesh``, in place; drop-in for
     ``torch.distributed.fsdp.fully_shard``.
 
-    One call makes one unit: the parameters of ``module`` (or of a list of modules
-    that run together) that no earlier call manages are gathered, freed and reduced
-    together. Call it bottom-up, ending with the root. Between steps parameters are
-    ``DTensor`` with ``Shard(0)``; names, shapes and ``requires_grad`` stay. A weight
-    that modules of several units share stays one weight, gathered with the innermost
-    unit around them. Parameters that are ``DTensor`` already (tensor parallel) are
-    sharded as FSDP2 does.
+    One call makes one unit, or one for each mesh: the parameters of ``module`` (or of a
+    list of modules that run together) that no earlier call manages are gathered, freed
+    and reduced together. Call it bottom-up, ending with the root. Between steps
+    parameters are ``DTensor`` with ``Shard(0)``; names, shapes and ``requires_grad``
+    stay. A weight that modules of several units share stays one weight, gathered with
+    the innermost unit around them. Parameters that are ``DTensor`` already (tensor
+    parallel) are sharded as FSDP2 does.
 
     Args:
         module: A module with a ``forward``, or a list of them.
@@ -108,7 +107,9 @@ def fully_shard(
             factor of the number of shards: keep a part of them on every rank and
             gather from that many neighbours.
         shard_placement_fn: Which dimension of a parameter to shard; ``None`` is
-            ``Shard(0)``, others must be a multiple of the number of shards.
+            ``Shard(0)``, others must be a multiple of the number of shards. A
+            :class:`ShardPlacementResult` names a mesh as well: parameters of one mesh
+            are one unit, and the units of the call are gathered and freed together.
         mp_policy: Dtypes for compute, reduction, inputs and outputs; torch's own.
         ignored_params: Parameters to leave alone.
         dp_mesh_dims: ``mesh`` is the mesh that every parameter is ``DTensor`` on, whole
@@ -141,41 +142,48 @@ def fully_shard(
         grads,
         "fully_shard",
         dp_mesh_dims=dp_mesh_dims,
-        reshard_after_forward=reshard_after_forward,
     )
     mesh = mesh if mesh is not None else default_mesh()
-    storage_mesh = mesh
+    of_call = Where(mesh)
     if dp_mesh_dims is not None:
-        mesh = data_parallel_mesh(storage_mesh, dp_mesh_dims)
-    reshard = arguments.post_forward(reshard_after_forward, mesh)
+        flat = data_parallel_mesh(mesh, dp_mesh_dims)
+        of_call = Where(flat, (mesh, dp_mesh_dims))
     device = _device_of(mesh)
     modules = managed.managed_modules(roots)
     parameters = managed.managed_parameters(modules, ignored_params or set())
     managed.require_initialized(roots, parameters, "fully_shard")
+    meshes = by_mesh(parameters, of_call, shard_placement_fn)
+    reshard = [
+        arguments.post_forward(reshard_after_forward, where) for where, _ in meshes
+    ]
     offloads = isinstance(offload_policy, CPUOffloadPolicy)
     to_move = [] if offloads else [p for p in parameters if not owner_of(p.parameter)]
     managed.move_to_device(modules, to_move, device)
 
-    state = UnitState(
-        roots,
-        mesh,
-        device,
-        mp_policy,
-        reshard,
-        grads,
-        offload_policy,
-        before_first_forward,
-    )
-    if dp_mesh_dims is not None:
-        state.on_mesh(storage_mesh, dp_mesh_dims)
-    state.shard(parameters, shard_placement_fn)
+    first: UnitState | None = None
+    for (where, some), after_forward in zip(meshes, reshard, strict=True):
+        state = UnitState(
+            roots,
+            where.mesh,
+            device,
+            mp_policy,
+            after_forward,
+            grads,
+            offload_policy,
+            before_first_forward,
+            first,
+        )
+        state.storage = where.storage
+        state.shard(some)
+        first = first or state
+    assert first is not None
     for one in modules:
         # torch.compile then treats parameters as it does FSDP2's.
         one._is_fsdp_managed_module = True  # type: ignore[assignment]
         one._fsdp_use_orig_params = True  # type: ignore[assignment]
-    state.ignored = {id(parameter) for parameter in ignored_params or ()}
-    watch(state)
-    register_hooks(state)
+    first.ignored = {id(parameter) for parameter in ignored_params or ()}
+    watch(first)
+    register_hooks(first)
     for one in roots:
         become_fsdp_module(one)
     return module
@@ -192,11 +200,7 @@ def abort_step(model: nn.Module) -> None:
     accumulated since the last optimizer step. The next root forward does this by
     itself; call it to free the memory earlier. Does nothing before the first forward.
     """
-    roots = {
-        state.root
-        for module in model.modules()
-        if (state := unit_state(module)) is not None and state.root is not None
-    }
+    roots = {state.root for state in units_of(model.modules()) if state.root}
     for root in roots:
         root.abort()
 

@@ -1,13 +1,16 @@
 """``clip_grad_norm_``: torch's, which may also skip a step whose gradients are not
 finite."""
 
+import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lowtide._sharding import flat_norm
+from lowtide._sharding.common_norm import require_common
 from lowtide._sharding.local_parameter import sharded_of
 
 __all__ = ["clip_grad_norm_"]
@@ -24,7 +27,9 @@ def clip_grad_norm_(
     skip_nonfinite: bool = False,
 ) -> Tensor:
     """``torch.nn.utils.clip_grad_norm_`` with one more argument. Takes
-    ``local_parameters(model)`` for ``model.parameters()``.
+    ``local_parameters(model)`` for ``model.parameters()``, and parameters of several
+    meshes, as experts' beside others, whose norms are combined as torchtitan combines
+    them. Where those have other ranks, these compare the norm, which waits for it.
 
     The same bits as torch's, except for the L2 norm of gradients on CUDA, or offloaded
     from there, that are sharded alike: that takes one kernel for a rank's shards and
@@ -38,33 +43,75 @@ def clip_grad_norm_(
             skip together. Costs a wait for the norm on the host.
 
     Returns:
-        The total norm before clipping, a ``DTensor`` if the gradients are; not finite
-        if the step is skipped.
+        The total norm before clipping, a ``DTensor`` if the gradients are, of one mesh;
+        not finite if the step is skipped.
+
+    Raises:
+        ValueError: If ranks of several meshes have other norms, as where each has
+            experts of its own that no ``DTensor`` tells of.
     """
     given = [parameters] if isinstance(parameters, Tensor) else parameters
     chosen = [sharded_of(parameter) for parameter in given]
-    gradients = [p.grad for p in chosen if p.grad is not None]
-    flat = (
-        norm_type == 2.0
-        and foreach is not False
-        and not error_if_nonfinite
-        and any(g.is_cuda or flat_norm.is_elsewhere(g) for g in gradients)
-        and flat_norm.fits(gradients)
-    )
-    if flat:
-        norm = flat_norm.total_norm(gradients)
-    else:
-        norm = torch.nn.utils.get_total_norm(
-            gradients, norm_type, error_if_nonfinite, foreach
+    groups = _by_mesh(chosen)
+    flat = norm_type == 2.0 and foreach is not False and not error_if_nonfinite
+    by_kernel, norms = [], []
+    for group in groups:
+        gradients = [p.grad for p in group if p.grad is not None]
+        if not gradients and len(groups) > 1:
+            # Other ranks of the mesh may have some.
+            gradients = [torch.zeros_like(min(group, key=Tensor.numel))]
+        by_kernel.append(flat and _is_flat(gradients))
+        norms.append(
+            flat_norm.total_norm(gradients)
+            if by_kernel[-1]
+            else torch.nn.utils.get_total_norm(
+                gradients, norm_type, error_if_nonfinite, foreach
+            )
         )
+    norm = norms[0]
+    if len(groups) > 1:
+        norm = _combined(norms, norm_type)
+        meshes = [p.device_mesh for p, *_ in groups if isinstance(p, DTensor)]
+        require_common(norm, meshes, "clip_grad_norm_")
     if skip_nonfinite:
         whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if not bool(torch.isfinite(whole)):
             for p in chosen:
                 p.grad = None
             return norm
-    if flat:
-        flat_norm.scale_(gradients, max_norm, norm)
-    else:
-        torch.nn.utils.clip_grads_with_norm_(chosen, max_norm, norm, foreach)
+    for group, alone in zip(groups, by_kernel, strict=True):
+        if not alone:
+            torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm, foreach)
+        elif scaled := [p.grad for p in group if p.grad is not None]:
+            flat_norm.scale_(scaled, max_norm, norm)
     return norm
+
+
+def _is_flat(gradients: list[Tensor]) -> bool:
+    """Whether a kernel takes their norm, and another scales them."""
+    on_device = any(g.is_cuda or flat_norm.is_elsewhere(g) for g in gradients)
+    return on_device and flat_norm.fits(gradients)
+
+
+def _by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
+    """Those of each mesh; all as they are where some with a gradient are whole, of
+    which torch says what it takes."""
+    groups: dict[DeviceMesh, list[Tensor]] = {}
+    for p in parameters:
+        if isinstance(p, DTensor):
+            if p.requires_grad or p.grad is not None:
+                groups.setdefault(p.device_mesh, []).append(p)
+        elif p.grad is not None:
+            return [parameters]
+    return list(groups.values()) or [parameters]
+
+
+def _combined(norms: list[Tensor], norm_type: float) -> Tensor:
+    """torchtitan's, in its order of operations."""
+    whole = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
+    if math.isinf(norm_type):
+        return torch.stack(whole).max()
+    total = whole[0] ** norm_type
+    for norm in whole[1:]:
+        total = total + norm**norm_type
+    return total ** (1.0 / norm_type)

@@ -15,7 +15,7 @@ from lowtide._activation import report as activations
 from lowtide._activation.regions import device_of
 from lowtide._activation.report import ActivationReport
 from lowtide._base.memory import ledger, offload_pool
-from lowtide._sharding.unit import UnitState, unit_state
+from lowtide._sharding.unit import UnitState, units_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ def memory_report(model: nn.Module, *, reset_peaks: bool = False) -> MemoryRepor
 
     Raises ValueError if ``model`` has neither a unit nor a checkpointed module.
     """
-    states = list(_states(model))
+    states = units_of(model.modules())
     activation_report = activations.activation_report(model)
     if not states and activation_report is None:
         raise ValueError(
@@ -136,15 +136,6 @@ def memory_report(model: nn.Module, *, reset_peaks: bool = False) -> MemoryRepor
         book.reset_peaks()
         activations.reset(model)
     return report
-
-
-def _states(model: nn.Module) -> Iterator[UnitState]:
-    seen: set[UnitState] = set()
-    for module in model.modules():
-        state = unit_state(module)
-        if state is not None and state not in seen:
-            seen.add(state)
-            yield state
 
 
 def _host(

@@ -19,7 +19,7 @@ from lowtide._sharding.local_parameter import (
 from lowtide._sharding.optimizers import count_steps, devices_of
 from lowtide._sharding.step_on_rows import is_elementwise
 from lowtide._sharding.subclass import is_extended
-from lowtide._sharding.unit import unit_state
+from lowtide._sharding.unit import units_of
 
 __all__ = ["local_parameters", "offload_states", "sharded_optimizer"]
 
@@ -42,7 +42,7 @@ def local_parameters(model: nn.Module) -> list[nn.Parameter]:
     Raises ValueError for a model without a unit, and for a parameter that is a tensor
     subclass.
     """
-    if all(unit_state(module) is None for module in model.modules()):
+    if not units_of(model.modules()):
         raise ValueError(
             "lowtide: local_parameters: expected a model sharded by lowtide, got "
             f"{type(model).__name__} without a unit. Call fully_shard or wrap first."

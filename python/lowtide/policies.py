@@ -16,6 +16,7 @@ from lowtide._torch_version import (
     OWN,
     DataParallelMeshDims,
     GradDtype,
+    ShardPlacementResult,
     default_reduce_dtype,
 )
 
@@ -28,6 +29,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ParameterDtypes",
+    "ShardPlacementResult",
     "overridden_dtype",
     "parameter_dtypes",
     "reduced_together",

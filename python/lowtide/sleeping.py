@@ -20,7 +20,7 @@ from lowtide import _C
 from lowtide._base.backward import in_backward
 from lowtide._base.memory import device_memory, pinned_cap
 from lowtide._sharding.local_parameter import sharded_of
-from lowtide._sharding.unit import UnitState, unit_state
+from lowtide._sharding.unit import unit_state, units_of
 
 __all__ = ["PARTS", "Part", "sleep", "wake"]
 
@@ -87,10 +87,13 @@ def sleep(
             if state is None:  # torch's own
                 module.reshard()
                 continue
-            kept = state.settings.keep_unsharded_storage
-            state.settings.keep_unsharded_storage = False
+            together = [unit.settings for unit in state.together]
+            kept = [settings.keep_unsharded_storage for settings in together]
+            for settings in together:
+                settings.keep_unsharded_storage = False
             module.reshard()
-            state.settings.keep_unsharded_storage = kept
+            for settings, keeps in zip(together, kept, strict=True):
+                settings.keep_unsharded_storage = keeps
     try:
         for holder, part, tensors in _parts_of(model, optimizers, parts):
             memory, host = device_memory(device), host_pool(device)
@@ -158,15 +161,9 @@ def _checked(
 # -- what there is of a model ---------------------------------------------------------
 
 
-def _units(model: nn.Module) -> list[UnitState]:
-    """Each once."""
-    states = map(unit_state, model.modules())
-    return list(dict.fromkeys(state for state in states if state is not None))
-
-
 def _device_of(model: nn.Module) -> torch.device:
     """The units', or where the first parameter of a model without any is."""
-    for state in _units(model):
+    for state in units_of(model.modules()):
         return state.device
     devices = (leaf.device for p in model.parameters() for _, leaf in _leaves("", p))
     return next(devices, torch.device("cpu"))
@@ -195,7 +192,7 @@ def _parameters(model: nn.Module) -> Iterator[_Named]:
 def _gradients(model: nn.Module) -> Iterator[_Named]:
     for name, p in model.named_parameters():
         yield from _leaves(f"{name}.grad", p.grad)
-    for state in _units(model):
+    for state in units_of(model.modules()):
         for parameter in state.parameters:
             if parameter.full is not None:  # where schedules of pipelines leave them
                 yield from _leaves(f"{parameter.name}.grad", parameter.full.grad)

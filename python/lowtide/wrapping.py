@@ -1,17 +1,17 @@
 """``wrap``: shards a whole model in one call and says what it decided."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
 
 from lowtide._sharding import arguments, blocks
 from lowtide._sharding import modules as managed
 from lowtide._sharding.blocks import Decision
+from lowtide._sharding.placements import PlacementFn
 from lowtide._sharding.unit import unit_state
 from lowtide.activations import checkpoint
 from lowtide.api import default_mesh, fully_shard
@@ -39,7 +39,7 @@ def wrap(
     mp_policy: MixedPrecisionPolicy = _DEFAULT_PRECISION,
     activations: ActivationPolicy | None = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    shard_placement_fn: PlacementFn | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     grads: GradientMode = "exact",

@@ -299,7 +299,8 @@ at::Tensor UnitGradients::Parameter::piece_written_from() {
 void UnitGradients::begin(bool sync) {
   sync_ = sync;
   small_.clear();
-  sealed_ = leaves_early_ = lingering_ = false;
+  sealed_ = leaves_early_ = false;
+  lingering_bytes_ = 0;
   completed_.clear();
   used_elsewhere_.begin();
   for (auto& parameter : parameters_) {

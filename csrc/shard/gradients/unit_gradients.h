@@ -200,10 +200,8 @@ class UnitGradients {
   // Bytes of gradients of the units before it that may still wait for the wire
   // while this unit's backward runs ([Note: A wire that is slower than
   // backward]).
-  void set_lingering(bool lingering) { lingering_ = lingering; }
-  std::int64_t lingering_bytes() const {
-    return lingering_ ? source_bytes_ : 0;
-  }
+  void set_lingering(std::int64_t bytes) { lingering_bytes_ = bytes; }
+  std::int64_t lingering_bytes() const { return lingering_bytes_; }
   // Most of its elements are experts' ([Note: A wire that is slower than
   // backward]).
   bool of_experts() const;
@@ -305,7 +303,7 @@ class UnitGradients {
   std::int64_t source_bytes_ = 0;
   std::int64_t room_ = 0;
   bool own_slots_ = false;
-  bool lingering_ = false;
+  std::int64_t lingering_bytes_ = 0;
   bool sync_ = true;
   bool accumulating_ = false;
   bool sealed_ = false;

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from lowtide._sharding import modules as managed
 from lowtide._sharding.fsdp_module import FSDPModule
+from lowtide._sharding.placements import Where
 from lowtide._sharding.spmd_mesh import check_dims
 from lowtide.policies import (
     DataParallelMeshDims,
@@ -71,7 +72,6 @@ def check_settings(
     who: str,
     *,
     dp_mesh_dims: DataParallelMeshDims | None = None,
-    reshard_after_forward: bool | int | None = None,
 ) -> None:
     if grads not in get_args(GradientMode):
         raise ValueError(
@@ -93,11 +93,6 @@ def check_settings(
         )
     if dp_mesh_dims is not None:
         check_dims(mesh, dp_mesh_dims, who)
-        if not isinstance(reshard_after_forward, bool | None):
-            raise NotImplementedError(
-                f"lowtide: {who}: expected reshard_after_forward to be a bool or None "
-                f"beside dp_mesh_dims, got {reshard_after_forward}. Pass True."
-            )
     elif mesh is not None and mesh.ndim not in (1, 2):
         raise ValueError(
             f"lowtide: {who}: expected a mesh of one dimension, or of replicas "
@@ -122,13 +117,18 @@ def check_settings(
 
 
 def post_forward(
-    reshard_after_forward: bool | int | None, mesh: DeviceMesh
+    reshard_after_forward: bool | int | None, where: Where
 ) -> bool | int | None:
     """The setting as given, but an int only if it is a smaller group than all
     shards."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return reshard_after_forward
-    size = mesh.size(mesh.ndim - 1)
+    if where.storage is not None:
+        raise NotImplementedError(
+            "lowtide: fully_shard: expected reshard_after_forward to be a bool or None "
+            f"beside dp_mesh_dims, got {reshard_after_forward}. Pass True."
+        )
+    size = where.mesh.size(where.mesh.ndim - 1)
     if not isinstance(reshard_after_forward, int):
         raise ValueError(
             "lowtide: fully_shard: expected reshard_after_forward to be a bool or "

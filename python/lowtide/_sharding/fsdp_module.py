@@ -1,6 +1,6 @@
 """What ``fully_shard`` turns a module into: FSDP2's methods on lowtide's units."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -9,13 +9,14 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from lowtide import _C
 from lowtide._base.classes import ClassSwap, class_name
 from lowtide._sharding.buffers_of_group import (
     GroupBufferAllGather,
     GroupBufferReduceScatter,
 )
 from lowtide._sharding.groups import one_communicator
-from lowtide._sharding.unit import UnitState, unit_state
+from lowtide._sharding.unit import UnitState, unit_state, units_of
 
 
 class _PlaceOfOriginal:
@@ -38,19 +39,21 @@ class FSDPModule(TorchFSDPModule):
     def reshard(self) -> None:
         """Frees this unit's full parameters and registers the shards. Not
         recursive."""
-        state = self._get_fsdp_state()
-        if state.unit is not None:
-            state.unit.reshard()
+        for state in self._states(recurse=False):
+            if state.unit is not None:
+                state.unit.reshard()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this unit's parameters and registers the full ones. Not recursive.
         With ``async_op`` only issues the gather and returns a handle to wait on."""
-        unit = self._get_fsdp_state().to_be_gathered()
-        if not async_op:
-            unit.unshard()
-            return None
-        unit.gather()
-        return _UnshardHandle(unit)
+        units = [state.to_be_gathered() for state in self._states(recurse=False)]
+        for unit in units:
+            unit.gather()
+        handle = _UnshardHandle(units)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does what ``nn.Module.zero_grad`` does, also while the full parameters are
@@ -123,23 +126,24 @@ class FSDPModule(TorchFSDPModule):
     ) -> None:
         """Units to gather ahead when this one runs forward, instead of the next in
         the recorded order."""
-        state = self._get_fsdp_state()
-        state.forward_prefetch = _states_of(modules)
-        state.apply_prefetch()
+        for state in self._states(recurse=False):
+            state.forward_prefetch = _states_of(modules)
+            state.apply_prefetch()
 
     def set_modules_to_backward_prefetch(  # type: ignore[override]
         self, modules: "list[FSDPModule]"
     ) -> None:
         """Units to gather ahead when this one runs backward, instead of the one
         before it in forward."""
-        state = self._get_fsdp_state()
-        state.backward_prefetch = _states_of(modules)
-        state.apply_prefetch()
+        for state in self._states(recurse=False):
+            state.backward_prefetch = _states_of(modules)
+            state.apply_prefetch()
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divides the sum of this unit's gradients by ``factor`` instead of the number
         of ranks. Not recursive."""
-        self._get_fsdp_state().settings.reduction.divide_factor = factor
+        for state in self._states(recurse=False):
+            state.settings.reduction.divide_factor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """FSDP2's former name of :meth:`set_gradient_divide_factor`."""
@@ -148,7 +152,8 @@ class FSDPModule(TorchFSDPModule):
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Collectives of this unit's gradients only sum; a division follows. Not
         recursive."""
-        self._get_fsdp_state().settings.reduction.sum_only = enable
+        for state in self._states(recurse=False):
+            state.settings.reduction.sum_only = enable
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -198,7 +203,8 @@ class FSDPModule(TorchFSDPModule):
         """``False``: backward does not read this unit's parameters, do not gather
         them for it. lowtide finds this out by itself for an embedding. Not
         recursive."""
-        self._get_fsdp_state().settings.unshard_in_backward = unshard_in_backward
+        for state in self._states(recurse=False):
+            state.settings.unshard_in_backward = unshard_in_backward
 
     def set_all_reduce_hook(
         self,
@@ -221,27 +227,28 @@ class FSDPModule(TorchFSDPModule):
                 f"{stream}. Switch to it inside the hook, and make the current stream "
                 "wait for it."
             )
-        self._get_fsdp_state().settings.reduction.set_hook(hook)
+        state = self._only_state("set_all_reduce_hook")
+        state.settings.reduction.set_hook(hook)
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Gathers this unit's parameters through ``comm``: one flat uint8 input and
         output from its ``allocate``, copied in and out. Not recursive."""
-        state = self._get_fsdp_state()
+        state = self._only_state("set_custom_all_gather")
         state.custom_all_gather = comm
         state.use_groups()
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduces this unit's gradients through ``comm``, chunk by chunk, on buffers
         from its ``allocate``. Not recursive."""
-        state = self._get_fsdp_state()
+        state = self._only_state("set_custom_reduce_scatter")
         state.custom_reduce_scatter = comm
         state.use_groups()
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Uses the process group's allocator for collectives' buffers, at the price of
         a copy in and out. Not recursive, not together with custom objects."""
-        state = self._get_fsdp_state()
-        for comm in (state.custom_all_gather, state.custom_reduce_scatter):
+        first = self._get_fsdp_state()  # custom objects are a single unit's
+        for comm in (first.custom_all_gather, first.custom_reduce_scatter):
             if not isinstance(
                 comm, GroupBufferAllGather | GroupBufferReduceScatter | None
             ):
@@ -251,14 +258,16 @@ class FSDPModule(TorchFSDPModule):
                     f"{type(comm).__name__}. It allocates its own buffers: remove one "
                     "of the two calls."
                 )
-        groups = state.groups
-        state.custom_all_gather = (
-            GroupBufferAllGather(groups.gather.process_group) if enable else None
-        )
-        state.custom_reduce_scatter = (
-            GroupBufferReduceScatter(groups.reduce.process_group) if enable else None
-        )
-        state.use_groups()
+        for state in self._states(recurse=False):
+            gather, reduce = (
+                group.process_group
+                for group in (state.groups.gather, state.groups.reduce)
+            )
+            state.custom_all_gather = GroupBufferAllGather(gather) if enable else None
+            state.custom_reduce_scatter = (
+                GroupBufferReduceScatter(reduce) if enable else None
+            )
+            state.use_groups()
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
         """Not supported: raises :class:`NotImplementedError`."""
@@ -309,11 +318,20 @@ class FSDPModule(TorchFSDPModule):
         """Nothing to choose: lowtide's buffers come from the compute stream's pool
         whichever way a gather is issued."""
 
-    def _states(self, recurse: bool) -> Iterator[UnitState]:
+    def _states(self, recurse: bool) -> list[UnitState]:
         assert isinstance(self, nn.Module)
-        for module in self.modules() if recurse else [self]:
-            if (state := unit_state(module)) is not None:
-                yield state
+        return units_of(self.modules() if recurse else [self])
+
+    def _only_state(self, method: str) -> UnitState:
+        """Raises where the parameters are on several meshes, as FSDP2 does."""
+        state = self._get_fsdp_state()
+        if (number := len(state.together)) > 1:
+            raise ValueError(
+                f"lowtide: FSDPModule.{method}: expected a module whose parameters are "
+                f"all on one mesh, got one of {number} meshes: which it is for is not "
+                "said. Shard what has a mesh of its own by a call of its own."
+            )
+        return state
 
     def _get_fsdp_state(self) -> UnitState:  # type: ignore[override]
         assert isinstance(self, nn.Module)
@@ -323,13 +341,16 @@ class FSDPModule(TorchFSDPModule):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.reshard()
-        state = self._get_fsdp_state()
-        gradients = state.take_gradients_of_their_own_dtype()
-        state.detach()
+        states = self._states(recurse=False)
+        gradients = []
+        for state in states:
+            gradients += state.take_gradients_of_their_own_dtype()
+            state.detach()
         try:
             return nn.Module._apply(self, *args, **kwargs)  # type: ignore[arg-type]
         finally:
-            state.refresh()
+            for state in states:
+                state.refresh()
             for parameter, gradient in gradients:
                 shard = parameter.shard
                 shard.grad = gradient.to(shard.device)
@@ -360,24 +381,24 @@ class _GradientReductionHandle(_Handle):
 
 
 class _UnshardHandle(UnshardHandle):
-    def __init__(self, unit: Any) -> None:
-        self._unit: Any = unit
+    def __init__(self, units: list[_C.Unit]) -> None:
+        self._units = units
 
     def wait(self) -> None:
-        if self._unit is not None:
-            self._unit.unshard()
-            self._unit = None
+        for unit in self._units:
+            unit.unshard()
+        self._units = []
 
 
 def _states_of(modules: Iterable[Any]) -> list[UnitState]:
-    states = []
+    states: list[UnitState] = []
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(
                 "lowtide: prefetch list: expected modules sharded by lowtide, got "
                 f"{type(module).__name__}. Call fully_shard on it first."
             )
-        states.append(module._get_fsdp_state())
+        states += module._states(recurse=False)
     return states
 
 
@@ -418,9 +439,11 @@ def _refuse_deepcopy(module: nn.Module, memo: object) -> NoReturn:
     )
 
 
-def register_hooks(state: UnitState) -> None:
-    for module in state.modules:
-        module.register_forward_pre_hook(
-            state.hooks.pre, prepend=True, with_kwargs=True
-        )
-        module.register_forward_hook(state.hooks.post, prepend=False)
+def register_hooks(first: UnitState) -> None:
+    """Units of one call are entered in their order and left in reverse."""
+    for state in reversed(first.together):
+        for module in state.modules:
+            module.register_forward_pre_hook(
+                state.hooks.pre, prepend=True, with_kwargs=True
+            )
+            module.register_forward_hook(state.hooks.post, prepend=False)

@@ -149,7 +149,7 @@ class _Watch:
         for unit in _tree(root):
             shards: list[Any] = [parameter.shard for parameter in unit.parameters]
             for shard in shards:
-                if unit is not root and type(shard) is DTensor:
+                if unit.first is not root and type(shard) is DTensor:
                     shard.__class__ = _WatchedShard
                     self._shards.append(shard)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 from torch.distributed._composable.contract import _get_registry
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -22,6 +22,7 @@ class ManagedParameter:
 
     parameter: nn.Parameter
     slots: list[tuple[nn.Module, str]]
+    placement: Shard | None = None  # as the program says
 
 
 def managed_modules(roots: tuple[nn.Module, ...]) -> list[nn.Module]:

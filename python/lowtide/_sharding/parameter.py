@@ -282,9 +282,8 @@ def _checked(parameter: nn.Parameter, placement: Shard | None, who: str) -> Shar
     if type(placement) is not Shard:
         raise ValueError(
             f"lowtide: {who}: expected shard_placement_fn to return Shard or None, got "
-            f"{placement!r}. Return Shard(0) for the default; parameters of another "
-            "mesh (torch 2.12's ShardPlacementResult) are sharded by a call of their "
-            "own, fully_shard(experts, mesh=...), before this one."
+            f"{placement!r}. Return Shard(0) for the default, "
+            "lowtide.ShardPlacementResult(Shard(0), mesh) for a mesh of its own."
         )
     dim = placement.dim + (parameter.ndim if placement.dim < 0 else 0)
     if not 0 <= dim < parameter.ndim:

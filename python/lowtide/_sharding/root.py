@@ -18,12 +18,13 @@ from lowtide._sharding.misread import explain_errors
 from lowtide._sharding.optimizers import watch_optimizers
 from lowtide._sharding.replay import log_root
 from lowtide._sharding.ties import move_shared_parameters
-from lowtide._sharding.unit import UnitState, unit_state
+from lowtide._sharding.unit import UnitState, units_of
 
 
 def before_first_forward(state: UnitState) -> None:
     """Looks at a unit that has no root yet, or in whose modules something was
     registered."""
+    state = state.first
     if state.root is not None:
         warn_of_additions(state)
     elif "torch._dynamo" in sys.modules:  # the root's own forward may be compiled
@@ -44,7 +45,7 @@ def build_root(state: UnitState) -> None:
             "the module that contains them too, and run its forward first."
         )
     root_module = state.modules[0]
-    states = _states_below(root_module)
+    states = units_of(root_module.modules())
     for other in states:
         if other.root is not None:
             raise RuntimeError(
@@ -55,16 +56,20 @@ def build_root(state: UnitState) -> None:
     move_shared_parameters(root_module, states)
     _name(root_module, states)
     for other in states:
-        warn_of_additions(other)
+        if other is other.first:
+            warn_of_additions(other)
     for other in states:
         other.settings.encloses_units = _encloses(other, states)
         other.settings.leaf_module = _is_torch_leaf(other)
     if state.auto_reshard:
         # Backward needs the root's own parameters right after forward.
-        state.settings.reshard_after_forward = False
+        for other in state.together:
+            other.settings.reshard_after_forward = False
     units = [other.materialized() for other in states]
     for other, unit in zip(states, units, strict=True):
         unit.rename(other.name, [p.name for p in other.parameters])
+        beside = [one.unit for one in other.together if one is not other and one.unit]
+        other.settings.stand_beside(beside)
     for other in states:
         other.require_extensions()
         other.choose_rows()
@@ -87,20 +92,13 @@ def build_root(state: UnitState) -> None:
         state.hooks.move_inputs_to(state.device)
 
 
-def _states_below(root: nn.Module) -> list[UnitState]:
-    found: dict[UnitState, None] = {}
-    for module in root.modules():
-        if (state := unit_state(module)) is not None:
-            found[state] = None
-    return list(found)
-
-
 def _name(root: nn.Module, states: list[UnitState]) -> None:
     """Fully qualified names, for errors, traces and the ledger."""
     module_names = {module: name for name, module in root.named_modules()}
     for state in states:
         paths = [module_names[module] for module in state.modules]
-        state.name = ", ".join(path or class_name(root) for path in paths)
+        name = ", ".join(path or class_name(root) for path in paths)
+        state.name = name + state.over
         for parameter in state.parameters:
             module, name = parameter.slots[0]
             path = module_names[module]
@@ -109,15 +107,13 @@ def _name(root: nn.Module, states: list[UnitState]) -> None:
 
 def _encloses(state: UnitState, states: list[UnitState]) -> bool:
     below = {m for module in state.modules for m in module.modules()}
-    return any(
-        other is not state and any(module in below for module in other.modules)
-        for other in states
-    )
+    others = [other for other in states if other.first is not state.first]
+    return any(module in below for other in others for module in other.modules)
 
 
 def _is_torch_leaf(state: UnitState) -> bool:
     unknown = any(p.parallel or p.extended for p in state.parameters)
-    if len(state.modules) != 1 or unknown:
+    if len(state.modules) != 1 or len(state.together) != 1 or unknown:
         return False
     module = state.modules[0]
     original = original_class(module)

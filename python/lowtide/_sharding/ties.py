@@ -19,14 +19,17 @@ def move_shared_parameters(root: nn.Module, states: list[UnitState]) -> None:
     _join_slots(states)
     _drop_removed(root, states)
     managed_by = {
-        module: state for state in states for module in managed_modules(state.modules)
+        module: state.first
+        for state in states
+        for module in managed_modules(state.modules)
     }
     for state in states:
         for parameter in list(state.parameters):
             modules = {module for module, _ in parameter.slots}
             _require_inside(root, parameter, modules)
-            if {managed_by[module] for module in modules} != {state}:
+            if {managed_by[module] for module in modules} != {state.first}:
                 home = _innermost_around(modules, states)
+                home = _over_its_mesh(parameter, state, home)
                 if home is not state:
                     state.give_up(parameter)
                     home.take(parameter)
@@ -60,6 +63,21 @@ def _innermost_around(modules: set[nn.Module], states: list[UnitState]) -> UnitS
         and modules <= (below := set(state.modules[0].modules()))
     ]
     return states[min(around)[1]]
+
+
+def _over_its_mesh(
+    parameter: UnitParameter, state: UnitState, home: UnitState
+) -> UnitState:
+    """Of the units of ``home``'s call that over the mesh which ``state`` has split it
+    over."""
+    for unit in home.together:
+        if unit.mesh == state.mesh:
+            return unit
+    raise ValueError(
+        f"lowtide: {parameter.name}: expected modules that share a weight to be "
+        f"sharded over one mesh, got it sharded over {state.mesh}, and the unit around "
+        f"them, '{home.name}', over {home.mesh}. Pass the same mesh for both."
+    )
 
 
 def _require_inside(

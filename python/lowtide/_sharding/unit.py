@@ -1,11 +1,12 @@
-"""One ``fully_shard`` call: its modules, its parameters, its C++ unit."""
+"""The parameters of one ``fully_shard`` call that are split over one mesh: their
+modules and their C++ unit. A call makes such a unit for each of its meshes."""
 
 import dataclasses
 import functools
 import itertools
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed._composable.contract import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from lowtide import _C
@@ -77,8 +78,13 @@ class UnitState:
         grads: GradientMode,
         offload_policy: OffloadPolicy | None,
         before_forward: "Callable[[UnitState], None]",
+        first: "UnitState | None" = None,
     ) -> None:
+        """``first``: the unit of the same call that is entered first, for the others;
+        it casts what goes in and out."""
         self.modules = modules
+        self._first = weakref.ref(first) if first is not None else None
+        self.beside: list[UnitState] = []  # the call's other units, of the first
         self.mesh = mesh
         self.device = device
         # Where shards and reduced gradients are.
@@ -86,7 +92,8 @@ class UnitState:
         self.policy = without_override(policy)
         self._overridden_dtype = functools.partial(overridden_dtype, policy=policy)
         self.auto_reshard = reshard_after_forward is None
-        self.name = ", ".join(map(class_name, modules))
+        self.over = f" over {_text_of(mesh)}" if first is not None else ""
+        self.name = ", ".join(map(class_name, modules)) + self.over
         # The mesh that its parameters are on already, and which dimensions are shards'.
         self.storage: tuple[DeviceMesh, DataParallelMeshDims] | None = None
         self.ignored: set[int] = set()  # ids of parameters that stay the user's
@@ -123,15 +130,19 @@ class UnitState:
             self.settings.post_forward_group = smaller_group(
                 mesh, reshard_after_forward, device
             )
+        casts_inputs = first is None and policy.cast_forward_inputs
         self.hooks = _C.ForwardHooks(
-            cast_inputs=policy.param_dtype if policy.cast_forward_inputs else None,
-            cast_outputs=policy.output_dtype,
+            cast_inputs=policy.param_dtype if casts_inputs else None,
+            cast_outputs=policy.output_dtype if first is None else None,
             cast_each=CASTS_EACH_OF_A_LIST,
             # Bound weakly: the garbage collector does not see through C++.
             lazy_init=functools.partial(_with_alive, weakref.ref(self), before_forward),
             modules=modules,
         )
         alive.add(self)
+        if first is not None:
+            first.beside.append(self)
+            return
         for module in modules:
             module.__dict__[UNIT_STATE] = self
             # So that torch.distributed.fsdp.fully_shard.state(module) finds it.
@@ -141,18 +152,21 @@ class UnitState:
             registry = module.__dict__.setdefault(REGISTRY_KEY, {})
             registry[torch_fully_shard.__name__] = RegistryItem()
 
+    @property
+    def first(self) -> "UnitState":
+        first = self if self._first is None else self._first()
+        assert first is not None
+        return first
+
+    @property
+    def together(self) -> "list[UnitState]":
+        """The units of its call, in the order in which they are entered."""
+        return [self.first, *self.first.beside]
+
     # -- wrapping ---------------------------------------------------------------
 
-    def on_mesh(self, mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:
-        """The unit's own mesh is ``dims`` of ``mesh``."""
-        self.storage = (mesh, dims)
-
     @torch.no_grad()
-    def shard(
-        self,
-        managed: list[ManagedParameter],
-        place: Callable[[nn.Parameter], Shard | None] | None = None,
-    ) -> None:
+    def shard(self, managed: list[ManagedParameter]) -> None:
         """Replaces every parameter by its shard. Frees each full one in turn."""
         for item in managed:
             if (owner := owner_of(item.parameter)) is not None:
@@ -170,13 +184,12 @@ class UnitState:
                 grad_dtype=chosen_grad_dtype(original),
                 trainable=original.requires_grad,
             )
-            placement = place(original) if place is not None else None
             parameter = UnitParameter(
                 item.slots,
                 name=who,
                 compute_dtype=compute,
                 **make_shard(
-                    original, self.mesh, placement, who, self.home, self.storage
+                    original, self.mesh, item.placement, who, self.home, self.storage
                 ),
             )
             parameter.register(parameter.shard)
@@ -469,7 +482,7 @@ class UnitState:
     def choose_rows(self) -> None:
         """Lets a large embedding and its gradient come in blocks of rows."""
         module = self.modules[0]
-        alone = len(self.modules) == len(self.parameters) == 1
+        alone = len(self.modules) == len(self.parameters) == len(self.together) == 1
         rows = alone and self.parameters[0].may_stream_rows
         if rows and wants_rows(module, original_class(module)):
             unit, weight = self.materialized(), self.parameters[0].full
@@ -491,12 +504,18 @@ class UnitState:
 
     # What torch.distributed.fsdp.register_fsdp_forward_method calls.
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        changed = self.hooks.pre(module, args, kwargs)
-        return (args, kwargs) if changed is None else changed
+        for state in self.together:
+            changed = state.hooks.pre(module, args, kwargs)
+            args, kwargs = (args, kwargs) if changed is None else changed
+        return args, kwargs
 
-    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        changed = self.hooks.post(module, args, output)
-        return output if changed is None else changed
+    def _post_forward(
+        self, module: nn.Module, args: Any, output: Any, casts_output: bool = True
+    ) -> Any:
+        for state in reversed(self.together):
+            changed = state.hooks.post(module, args, output, casts_output=casts_output)
+            output = output if changed is None else changed
+        return output
 
     # What torch's pipeline schedules call: their backwards never reduce, afterwards
     # they ask every unit to, and then the root.
@@ -564,9 +583,26 @@ def local_of(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def unit_state(module: nn.Module) -> UnitState | None:
-    """The state of the unit that ``module`` was passed to ``fully_shard`` for."""
+    """The state of the unit that ``module`` was passed to ``fully_shard`` for; the
+    first one's, if there are several."""
     state: UnitState | None = module.__dict__.get(UNIT_STATE)
     return state
+
+
+def units_of(modules: Iterable[nn.Module]) -> list[UnitState]:
+    """Of all calls of ``fully_shard`` for ``modules``, each once."""
+    found: dict[UnitState, None] = {}
+    for module in modules:
+        if (state := unit_state(module)) is not None:
+            found.update(dict.fromkeys(state.together))
+    return list(found)
+
+
+def _text_of(mesh: DeviceMesh) -> str:
+    names = mesh.mesh_dim_names or ("ranks",) * mesh.ndim
+    return " x ".join(
+        f"{size} {name}" for size, name in zip(mesh.shape, names, strict=True)
+    )
 
 
 def _with_alive(

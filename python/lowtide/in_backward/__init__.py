@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lowtide._sharding import stepped
 from lowtide._sharding.local_parameter import sharded_of
 from lowtide._sharding.owners import replacements
-from lowtide._sharding.unit import UnitState, unit_state
+from lowtide._sharding.unit import UnitState, units_of
 from lowtide.in_backward.norms import Norm, coefficient, norms_of, scale_, total_norm
 from lowtide.in_backward.parked import HostBytes, Parked
 from lowtide.in_backward.unit_step import Chosen, step_chosen
@@ -82,11 +82,7 @@ def optimize_in_backward(
             f"lowtide: optimize_in_backward: expected clip of {get_args(Clip)}, got "
             f"{clip!r}. Leave it out for torch's bits."
         )
-    units = {
-        state: None
-        for module in model.modules()
-        if (state := unit_state(module)) is not None
-    }
+    units = units_of(model.modules())
     if not units:
         raise ValueError(
             "lowtide: optimize_in_backward: expected a model sharded by lowtide, got "
@@ -101,8 +97,8 @@ def optimize_in_backward(
         made = optimizer
     else:
         made = optimizer(model.parameters() if params is None else params, **settings)
-    _require_steppable(made, list(units))
-    _InBackward(made, list(units), max_norm, clip)
+    _require_steppable(made, units)
+    _InBackward(made, units, max_norm, clip)
     return made
 
 
@@ -291,7 +287,8 @@ class _InBackward:
             norms += norms_of(list(others), list(others.values()))
         if not norms:
             return
-        total, by = total_norm(norms), self._by_late()
+        sharded = [sharded_of(p) for p in self._known.values()]
+        total, by = total_norm(norms, sharded), self._by_late()
         by = coefficient(max_norm, total) if by is None else by
         scale_(others.values(), by)
         for _, _, parked in self._parked:

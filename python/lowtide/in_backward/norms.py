@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 
+from lowtide._sharding.common_norm import require_common
 from lowtide._sharding.local_parameter import rows_of
 
 _EPS = 1e-6  # torch.nn.utils.clip_grads_with_norm_'s
@@ -31,15 +32,27 @@ def norms_of(places: Sequence[int], gradients: Sequence[Tensor]) -> list[Norm]:
     ]
 
 
-def total_norm(norms: Iterable[Norm]) -> Tensor:
-    """Collective, on the current stream."""
+def total_norm(norms: Sequence[Norm], parameters: Iterable[Tensor]) -> Tensor:
+    """Collective, on the current stream. ``parameters``: all that may have a gradient,
+    of which other ranks may have some that this one has not.
+
+    Raises ValueError where ranks of several meshes have other norms."""
     alike: dict[Any, list[Tensor]] = {}
+    for p in parameters:
+        if isinstance(p, DTensor) and p.requires_grad:
+            alike[p.device_mesh, p.placements] = []
     for _, norm, key in sorted(norms, key=lambda norm: norm[0]):
         alike.setdefault(key, []).append(norm)
-    totals = [_total(key, of_rows) for key, of_rows in alike.items()]
+    meshes = list(dict.fromkeys(key[0] for key in alike if key is not None))
+    if len(meshes) < 2:
+        alike = {key: of_rows for key, of_rows in alike.items() if of_rows}
+    none = [torch.zeros_like(norms[0][1])]
+    totals = [_total(key, of_rows or none) for key, of_rows in alike.items()]
     if len(totals) == 1:
         return totals[0]
-    return torch.linalg.vector_norm(torch.stack(totals), 2.0)
+    total = torch.linalg.vector_norm(torch.stack(totals), 2.0)
+    require_common(total, meshes, "optimize_in_backward: max_norm")
+    return total
 
 
 def _total(key: Any, norms: list[Tensor]) -> Tensor:
@@ -48,7 +61,8 @@ def _total(key: Any, norms: list[Tensor]) -> Tensor:
         return torch.linalg.vector_norm(of_rows, 2.0)
     mesh, placements = key
     partial = [
-        _NormPartial(2.0) if placement.is_shard() else Replicate()
+        # _StridedShard, of dimensions that are split twice, is no Shard.
+        placement if placement.is_replicate() else _NormPartial(2.0)
         for placement in placements
     ]
     whole = DTensor.from_local(of_rows, mesh, partial, run_check=False)

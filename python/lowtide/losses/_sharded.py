@@ -30,8 +30,9 @@ def stream_rows(head: nn.Linear) -> None:
 
 
 def can_stream(state: UnitState) -> bool:
-    """Rows are streamed for a unit whose only parameter is one weight."""
-    return len(state.parameters) == 1 and state.parameters[0].may_stream_rows
+    """Rows are streamed for a unit, alone in its call, with one weight and no more."""
+    alone = len(state.together) == len(state.parameters) == 1
+    return alone and state.parameters[0].may_stream_rows
 
 
 class ShardedRows:
@@ -83,10 +84,9 @@ def gathered_whole(
     """``loss(hidden)`` as if it were the forward of ``head``: gathered before it,
     freed after it, its gradient reduced once. A unit that casts what its modules
     return to fewer bits does not cast the loss."""
-    prepared = state.hooks.pre(head, (hidden,), {})
-    args = (hidden,) if prepared is None else prepared[0]
+    args, _ = state._pre_forward(head, (hidden,), {})
     output = loss(args[0])
     cast_to = state.policy.output_dtype
     widens = cast_to is not None and cast_to.itemsize >= output.itemsize
-    changed = state.hooks.post(head, args, output, casts_output=widens)
-    return output if changed is None else changed
+    changed: Tensor = state._post_forward(head, args, output, casts_output=widens)
+    return changed

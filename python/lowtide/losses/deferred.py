@@ -129,7 +129,8 @@ def _values_of(head: nn.Linear) -> Iterator[tuple[str, Tensor]]:
     """The parameters, and the shards that they are gathered from: an optimizer writes
     to a DTensor, whose local tensor does not count that, and others to the local."""
     state = unit_state(head)
-    shards = [] if state is None else state.parameters
+    units = () if state is None else state.together
+    shards = [parameter for unit in units for parameter in unit.parameters]
     for name, parameter in head.named_parameters(recurse=False):
         yield f"the head's {name}", parameter
         for shard in (p.shard for p in shards if (head, name) in p.slots):
@@ -238,7 +239,8 @@ def _dtype_of_product(hidden: Tensor) -> torch.dtype:
 
 
 def _is_hooked(head: nn.Linear, state: UnitState | None) -> bool:
-    ours = () if state is None else (state.hooks.pre, state.hooks.post)
+    units = () if state is None else state.together
+    ours = [hook for unit in units for hook in (unit.hooks.pre, unit.hooks.post)]
     return any(
         hook not in ours
         for hooks in (

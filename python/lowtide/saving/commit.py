@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lowtide._sharding.local_parameter import rows_of
 from lowtide._sharding.root import before_first_forward
 from lowtide._sharding.subclass import plain_tensors
-from lowtide._sharding.unit import unit_state
+from lowtide._sharding.unit import units_of
 from lowtide.api import abort_step
 from lowtide.saving import content
 from lowtide.saving.content import Live
@@ -131,10 +131,9 @@ def replace_step(staged: Staged, opened: Opened, of: Live) -> Callable[[], None]
             change.make()
         if not layouts:
             return
-        for module in of.model.modules():
+        for state in units_of(of.model.modules()):
             # What the first forward chooses for a unit is chosen without gradients.
-            state = unit_state(module)
-            if state is not None and state.root is None:
+            if state.root is None:
                 before_first_forward(state)
         for state, i, _, name in units:
             if name in layouts:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from lowtide._sharding import stepped
 from lowtide._sharding.local_parameter import rows_of
 from lowtide._sharding.parameter import UnitParameter
-from lowtide._sharding.unit import UnitState, unit_state
+from lowtide._sharding.unit import UnitState, units_of
 from lowtide.optimizing import sharded_optimizer
 
 MODEL, OPTIMIZER, GRADIENTS, EXTRA = "model", "optimizer", "gradients", "extra"
@@ -45,9 +45,8 @@ class Live:
     @property
     def device(self) -> torch.device:
         """That the model computes on; offloaded shards are not there."""
-        for state in map(unit_state, self.model.modules()):
-            if state is not None:
-                return state.device
+        for state in units_of(self.model.modules()):
+            return state.device
         tensors = [*self.parameters.values(), *self.state.values()]
         devices = (rows_of(t).device for t in tensors if isinstance(t, Tensor))
         return next(devices, torch.device("cpu"))
@@ -58,10 +57,9 @@ class Live:
     def units(self) -> Iterator[tuple[UnitState, int, UnitParameter, str]]:
         """Every sharded parameter: its unit, number and name."""
         names = self.names()
-        states = {unit_state(module): None for module in self.model.modules()}
-        for state in states:
-            for i, parameter in enumerate(state.parameters if state else ()):
-                if state is not None and id(parameter.shard) in names:
+        for state in units_of(self.model.modules()):
+            for i, parameter in enumerate(state.parameters):
+                if id(parameter.shard) in names:
                     yield state, i, parameter, names[id(parameter.shard)]
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from lowtide._sharding.unit import unit_state
+from lowtide._sharding.unit import units_of
 from lowtide.stepping import out_of_memory
 from lowtide.stepping.decision import Answer, Decision, is_out_of_memory
 from lowtide.stepping.remembered import Remembered, abort_keeping_gradients
@@ -212,9 +212,8 @@ def innermost() -> Step | None:
 
 def unit_that_waits(model: nn.Module) -> str | None:
     """The name of a unit whose gradients wait for a reduction: no step begins there."""
-    for module in model.modules():
-        state = unit_state(module)
-        if state is not None and state.unit is not None and state.unit.accumulating:
+    for state in units_of(model.modules()):
+        if state.unit is not None and state.unit.accumulating:
             return state.name
     return None
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowtide._sharding.host_states import host_states_of
 from lowtide._sharding.local_parameter import sharded_of
-from lowtide._sharding.unit import unit_state
+from lowtide._sharding.unit import units_of
 from lowtide.api import abort_step
 from lowtide.saving import content
 from lowtide.saving.background import Snapshot
@@ -57,7 +57,7 @@ class Remembered:
             *(t for _, gradient in self._gradients for t in self._in(gradient)),
         ]
         self._tensors = {content.OPTIMIZER: stepped, _OTHERS: others}
-        units = filter(None, map(unit_state, model.modules()))
+        units = units_of(model.modules())
         where = (*units, *stepped, *others)  # offloaded states are not on the device
         devices = (each.device for each in where if each.device.type != "cpu")
         self.device = next(devices, torch.device("cpu"))

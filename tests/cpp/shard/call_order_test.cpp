@@ -80,6 +80,7 @@ struct RandomProgram {
   std::int64_t budget = 1;
   bool replicas = false;
   bool reshard = true;
+  bool beside = false;  // see stand_in_pairs
 };
 
 // Like `layer`, the further parameters last first.
@@ -135,16 +136,20 @@ RandomProgram random_program(std::uint32_t seed) {
     constexpr std::int64_t kRepeats[] = {1, 100, 1000, 5000};
     repeats.push_back(kRepeats[pick(4)]);
   }
-  program.scenario.program = [calls, repeats](Layers& layers,
-                                              const at::Tensor& x) {
+  program.beside = pick(3) == 0;
+  program.scenario.program = [calls, repeats, beside = program.beside](
+                                 Layers& layers, const at::Tensor& x) {
     const auto rank = static_cast<std::size_t>(layers.rank());
     const at::Tensor rows = x.repeat({repeats[rank], 1});
     return layers.call(0, rows, [&](const auto& parameters, const auto& input) {
       at::Tensor y = input.detach().set_requires_grad(true);
       for (const Call& call : calls) {
         const auto body = layer_in_order(call.skip[rank], call.reversed[rank]);
-        y = call.from_input ? y + layers.call(call.unit, input.detach(), body)
-                            : layers.call(call.unit, y, body);
+        const auto run = [&](const at::Tensor& in) {
+          return beside ? call_pair(layers, call.unit, in, body)
+                        : layers.call(call.unit, in, body);
+        };
+        y = call.from_input ? y + run(input.detach()) : run(y);
       }
       return layer()(parameters, y);
     });
@@ -172,6 +177,7 @@ TEST_P(CallOrderTest, IsTheSameOnRanksWithDifferentData) {
           rank.root->set_gradient_budget(program.budget);
           for (std::size_t u = 0; u < rank.size(); ++u) {
             rank.unit(u).settings().reshard_after_forward = program.reshard;
+            if (program.beside) stand_in_pairs(rank);
             if (program.replicas) {
               rank.unit(u).settings().reduction.replicas =
                   std::make_shared<OrderedReplica>(exchange, r, rank.runtime);

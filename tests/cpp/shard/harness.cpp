@@ -173,6 +173,15 @@ void Rank::zero_grad() {
   }
 }
 
+void stand_in_pairs(Rank& rank) {
+  for (std::size_t first = 1; first + 1 < rank.size(); first += 2) {
+    rank.unit(first).settings().beside = {
+        rank.unit(first + 1).weak_from_this()};
+    rank.unit(first + 1).settings().beside = {
+        rank.unit(first).weak_from_this()};
+  }
+}
+
 void Rank::set_sync(bool sync) {
   for (const auto& unit : units_) unit->settings().gradient_sync = sync;
 }

@@ -96,6 +96,10 @@ class Rank final : public Layers {
   std::unique_ptr<device::AllocationObserver> watch_;
 };
 
+// Units 1 and 2, 3 and 4, ... stand beside each other, as of one `fully_shard`
+// call over two meshes.
+void stand_in_pairs(Rank& rank);
+
 // One step of the scenario on that rank without the optimizer; what it returns
 // is the losses by microbatch.
 std::vector<at::Tensor> run_step(Rank& rank, const Scenario& scenario,

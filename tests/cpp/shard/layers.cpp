@@ -56,6 +56,16 @@ Program chain(std::size_t num_layers) {
   };
 }
 
+at::Tensor call_pair(Layers& layers, std::size_t unit, const at::Tensor& x,
+                     const Layers::Body& body) {
+  const std::size_t first = unit - (unit + 1) % 2;
+  return layers.call(first, x, [&](const auto& outer, const auto& h) {
+    return layers.call(first + 1, h, [&](const auto& inner, const auto& y) {
+      return body(outer, body(inner, y));
+    });
+  });
+}
+
 std::vector<ParameterSpec> dense() { return {{{kWidth, kWidth}}, {{kWidth}}}; }
 
 std::vector<ParameterSpec> odd_shapes() {

@@ -49,6 +49,11 @@ Layers::Body layer(const std::vector<std::size_t>& skip = {});
 // `num_layers` and then through its own parameters.
 Program chain(std::size_t num_layers);
 
+// The forward of a module that has both units of a pair, 1 and 2, 3 and 4, ...:
+// `body` with either's parameters, one behind the other.
+at::Tensor call_pair(Layers& layers, std::size_t unit, const at::Tensor& x,
+                     const Layers::Body& body);
+
 // Width of all layers; [kWidth, kWidth] and [kWidth].
 inline constexpr std::int64_t kWidth = 6;
 std::vector<ParameterSpec> dense();

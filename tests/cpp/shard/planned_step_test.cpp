@@ -63,6 +63,17 @@ TEST(PlannedStepTest, AUnitInsideAnotherRunsBesideIt) {
   EXPECT_EQ(planned_peaks(units).gathered, 10 + 200 + 400);
 }
 
+TEST(PlannedStepTest, UnitsBesideEachOtherAreGatheredAheadTogether) {
+  auto units = blocks_in_a_root();
+  units.push_back(units[1]);
+  units[2].inside = 1;
+  units[4].inside = 3;
+  EXPECT_EQ(planned_peaks(units).gathered, 10 + 100 + 200 + 400);
+  units[3].beside = {4};
+  EXPECT_EQ(planned_peaks(units).gathered, 10 + 100 + 200 + 400 + 100);
+  EXPECT_EQ(planned_peaks(units).gather_input, 20 + 40 + 10);
+}
+
 TEST(PlannedStepTest, SlotsAreNoMoreThanChunksAndMayBeAUnitsOwn) {
   auto units = blocks_in_a_root();
   EXPECT_EQ(planned_peaks(units).gradient_stream, 3 * 7);

@@ -283,6 +283,62 @@ TEST(StreamOrderTest, NestedUnitsLeaveAfterWhatTheyEnclose) {
   });
 }
 
+Scenario chain_of_pairs() {
+  return {.units = model_of(6, dense()),
+          .program = [](Layers& layers, const at::Tensor& x) {
+            return layers.call(
+                0, x, [&](const auto& parameters, const auto& in) {
+                  at::Tensor y = in;
+                  for (const std::size_t unit : {1, 3, 5}) {
+                    y = call_pair(layers, unit, y, layer()) * 1.0;
+                    y.register_hook([&layers](const at::Tensor& gradient) {
+                      dynamic_cast<Rank&>(layers).runtime->mark(
+                          device::Stream::compute, "between");
+                      return gradient;
+                    });
+                  }
+                  return layer()(parameters, y);
+                });
+          }};
+}
+
+TEST(StreamOrderTest, UnitsBesideEachOtherAreGatheredAheadTogether) {
+  for_each_step(
+      chain_of_pairs(),
+      [](const Step& step) {
+        for (const std::size_t i : {2, 3, 4, 5}) {
+          const std::string before = layer_name(i / 2 * 2 - 1);
+          const EntryId gather = step.at("all-gather " + layer_name(i));
+          EXPECT_FALSE(step.leads(step.at("forward " + before), gather)) << i;
+        }
+        for (const std::size_t i : {0, 1, 2, 3}) {
+          const std::string after = layer_name(i / 2 * 2 + 3);
+          const EntryId gather = step.at("all-gather " + layer_name(i), 1);
+          EXPECT_FALSE(step.leads(step.at("backward " + after), gather)) << i;
+        }
+      },
+      stand_in_pairs);
+}
+
+TEST(StreamOrderTest, UnitsBesideEachOtherLeaveWhenTheNextBackwardBegins) {
+  for_each_step(
+      chain_of_pairs(),
+      [](const Step& step) {
+        EXPECT_THAT(
+            order_of(step,
+                     {"between", "backward end layers.3", "backward layers.1",
+                      "reduce-scatter layers.2", "reduce-scatter layers.3"}),
+            ElementsAre("between", "between", "backward end layers.3",
+                        "between", "reduce-scatter layers.2",
+                        "reduce-scatter layers.3", "backward layers.1"));
+        for (const std::size_t i : {4, 5}) {
+          const EntryId reduced = step.at("reduce-scatter " + layer_name(i));
+          EXPECT_FALSE(step.leads(reduced, step.at("backward end layers.2")));
+        }
+      },
+      stand_in_pairs);
+}
+
 TEST(StreamOrderTest, PrefetchChosenByTheUserReplacesTheRecordedOne) {
   for_each_step(
       chain_of_layers(),

@@ -61,6 +61,7 @@ setups = st.builds(
     budget=st.sampled_from((None, 1 << 10)),
     stem=st.sampled_from(("embedding", "linear", "rows")),
     replicas=st.booleans(),
+    two_meshes=st.booleans(),
     extended=st.booleans(),
 )
 by_rank = st.tuples(*[st.booleans()] * RANKS)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecision
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 from torch.distributed.tensor import Replicate, Shard
 
 import lowtide
@@ -97,6 +98,46 @@ def three_dimensional_mesh() -> None:
 
 def placement_of_another_kind() -> None:
     fully_shard(linear(), shard_placement_fn=lambda p: Replicate())  # type: ignore
+
+
+def placed_over(mesh_info: object) -> None:
+    placed = lowtide.ShardPlacementResult(None, mesh_info)  # type: ignore[arg-type]
+    fully_shard(linear(), shard_placement_fn=lambda p: placed)
+
+
+def mesh_of_a_parameter_by_name() -> None:
+    placed_over("dp")
+
+
+def replicas_alone_for_a_parameter() -> None:
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    placed_over(DDPMeshInfo(mesh, replicate_mesh_dim=0))
+
+
+def three_dimensions_for_a_parameter() -> None:
+    placed_over(init_device_mesh("cpu", (1, WORLD_SIZE, 1)))
+
+
+def kept_part_of_a_parameters_own_shards() -> None:
+    replicas = init_device_mesh("cpu", (WORLD_SIZE, 1))
+    placed = lowtide.ShardPlacementResult(None, replicas)  # type: ignore[arg-type]
+    module = nn.Linear(4, 4)
+    fully_shard(
+        module,
+        reshard_after_forward=2,
+        shard_placement_fn=lambda p: placed if p is module.bias else None,
+    )
+
+
+def tied_over_two_meshes() -> None:
+    model = nn.Sequential(linear(), linear())
+    model[1].weight = model[0].weight
+    names = ("replicas", "shards")
+    replicas = init_device_mesh("cpu", (WORLD_SIZE, 1), mesh_dim_names=names)
+    fully_shard(model[0], mesh=replicas)
+    fully_shard(model[1])
+    fully_shard(model)
+    model(torch.zeros(1, 4))
 
 
 def placement_out_of_range() -> None:
@@ -286,6 +327,31 @@ REFUSALS: dict[Callable[[], None], tuple[str, str]] = {
         "ValueError",
         "Linear.weight: expected shard_placement_fn to return Shard or None, got "
         "Replicate(). ",
+    ),
+    mesh_of_a_parameter_by_name: (
+        "ValueError",
+        "Linear.weight: expected mesh_info to be torch's FSDPMeshInfo or HSDPMeshInfo, "
+        "or a DeviceMesh, got 'dp'. ",
+    ),
+    replicas_alone_for_a_parameter: (
+        "NotImplementedError",
+        "Linear.weight: expected mesh_info of one dimension, of shards, or of two, "
+        "replicas and shards, got DDPMeshInfo(",
+    ),
+    three_dimensions_for_a_parameter: (
+        "NotImplementedError",
+        "Linear.weight: expected mesh_info of one dimension, of shards, or of two, "
+        "replicas and shards, got DeviceMesh(",
+    ),
+    kept_part_of_a_parameters_own_shards: (
+        "ValueError",
+        "fully_shard: expected reshard_after_forward to be a bool or a factor of the 1 "
+        "shards, got 2. ",
+    ),
+    tied_over_two_meshes: (
+        "ValueError",
+        "Linear.weight: expected modules that share a weight to be sharded over one "
+        "mesh, got it sharded over DeviceMesh(",
     ),
     placement_out_of_range: (
         "ValueError",

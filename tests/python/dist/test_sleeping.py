@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 import lowtide
 from lowtide import sleeping
 from lowtide._base.memory import device_memory, ledger
+from lowtide._sharding.unit import units_of
 from lowtide.sleeping import host_pool
 from support.bits import assert_same_tensors, same_bits
 from support.model import batch, loss_fn
@@ -468,7 +469,7 @@ def without_memory() -> None:
     before = everything(model, optimizer)
     lowtide.sleep(model, optimizer)
     held = leased()
-    names = [state.unit.name for state in sleeping._units(model)]
+    names = [state.unit.name for state in units_of(model.modules())]
     device_memory(CPU).fail_next_lease("parameters", names[0])
     with pytest.raises(torch.OutOfMemoryError, match="no memory for them"):
         lowtide.wake(model, optimizer)

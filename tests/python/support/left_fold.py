@@ -69,4 +69,9 @@ def use_left_fold(model: nn.Module) -> None:
     reducer = LeftFoldReduceScatter()
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_custom_reduce_scatter(reducer)
+            # Its setter refuses a module whose parameters are on several meshes.
+            groups = getattr(module._get_fsdp_state(), "_fsdp_param_groups", ())
+            for group in groups:
+                group._reduce_scatter_comm = reducer
+            if not groups:
+                module.set_custom_reduce_scatter(reducer)

@@ -49,6 +49,7 @@ class Setup:
     budget: int | None = None  # of gradient chunks, bytes
     stem: str = "embedding"  # "linear", "rows" (an embedding that is never gathered)
     replicas: bool = False  # the ranks are replicas and not shards
+    two_meshes: bool = False  # to blocks' first layers they are the other of the two
     extended: bool = False  # blocks' matrices are tensors that travel in bf16
     offload: bool = False  # shards and gradients are the host's
 
@@ -225,10 +226,17 @@ class Session:
         }
         if setup.offload:
             options["offload_policy"] = lowtide.CPUOffloadPolicy()
-        if setup.replicas:
-            options["mesh"] = init_device_mesh(
-                "cpu", (RANKS, 1), mesh_dim_names=("replicas", "shards")
+        shards = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("shards",))
+        replicas = init_device_mesh(
+            "cpu", (RANKS, 1), mesh_dim_names=("replicas", "shards")
+        )
+        options["mesh"] = replicas if setup.replicas else shards
+        if setup.two_meshes:
+            first = {p for block in self.model.blocks for p in block.up.parameters()}
+            other = lowtide.ShardPlacementResult(
+                None, shards if setup.replicas else replicas
             )
+            options["shard_placement_fn"] = lambda p: other if p in first else None
         if setup.wrap != "root":
             for block in self.model.blocks:
                 lowtide.fully_shard(block, **options)
@@ -435,7 +443,7 @@ class Session:
                 continue  # its unit is gathered
             rows = -(-master.shape[0] // RANKS)
             mine = slice(rows * self.rank, rows * (self.rank + 1))
-            if self.setup.replicas:
+            if self.setup.replicas != (self.setup.two_meshes and ".up." in name):
                 mine = slice(None)
             same(name, values_of(shard), master[mine])
             if shard.grad is None or master.grad is None:
