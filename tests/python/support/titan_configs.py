@@ -3,6 +3,7 @@ after titan_on_cpus has prepared the process."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.distributed import fsdp
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.attention import (
     FlexAttention,
@@ -104,6 +107,8 @@ def trainer_of(
     guard: Callable[[Any], None] | None = None,
     **settings: Any,
 ) -> Any:
+    # Page-locked memory is the accelerators'.
+    fsdp.CPUOffloadPolicy = functools.partial(CPUOffloadPolicy, pin_memory=False)
     family = settings.pop("model", "llama3")
     registry = importlib.import_module(f"torchtitan.models.{family}.config_registry")
     config = on_cpus(getattr(registry, f"{family}_debugmodel")())
