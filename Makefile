@@ -27,6 +27,10 @@ LOWTIDE_UNITY ?= ON
 # Warnings of compilers we do not develop with must not break a user's build.
 LOWTIDE_WERROR ?= $(if $(CI),ON,OFF)
 
+# Without what they depend on; torchtitan from 0.3 on needs torch 2.12.
+FRAMEWORKS := requirements/frameworks.txt \
+  requirements/torchtitan-$(if $(OTHER),0.3,0.2).txt
+
 BIN := $(VENV)/bin
 CMAKE := $(BIN)/cmake
 OPTIONS := $(foreach name,LOWTIDE_CUDA LOWTIDE_CUDA_ARCHS LOWTIDE_UNITY LOWTIDE_WERROR,\
@@ -91,14 +95,14 @@ clean:
 
 # An existing environment is reused; a changed requirements file updates it.
 $(VENV)/.dev: requirements/build.txt requirements/dev.txt \
-    requirements/torch-$(TORCH).txt requirements/frameworks.txt
+    requirements/torch-$(TORCH).txt $(FRAMEWORKS)
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || { echo \
 	  "lowtide: $(VENV): expected Python >= 3.10 with venv, got an error from" \
 	  "$(PYTHON). Run \`apt install python3-venv python3-dev\`." >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  $(patsubst %,-r %,$(filter-out %/frameworks.txt,$^))
+	  $(patsubst %,-r %,$(filter-out $(FRAMEWORKS),$^))
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
-	  -r requirements/frameworks.txt
+	  $(patsubst %,-r %,$(FRAMEWORKS))
 	$(BIN)/python -c "import pathlib, sysconfig; pathlib.Path(\
 	sysconfig.get_path('purelib'), 'lowtide-dev.pth').write_text('$(CURDIR)/$(PREFIX)\n')"
 	touch $@

@@ -303,7 +303,7 @@ void bind_shard(py::module_& module) {
                        const py::object& reduce_dtype, std::int64_t shard_dim,
                        bool extended, bool gradient_as_computed,
                        const py::object& gradient_dtype,
-                       const py::object& arriving_dtype) {
+                       const py::object& arriving_dtype, bool summed_before) {
              return shard::ParameterInfo{std::move(name),
                                          std::move(sizes),
                                          dtype_of(storage_dtype),
@@ -313,14 +313,16 @@ void bind_shard(py::module_& module) {
                                          extended,
                                          gradient_as_computed,
                                          optional_dtype_of(gradient_dtype),
-                                         optional_dtype_of(arriving_dtype)};
+                                         optional_dtype_of(arriving_dtype),
+                                         summed_before};
            }),
            py::kw_only(), py::arg("name"), py::arg("sizes"),
            py::arg("storage_dtype"), py::arg("compute_dtype"),
            py::arg("reduce_dtype"), py::arg("shard_dim") = 0,
            py::arg("extended") = false, py::arg("gradient_as_computed") = false,
            py::arg("gradient_dtype") = py::none(),
-           py::arg("arriving_dtype") = py::none());
+           py::arg("arriving_dtype") = py::none(),
+           py::arg("summed_before") = false);
 
   using shard::UnitSettings;
   py::class_<UnitSettings, std::shared_ptr<UnitSettings>>(module,

@@ -82,7 +82,8 @@ void ArrivingGradients::pass_on(GradientStream* stream, std::int32_t i,
                                 at::Tensor gradient, bool hold) {
   if (gradient.defined()) {
     auto* const view = leaves_.view();
-    if (gradient.key_set().has(c10::DispatchKey::Python) && view != nullptr) {
+    const bool of_python = gradient.key_set().has(c10::DispatchKey::Python);
+    if ((of_python || infos_.of(i).summed_before) && view != nullptr) {
       gradient = view->local_gradient(i, gradient);
     }
     // Here and not where it is copied: memory comes from compute's pool.

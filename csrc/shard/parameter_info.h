@@ -33,6 +33,9 @@ struct ParameterInfo {
   // reduced.  Units reduce the narrower with the wider ones.
   std::optional<at::ScalarType> gradient_dtype = std::nullopt;
   std::optional<at::ScalarType> arriving_dtype = std::nullopt;
+  // Its gradient is a part of a sum over ranks that are none of the unit's
+  // group, which ModuleView::local_gradient makes.
+  bool summed_before = false;
 
   // Of one rank; `rows`: its rows if dim 0 is split.
   std::vector<std::int64_t> local_sizes(std::int64_t world_size,

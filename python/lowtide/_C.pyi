@@ -135,6 +135,7 @@ class ParameterInfo:
         gradient_as_computed: bool = False,
         gradient_dtype: torch.dtype | None = None,
         arriving_dtype: torch.dtype | None = None,
+        summed_before: bool = False,
     ) -> None: ...
 
 class GradientReduction:

@@ -14,6 +14,10 @@ VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 # or of the first one's inputs and the last one's outputs.
 CASTS_EACH_OF_A_LIST = VERSION >= (2, 13)
 
+# Whether FSDP2 stores parameters that `spmd_types` knows the types of as DTensors, and
+# refuses them without `dp_mesh_dims`.
+STORES_ANNOTATED = VERSION >= (2, 15)
+
 # torch.distributed's collectives on one tensor a rank, under the names of 2.13, where
 # the ones before give a FutureWarning.
 _c10d: Any = dist

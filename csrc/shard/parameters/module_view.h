@@ -39,8 +39,8 @@ class ModuleView {
   // gradients, which an optimizer in backward has taken; null: nobody knows.
   using Misses = void (*)();
   virtual Misses misses_gradients() const { return nullptr; }
-  // This rank's part of a gradient that is a DTensor, and any other subclass
-  // as a plain tensor.
+  // This rank's part of a gradient that is a DTensor, the sum of one that is
+  // `summed_before`, and any other subclass as a plain tensor.
   virtual at::Tensor local_gradient(std::int32_t parameter,
                                     const at::Tensor& gradient) = 0;
 };

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from lowtide._sharding.spmd_annotations import Annotations, as_stored
 from lowtide._sharding.spmd_mesh import (
     check_parameter,
     data_parallel_places,
@@ -44,8 +45,11 @@ class UnitParameter:
     name: str  # "Linear.weight", the fully qualified name once there is a root
     shard_dim: int
     sizes: torch.Size  # of the full parameter; of this rank's part if it is parallel
-    parallel: DTensorSpec | None  # of a parameter that was a DTensor already
+    # Of a parameter that was a DTensor already, or whose gradients are to be summed
+    # along other dimensions than the unit's.
+    parallel: DTensorSpec | None
     data_parallel: frozenset[int]  # dimensions of `parallel` that are the unit's
+    annotations: Annotations | None  # of spmd_types: a plain tensor in computations
     compute_dtype: torch.dtype | None  # that its policy has for it alone
     grad_dtype: GradDtype  # that the program has set
     # Of its gradient: on the wire, as it arrives there, and as `.grad`.
@@ -98,9 +102,11 @@ class UnitParameter:
 
     def full_over(self, data: torch.Tensor) -> nn.Parameter:
         """The full parameter with this memory."""
-        if self.parallel is not None:
+        if self.parallel is not None and self.annotations is None:
             data = over_parallel(data, self.parallel)
         full = nn.Parameter(data, requires_grad=self.shard.requires_grad)
+        if self.annotations is not None:
+            self.annotations.restore(full)
         set_gradient_dtype(
             full,
             self.arriving_dtype,
@@ -135,10 +141,14 @@ class UnitParameter:
     def gradient_as_computed(self, compute: torch.dtype) -> bool:
         """Parallel ranks that hold all of it add their gradients before."""
         placements = self.parallel.placements if self.parallel else ()
-        added = any(
-            isinstance(each, Replicate)
-            for place, each in enumerate(placements)
-            if place not in self.data_parallel
+        added = (
+            any(
+                isinstance(each, Replicate)
+                for place, each in enumerate(placements)
+                if place not in self.data_parallel
+            )
+            if self.annotations is None
+            else self.annotations.sums(self.data_parallel)
         )
         return gradient_as_computed(compute, self.arriving_dtype, summed_before=added)
 
@@ -169,16 +179,21 @@ def require_sharded(registered: nn.Parameter, parameter: UnitParameter) -> None:
 def local_gradient(
     parallel: list[DTensorSpec | None],
     data_parallel: list[frozenset[int]],
+    annotations: list[Annotations | None],
     i: int,
     gradient: torch.Tensor,
 ) -> torch.Tensor:
     """This rank's part of what autograd computed for the ``i``-th parameter, which
-    was a DTensor of ``parallel[i]``; plain, if that is a subclass. Over the dimensions
-    ``data_parallel[i]`` of its mesh the unit sums."""
+    was a DTensor of ``parallel[i]``, or has ``annotations[i]``; plain, if that is a
+    subclass. Over the dimensions ``data_parallel[i]`` of its mesh the unit sums."""
     if isinstance(gradient, AsyncCollectiveTensor):
         gradient = gradient.wait()
+    spec, annotated = parallel[i], annotations[i]
+    if spec is not None and annotated is not None:
+        gradient = DTensor.from_local(
+            gradient, spec.mesh, annotated.gradients, run_check=False
+        )
     if isinstance(gradient, DTensor):
-        spec = parallel[i]
         assert spec is not None
         placements = [
             gradient.placements[place] if place in data_parallel[i] else placement
@@ -201,8 +216,11 @@ def make_shard(
     """The fields of a UnitParameter that say how ``parameter`` is split over the last
     dimension of ``mesh``, which is part of the mesh of ``storage`` if there is one; the
     shard is on ``home``."""
+    grad_dtype = chosen_grad_dtype(parameter)
+    parameter, annotations = as_stored(parameter, storage, who)
     if storage is not None:
         check_parameter(parameter, *storage, who)
+    data_parallel = data_parallel_places(*storage) if storage else frozenset[int]()
     placement = _checked(parameter, placement, who)
     parallel = parameter._spec if isinstance(parameter, DTensor) else None
     data = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
@@ -239,7 +257,6 @@ def make_shard(
         DTensor(local, spec, requires_grad=False),
         requires_grad=parameter.requires_grad,
     )
-    grad_dtype = chosen_grad_dtype(parameter)
     if grad_dtype != OWN:
         shard.grad_dtype = grad_dtype
     return {
@@ -248,10 +265,11 @@ def make_shard(
         "shard": shard,
         "shard_dim": placement.dim,
         "sizes": data.shape,
-        "parallel": parallel,
-        "data_parallel": (
-            data_parallel_places(*storage) if storage is not None else frozenset()
+        "parallel": (
+            None if annotations and not annotations.sums(data_parallel) else parallel
         ),
+        "data_parallel": data_parallel,
+        "annotations": annotations,
         "extended_class": extended,
     }
 

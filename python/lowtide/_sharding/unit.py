@@ -336,6 +336,7 @@ class UnitState:
                     gradient_as_computed=parameter.gradient_as_computed(dtypes.compute),
                     gradient_dtype=dtypes.gradient,
                     arriving_dtype=dtypes.arriving,
+                    summed_before=bool(parameter.parallel and parameter.annotations),
                 )
             )
         extended = [p for p in self.parameters if p.extended]
@@ -425,6 +426,7 @@ class UnitState:
                 local_gradient,
                 [parameter.parallel for parameter in self.parameters],
                 [parameter.data_parallel for parameter in self.parameters],
+                [parameter.annotations for parameter in self.parameters],
             ),
             refuse=functools.partial(_refuse_replaced, weakref.ref(self)),
             extension=self.extensions.calls if self.extensions is not None else None,

@@ -4,9 +4,10 @@ lowtide's integrations or not at all, where a session binds."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from lowtide.integrations import all_or_nothing
 from support import accelerate_on_cpus, titan_on_cpus
 
 ALL = ("accelerate", "lightning", "torchtitan", "transformers")
@@ -166,12 +168,28 @@ def lightning(folder: Path, in_program: bool, steps: int, accumulate: int) -> No
 
 
 def torchtitan(folder: Path, in_program: bool, steps: int, accumulate: int) -> None:
-    from lowtide.integrations.torchtitan import build_optimizers_fn, parallelize_fn
+    from lowtide.integrations.torchtitan import parallelize_fn
 
     titan_on_cpus.prepare()
+    parallelize = parallelize_fn if in_program else lambda theirs: theirs
+    if titan_on_cpus.HAS_CONFIGS:
+        given = all_or_nothing.guard if in_program else None
+        trainer = titan_on_cpus.trainer_of(parallelize, folder, steps, guard=given)
+    else:
+        with _guarding_specs() if in_program else contextlib.nullcontext():
+            trainer = titan_on_cpus.trainer_of(parallelize, folder, steps)
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+
+
+@contextlib.contextmanager
+def _guarding_specs() -> Iterator[None]:
+    """torchtitan 0.2's specs of models, as they are added."""
     from torchtitan.protocols import train_spec
 
-    add = train_spec._extra_train_specs
+    from lowtide.integrations.torchtitan import build_optimizers_fn
 
     class Guarding(dict[str, Any]):
         def __setitem__(self, name: str, spec: Any) -> None:
@@ -179,16 +197,12 @@ def torchtitan(folder: Path, in_program: bool, steps: int, accumulate: int) -> N
             spec = dataclasses.replace(spec, build_optimizers_fn=build)
             super().__setitem__(name, spec)
 
-    train_spec._extra_train_specs = Guarding(add) if in_program else add
-    parallelize = parallelize_fn if in_program else lambda theirs: theirs
+    specs = train_spec._extra_train_specs
+    train_spec._extra_train_specs = Guarding(specs)
     try:
-        trainer = titan_on_cpus.trainer_of(parallelize, folder, steps)
+        yield
     finally:
-        train_spec._extra_train_specs = add
-    try:
-        trainer.train()
-    finally:
-        trainer.close()
+        train_spec._extra_train_specs = specs
 
 
 def run(

@@ -1,4 +1,5 @@
-"""torchtitan's trainer on the CPUs of a gloo group.
+"""torchtitan's trainer on the CPUs of a gloo group: 0.2's here, later ones' in
+titan_configs.py.
 
 It takes an accelerator for granted, and imports what only its metrics and its text
 datasets need: both are stood in for here. Its trainer, model, parallelization,
@@ -12,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import importlib.metadata
 import os
 import runpy
 import sys
@@ -28,6 +30,8 @@ sys.path.append(str(Path(__file__).parents[1]))  # where this file is run as a s
 from support import context_parallel
 
 _PARALLELIZE = "torchtitan.models.llama3.infra.parallelize"
+VERSION = tuple(map(int, importlib.metadata.version("torchtitan").split(".")[:2]))
+HAS_CONFIGS = VERSION >= (0, 3)
 SEQ_LEN, BATCH, VOCABULARY = 32, 2, 128
 SIZES: dict[str, dict[str, int]] = {
     "llama3": {"dim": 64, "n_heads": 4},
@@ -55,17 +59,30 @@ def prepare() -> None:
         torch.histc = _with_integers(torch.histc)
     os.environ["LOCAL_RANK"] = "0"  # the only CPU
     context_parallel.prepare()
+    from torchtitan.components import metrics
     from torchtitan.distributed import utils
-    from torchtitan.models.moe import kernels
 
-    kernels.fill_indices_wrapper = (
-        kernels.fill_indices_cpu
-    )  # its reference for Triton's
     utils.init_distributed = _join
     utils.set_pg_timeouts = lambda *args, **settings: None  # of devices' numbers
+    metrics.device_module = types.SimpleNamespace(
+        current_device=lambda: 0,
+        get_device_name=lambda device: "CPU",
+        get_device_properties=lambda device: types.SimpleNamespace(total_memory=1),
+        reset_peak_memory_stats=lambda: None,
+        empty_cache=lambda: None,
+        memory_stats=lambda device: {},
+    )
+    if not HAS_CONFIGS:
+        from torchtitan.models.moe import kernels
+
+        # its reference for Triton's
+        kernels.fill_indices_wrapper = kernels.fill_indices_cpu
 
 
 def _join(*args: Any, **settings: Any) -> int:
+    if HAS_CONFIGS:
+        # Recomputation reads the meshes of its thread.
+        torch.autograd.set_multithreading_enabled(False)
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     return dist.get_world_size()
@@ -149,12 +166,26 @@ def trainer_of(
     parallelize: Callable[[Callable[..., Any]], Callable[..., Any]],
     folder: Path,
     steps: int,
+    *,
+    guard: Callable[[Any], None] | None = None,
     **settings: Any,
 ) -> Any:
     """torchtitan's Trainer for a small Llama; ``parallelize`` changes its
-    ``parallelize_fn``. ``settings`` are of its parallelism, others
-    ``checkpointing``, ``compiled`` and ``offloaded``."""
+    ``parallelize_fn``, ``guard`` is called with its optimizers (not by 0.2).
+    ``settings`` are of its parallelism, others ``checkpointing``, ``compiled``,
+    ``offloaded`` and ``whole_logits``, which 0.2 always has."""
     prepare()
+    if HAS_CONFIGS:
+        from support import titan_configs
+
+        return titan_configs.trainer_of(
+            lambda theirs: always_sum(parallelize(theirs)),
+            folder,
+            steps,
+            guard,
+            **settings,
+        )
+    settings.pop("whole_logits", None)
     # Page-locked memory is the accelerators'.
     pageable = functools.partial(CPUOffloadPolicy, pin_memory=False)
     importlib.import_module(_PARALLELIZE).CPUOffloadPolicy = pageable
@@ -209,18 +240,9 @@ def trainer_of(
 
 def run_script(path: str) -> None:
     prepare()
-    from torchtitan.components import metrics
     from torchtitan.models import llama3
 
     llama3.parallelize_llama = always_sum(llama3.parallelize_llama)
-    metrics.device_module = types.SimpleNamespace(
-        current_device=lambda: 0,
-        get_device_name=lambda device: "CPU",
-        get_device_properties=lambda device: types.SimpleNamespace(total_memory=1),
-        reset_peak_memory_stats=lambda: None,
-        empty_cache=lambda: None,
-        memory_stats=lambda device: {},
-    )
     sys.path[0] = os.path.dirname(os.path.abspath(path))
     runpy.run_path(path, run_name="__main__")
 
