@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -236,6 +239,8 @@ def _guard_steps() -> None:
     global _guard
     if _asleep and _guard is None:
         _guard = register_optimizer_step_pre_hook(_require_awake)
+        # Ahead of others, which look at what a step would read.
+        _global_optimizer_pre_hooks.move_to_end(_guard.id, last=False)
     elif not _asleep and _guard is not None:
         _guard.remove()
         _guard = None

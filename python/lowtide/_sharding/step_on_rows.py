@@ -24,19 +24,30 @@ from torch.optim.optimizer import _foreach_supported_types
 from lowtide._sharding.local_parameter import as_sharded
 from lowtide._sharding.subclass import is_extended
 
-_ELEMENTWISE = (
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.Adamax,
-    torch.optim.AdamW,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
-)
+
+def _inside_hooks(step: Any) -> Any:
+    """Without what calls the hooks of a step, with which a class's is replaced when its
+    first optimizer is made."""
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+# Of the elementwise classes.
+_STEPS: dict[Any, Any] = {
+    kind: _inside_hooks(kind.step)
+    for kind in (
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.Adamax,
+        torch.optim.AdamW,
+        torch.optim.ASGD,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    )
+}
 
 
 class StepRows(nn.Parameter):
@@ -57,8 +68,10 @@ Rows = dict[int, StepRows]  # by the sharded parameter's id
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """What it does to an element depends on nothing but it, its state and its group."""
-    return type(optimizer) in _ELEMENTWISE
+    """What it does to an element depends on nothing but it, its state and its group.
+    Not where somebody else's function stands in the place of the class's step."""
+    kind = type(optimizer)
+    return _STEPS.get(kind) is _inside_hooks(kind.step)
 
 
 def stand_in(
