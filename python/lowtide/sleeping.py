@@ -45,8 +45,10 @@ def host_pool(device: torch.device) -> _C.PinnedPool:
 # What sleeps, by whose it is.
 _asleep: "weakref.WeakKeyDictionary[_Holder, dict[Part, list[_C.SleepingBytes]]]"
 _asleep = weakref.WeakKeyDictionary()
-# What tensor subclasses are made of, by name; asked meanwhile, some read it.
+# What tensor subclasses that sleep are made of, by name; asked meanwhile, some read it.
+# No others': Module.to swaps no parameters that have a weak reference.
 _inner: MutableMapping[Tensor, list[str]] = WeakTensorKeyDictionary()
+_falling_asleep = False
 _guard: RemovableHandle | None = None  # of optimizers' steps, while anything sleeps
 
 
@@ -80,6 +82,7 @@ def sleep(
             has no memory.
         The part that raised and those behind it are awake.
     """
+    global _falling_asleep
     optimizers, parts = _checked("sleep", optimizer, parts)
     device = _device_of(model)
     if device.type != "cpu":
@@ -97,6 +100,7 @@ def sleep(
             module.reshard()
             for settings, keeps in zip(together, kept, strict=True):
                 settings.keep_unsharded_storage = keeps
+    _falling_asleep = True
     try:
         for holder, part, tensors in _parts_of(model, optimizers, parts):
             memory, host = device_memory(device), host_pool(device)
@@ -104,6 +108,7 @@ def sleep(
             if sleeping.bytes > 0:
                 _asleep.setdefault(holder, {}).setdefault(part, []).append(sleeping)
     finally:
+        _falling_asleep = False
         _guard_steps()
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
@@ -223,9 +228,10 @@ def _leaves(name: str, value: Any) -> Iterator[_Named]:
             yield from _leaves(name, each)
     elif isinstance(value, Tensor):
         if is_traceable_wrapper_subclass(value):
-            if value not in _inner:
-                _inner[value] = value.__tensor_flatten__()[0]
-            for inner in _inner[value]:
+            names = _inner.get(value) or value.__tensor_flatten__()[0]
+            if _falling_asleep:
+                _inner[value] = names
+            for inner in names:
                 yield from _leaves(name, getattr(value, inner))
         else:
             yield name, value

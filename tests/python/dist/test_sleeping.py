@@ -432,6 +432,19 @@ def test_a_unit_sleeps_alone(pool_of):
     pool_of(2).run(one_of_many)
 
 
+def beside_one_that_is_awake() -> None:
+    asleep, awake = make(), make()
+    lowtide.sleep(*asleep)
+    backward(awake[0], 0)
+    awake[1].step()
+    awake[0].to("cpu")  # which swaps parameters, if nobody refers to them weakly
+    lowtide.wake(*asleep)
+
+
+def test_others_are_left_alone(pool_of):
+    pool_of(2).run(beside_one_that_is_awake)
+
+
 # -- what changes meanwhile -----------------------------------------------------------
 
 
