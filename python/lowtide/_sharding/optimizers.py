@@ -38,7 +38,7 @@ class _Known:
     units: list["weakref.ref[UnitState]"]  # one for every root it steps
     warned: bool
     by_rows: bool  # the program has given it rows already
-    rows: Rows = field(default_factory=dict)
+    rows: Rows = field(default_factory=Rows)
 
 
 def watch_optimizers(units: list[UnitState]) -> None:

@@ -54,6 +54,7 @@ class StepRows(nn.Parameter):
     """A sharded parameter's, and its gradient's for a step, which it does not keep."""
 
     sharded: Any
+    local: "weakref.ref[Tensor]"  # what they are of
     gradient: "weakref.ref[Tensor]"
 
     @property
@@ -64,7 +65,10 @@ class StepRows(nn.Parameter):
 # Optimizers loop over parameters of types that are not in it, as DTensor is.
 _foreach_supported_types.append(StepRows)
 
-Rows = dict[int, StepRows]  # by the sharded parameter's id
+
+class Rows(dict[int, StepRows]):
+    """Of an optimizer, from step to step, by the sharded parameter's id. They hold no
+    memory that the parameter has left, as in ``Module.to``."""
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
@@ -116,10 +120,10 @@ def rows_with_gradients(parameters: Iterable[Any], known: Rows) -> list[Any] | N
             return None
         local = p._local_tensor
         rows = known.get(id(p))
-        if rows is None or rows.sharded is not p or _moved(rows, local):
+        if rows is None or rows.local() is not local or _moved(rows, local):
             if is_extended(local):
                 return None
-            known[id(p)] = rows = _step_rows_of(p)
+            known[id(p)] = rows = _step_rows_of(p, known)
         rows.gradient = weakref.ref(gradient._local_tensor)
         found.append(rows)
     return found
@@ -129,11 +133,20 @@ def _moved(rows: Tensor, local: Tensor) -> bool:
     return rows.data_ptr() != local.data_ptr()
 
 
-def _step_rows_of(p: Any) -> StepRows:
-    rows = Tensor._make_subclass(StepRows, p._local_tensor.detach(), p.requires_grad)
+def _step_rows_of(p: Any, known: Rows) -> StepRows:
+    local = p._local_tensor
+    rows = Tensor._make_subclass(StepRows, local.detach(), p.requires_grad)
     assert isinstance(rows, StepRows)
     rows.sharded = p
+    forget = functools.partial(_forget, weakref.ref(known), id(p))
+    rows.local = weakref.ref(local, forget)
     return rows
+
+
+def _forget(known: "weakref.ref[Rows]", number: int, local: Any) -> None:
+    rows = known()
+    if rows is not None and number in rows and rows[number].local is local:
+        del rows[number]
 
 
 class _OnRows:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lowtide._sharding import stepped
 from lowtide._sharding.host_states import host_states_of
-from lowtide._sharding.step_on_rows import stand_in
+from lowtide._sharding.step_on_rows import Rows, stand_in
 from lowtide._sharding.unit import UnitState
 
 # Of a unit: numbers of groups, and those of their parameters.
@@ -28,9 +28,9 @@ def step_chosen(optimizer: Optimizer, unit: UnitState, chosen: Chosen) -> None:
     of_unit = [{**groups[i], "params": parameters} for i, parameters in chosen]
     step = _step_of(optimizer)
     if (states := host_states_of(optimizer)) is not None:
-        step(states.stand_in_for([(unit, of_unit)], {}))
+        step(states.stand_in_for([(unit, of_unit)], Rows()))
         return
-    if (on_rows := stand_in(optimizer, of_unit, {})) is not None:
+    if (on_rows := stand_in(optimizer, of_unit, Rows())) is not None:
         step(on_rows)
         return
     optimizer.param_groups = of_unit

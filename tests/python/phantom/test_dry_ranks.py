@@ -67,18 +67,12 @@ def test_ranks_of_a_mesh_agree(system):
 
 @pytest.mark.slow
 def test_ranks_of_experts_over_a_mesh_of_their_own_agree():
-    """0 and 1 exchange tokens, 0 and 2 have the same experts; one call a block leaves
-    fewer bytes than two, whose blocks wait for the end of the backward."""
+    """0 and 1 exchange tokens, 0 and 2 have the same experts."""
     run = ("-m", "lowtide", "run", SCRIPTS / "train_experts.py")
     found = compared(4, "0-2", *run)
     assert found["nccl"]["divergences"] == []
     shared = {tuple(each["ranks"]) for each in found["ranks"]["0"]["communicators"]}
     assert {(0, 1), (0, 2), (0, 1, 2, 3)} <= shared
-    one, two = (
-        each["ranks"]["0"]["devices"][0]["reserved"]
-        for each in (found, compared(4, "0", *run, "--nested"))
-    )
-    assert one < two
 
 
 @pytest.mark.slow

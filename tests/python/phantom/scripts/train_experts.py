@@ -1,12 +1,8 @@
 """Blocks whose experts are over the ranks that have the same ones, the rest over
 all, in one call of torch's `fully_shard` each; before torch 2.12, which takes no mesh
-for a parameter, under `lowtide run`.
-
-    train_experts.py [--nested]    experts by calls of their own
-"""
+for a parameter, under `lowtide run`."""
 
 import os
-import sys
 
 import torch
 import torch.distributed as dist
@@ -67,18 +63,12 @@ placed = ShardPlacementResult(None, FSDPMeshInfo(both["edp"], shard_mesh_dim=0))
 policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 for block in model:
     experts = set(block.experts.parameters())
-    if "--nested" in sys.argv:
-        fully_shard(block.experts, mesh=both["edp"], mp_policy=policy)
-        fully_shard(block, mesh=dense, mp_policy=policy)
-    else:
-        fully_shard(
-            block,
-            mesh=dense,
-            mp_policy=policy,
-            shard_placement_fn=lambda p, experts=experts: (
-                placed if p in experts else None
-            ),
-        )
+    fully_shard(
+        block,
+        mesh=dense,
+        mp_policy=policy,
+        shard_placement_fn=lambda p, experts=experts: placed if p in experts else None,
+    )
 fully_shard(model, mesh=dense, mp_policy=policy)
 optimizer = torch.optim.AdamW(model.parameters())
 for _ in range(3):
