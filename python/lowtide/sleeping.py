@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lowtide import _C
 from lowtide._base.backward import in_backward
 from lowtide._base.memory import device_memory, pinned_cap
+from lowtide._sharding.host_states import host_states_of
 from lowtide._sharding.local_parameter import sharded_of
 from lowtide._sharding.unit import unit_state, units_of
 
@@ -187,7 +188,8 @@ def _parts_of(
     if "states" in parts:
         names = {id(p): name for name, p in model.named_parameters()}
         for optimizer in optimizers:
-            yield optimizer, "states", _states(optimizer, names)
+            if host_states_of(optimizer) is None:  # else they are not on the device
+                yield optimizer, "states", _states(optimizer, names)
 
 
 def _parameters(model: nn.Module) -> Iterator[_Named]:

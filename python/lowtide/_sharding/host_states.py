@@ -37,7 +37,13 @@ from lowtide._sharding.local_parameter import (
     sharded_of,
 )
 from lowtide._sharding.owners import replacements
-from lowtide._sharding.step_on_rows import Rows, States, on_rows, rows_with_gradients
+from lowtide._sharding.step_on_rows import (
+    Rows,
+    States,
+    is_elementwise,
+    on_rows,
+    rows_with_gradients,
+)
 from lowtide._sharding.unit import UnitState, alive
 
 _ALIGNMENT = 256  # bytes; torch's vectorized kernels want 16
@@ -134,6 +140,12 @@ class HostStates:
         """For a step of some units' parameters."""
         optimizer = self._optimizer()
         assert optimizer is not None
+        if not is_elementwise(optimizer):
+            raise RuntimeError(
+                f"lowtide: {type(optimizer).__name__}: expected the class's own step "
+                "for states on the host, got another function in its place. Replace "
+                "the optimizer's step instead of the class's."
+            )
         stood_in = on_rows(optimizer, (), {})
         vars(stood_in)["param_groups"] = self._of_units(stood_in, units, known)
         return stood_in
@@ -242,7 +254,9 @@ class HostStates:
             size += -(-rows_of(value).nbytes // _ALIGNMENT) * _ALIGNMENT
         name = unit.name if isinstance(unit, UnitState) else "no unit"
         host = _host_pool(self._device).host_tensor(
-            device_memory(self._device), name, size
+            device_memory(self._device),
+            name,
+            max(size, _ALIGNMENT),  # rows may be none
         )
         block = _Block(host)
         for (p, name, value), offset in zip(found, offsets, strict=True):

@@ -68,6 +68,12 @@ class LocalParameter(nn.Parameter):
         rows, seen = gradient._local_tensor, self._seen
         if seen is not None and seen[0]() is rows and seen[1]._spec is gradient._spec:
             return seen[1]
+        if not same_layout(gradient._spec, self._sharded._spec):
+            raise ValueError(
+                "lowtide: local_parameters: expected a gradient of the parameter's "
+                f"placements, {self._sharded._spec}, got {gradient._spec}. "
+                "Redistribute it, or give the optimizer model.parameters()."
+            )
         local = local_gradient_of(gradient)
         assert isinstance(local, LocalGradient)
         self._seen = weakref.ref(rows, self._forget), local
@@ -125,6 +131,11 @@ def as_sharded(parameter: Any, state: Any) -> Any:
     if isinstance(parameter, DTensor) and is_of_rows(state, parameter):
         return DTensor(rows_of(state), parameter._spec, requires_grad=False)
     return state
+
+
+def same_layout(one: DTensorSpec, other: DTensorSpec) -> bool:
+    """Whether rows of one are the other's rows."""
+    return one is other or (one.mesh, one.placements) == (other.mesh, other.placements)
 
 
 def is_of_rows(state: Any, parameter: Tensor) -> bool:

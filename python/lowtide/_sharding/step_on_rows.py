@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _foreach_supported_types
 
-from lowtide._sharding.local_parameter import as_sharded
+from lowtide._sharding.local_parameter import as_sharded, same_layout
 from lowtide._sharding.subclass import is_extended
 
 
@@ -115,8 +115,7 @@ def rows_with_gradients(parameters: Iterable[Any], known: Rows) -> list[Any] | N
             continue
         if not isinstance(gradient, DTensor):
             return None
-        spec, its_spec = p._spec, gradient._spec
-        if spec is not its_spec and spec.placements != its_spec.placements:
+        if not same_layout(p._spec, gradient._spec):
             return None
         local = p._local_tensor
         rows = known.get(id(p))
@@ -188,6 +187,12 @@ class _State(dict[str, Any]):
         super().__init__(state)
         for name, value in state.items():
             if isinstance(value, DTensor):
+                if not same_layout(value._spec, parameter._spec):
+                    raise ValueError(
+                        f"lowtide: optimizer: expected state '{name}' of its "
+                        f"parameter's placements, {parameter._spec}, got "
+                        f"{value._spec}. Load it by torch.distributed.checkpoint."
+                    )
                 value = value._local_tensor
                 dict.__setitem__(self, name, value)
             if elsewhere and (there := elsewhere.get(id(value))) is not None:

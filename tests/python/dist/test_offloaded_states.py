@@ -5,11 +5,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -122,6 +127,42 @@ def lose_a_step(way: str) -> list[bool]:
 
 def test_a_step_that_raises_is_undone(pool_of):
     assert pool_of(2).run(lose_a_step, "host") == [[True] * 3] * 2
+
+
+def with_the_rest(folder: Path) -> bool:
+    """A nap, a checkpoint of lowtide's and one of torch's, and a unit whose rows are
+    all another rank's."""
+    found = []
+    for way in ("device", "host"):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(4, 1, bias=False), nn.Linear(1, 4))
+        for module in (*model, model):
+            lowtide.fully_shard(module)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        if way == "host":
+            lowtide.offload_states(optimizer)
+
+        def step(model: Any = model, optimizer: Any = optimizer) -> None:
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        lowtide.save(folder / way, model, optimizer)
+        step()
+        lowtide.sleep(model, optimizer)
+        lowtide.wake(model, optimizer)
+        lowtide.load(folder / way, model, optimizer)
+        step()
+        state = get_optimizer_state_dict(model, optimizer)
+        set_optimizer_state_dict(model, optimizer, copy.deepcopy(state))
+        step()
+        found.append(everything(model, optimizer))
+    return all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_naps_and_checkpoints_take_them(pool_of, tmp_path):
+    assert pool_of(2).run(with_the_rest, tmp_path) == [True] * 2
 
 
 def refused() -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -170,6 +170,34 @@ def step_as_they_are() -> list[Any]:
 
 def test_what_rows_do_not_suffice_for_is_stepped_as_it_is(pool_of):
     assert pool_of(2).run(step_as_they_are) == [[True] * 6] * 2
+
+
+def of_other_placements() -> list[str]:
+    """A state; and a gradient, where the program has asked for rows."""
+    model: Any = shard(build(RUN.model), RUN, get_system("lowtide"))
+    weight, found = model.norm.weight, []
+    by_rows = torch.optim.SGD(lowtide.local_parameters(model), lr=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    accumulate(model, RUN, 0, 0)
+    whole = torch.ones(weight.shape)
+    other = DTensor.from_local(whole, weight.device_mesh, [Replicate()])
+    optimizer.state[weight]["momentum_buffer"] = other
+    for one in (optimizer, by_rows):
+        try:
+            one.step()
+        except ValueError as error:
+            found.append(str(error).split(" of ")[0])
+        weight.grad = other
+    return found
+
+
+def test_states_and_gradients_of_other_placements_are_refused(pool_of):
+    assert pool_of(2).run(of_other_placements) == 2 * [
+        [
+            "lowtide: optimizer: expected state 'momentum_buffer'",
+            "lowtide: local_parameters: expected a gradient",
+        ]
+    ]
 
 
 def moved_rows() -> bool:
