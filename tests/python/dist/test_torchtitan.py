@@ -54,10 +54,11 @@ def train(
 def assert_equal(ranks: int, folder: Path, settings: dict[str, Any]) -> dict[str, str]:
     """Placements of the parameters, by name."""
     for steps in (STEPS // 2, STEPS):
-        # Pools of their own: torchtitan is told of CPUs alone, and FSDP2 refuses a
-        # second trainer's mesh of 0.3's in one process.
+        # Pools of their own: torchtitan counts a process's blocks over its trainers
+        # (0.2), and FSDP2 refuses a second trainer's mesh (0.3).
         with RankPool(ranks) as pool:
             theirs = pool.run(train, "fsdp2", folder, steps, settings)
+        with RankPool(ranks) as pool:
             ours = pool.run(train, "lowtide", folder, steps, settings)
         for (mine, here, own), (other, there, foreign) in zip(
             ours, theirs, strict=True
