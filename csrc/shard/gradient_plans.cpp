@@ -105,7 +105,7 @@ std::vector<RingUnit> GradientPlans::ring_units() const {
   for (std::size_t u = 0; u < units_.size(); ++u) {
     if (const auto* unit = units_[u]) {
       seen[u] = {unit->groups().reduce->size(), unit->gradients().wire_bytes(),
-                 unit->rows().gathered_bytes(), unit->settings().encloses_units,
+                 unit->rows().gathered_bytes(), unit->outermost(),
                  unit->rows().streams(),        unit->gradients().of_experts()};
     }
   }

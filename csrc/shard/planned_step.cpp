@@ -19,8 +19,8 @@ using PlannedUnits = c10::ArrayRef<PlannedUnit>;
 // the next unit's first chunk, one is with the replicas.
 constexpr std::size_t kSumsAtOnce = 3;
 // Units' gradients on their way to the host: those that come, those that are
-// being reduced, those that are being copied.  Those of a unit around others
-// begin first and are complete last.
+// being reduced, those that are being copied, each with those of the units
+// around it, which begin first.  Those of the outermost are complete last.
 constexpr std::size_t kLeavingAtOnce = 3;
 
 std::int64_t largest(std::vector<std::int64_t> bytes, std::size_t at_once) {
@@ -36,12 +36,21 @@ std::int64_t sharded_gradients_peak(PlannedUnits units) {
   std::vector<std::int64_t> leaving;
   std::set<std::int32_t> enclosing;
   for (const auto& unit : units) enclosing.insert(unit.inside);
+  std::size_t levels = 1;  // of units in units, without the outermost
   for (std::size_t i = 0; i < units.size(); ++i) {
     const auto& unit = units[i];
     if (!unit.gradient_sync) continue;
+    const bool outermost =
+        unit.inside < 0 && enclosing.contains(static_cast<std::int32_t>(i));
+    std::size_t level = 0;
+    for (auto around = unit.inside; around >= 0;
+         around = units[static_cast<std::size_t>(around)].inside) {
+      ++level;
+    }
+    levels = std::max(levels, level);
     const auto partial = unit.bytes.partial_gradients;
     if (unit.all_reduce) {
-      if (unit.offloaded && !enclosing.contains(static_cast<std::int32_t>(i))) {
+      if (unit.offloaded && !outermost) {
         leaving.push_back(unit.bytes.sharded_gradients);
       } else {
         bytes += unit.bytes.sharded_gradients;
@@ -52,7 +61,7 @@ std::int64_t sharded_gradients_peak(PlannedUnits units) {
     }
   }
   return bytes + largest(std::move(sums), kSumsAtOnce) +
-         largest(std::move(leaving), kLeavingAtOnce);
+         largest(std::move(leaving), kLeavingAtOnce * levels);
 }
 
 // Slots that units share; a unit may replace them by its own, longer ones.
@@ -78,12 +87,11 @@ std::int64_t ring_peak(PlannedUnits units) {
   return peak;
 }
 
-// A forward as the schedule has it: a unit is gathered while the one before it
-// runs, and freed after its own forward unless it stays for backward, which
-// walks the same pairs in reverse.
-void play_forward(PlannedUnits units, PlannedPeaks& peaks) {
+// A forward as the schedule has it: what is next is gathered while a unit runs,
+// and freed after its own forward unless it stays for backward, which walks the
+// same pairs in reverse.
+void play_forward(PlannedUnits units, Schedule& schedule, PlannedPeaks& peaks) {
   const auto num_units = static_cast<std::int32_t>(units.size());
-  Schedule schedule(num_units);
   std::set<std::int32_t> gathered;
   std::vector<std::int32_t> running;
   std::int64_t held = 0;
@@ -95,6 +103,7 @@ void play_forward(PlannedUnits units, PlannedPeaks& peaks) {
     return of(i).bytes.gather_input;
   };
   const auto leave = [&](std::int32_t i) {
+    schedule.leave_forward(i, /*recorded=*/false);
     if (of(i).reshard_after_forward && gathered.erase(i) == 1) {
       held -= of(i).bytes.gathered;
     }
@@ -106,9 +115,10 @@ void play_forward(PlannedUnits units, PlannedPeaks& peaks) {
       running.pop_back();
     }
     running.push_back(i);
-    const auto next = schedule.enter_forward(i);
     std::set<std::int32_t> together;
-    for (const auto first : {i, next.value_or(i)}) {
+    auto ahead = schedule.enter_forward(i);
+    ahead.push_back(i);
+    for (const auto first : ahead) {
       together.insert(first);
       together.insert(of(first).beside.begin(), of(first).beside.end());
     }
@@ -117,6 +127,8 @@ void play_forward(PlannedUnits units, PlannedPeaks& peaks) {
     peaks.gathered = std::max(peaks.gathered, held);
     peaks.gather_input = std::max(peaks.gather_input, inputs);
   }
+  for (; !running.empty(); running.pop_back()) leave(running.back());
+  schedule.end_forward();
 }
 
 }  // namespace
@@ -139,7 +151,9 @@ PlannedPeaks planned_peaks(PlannedUnits units) {
   peaks.gradient_slab += in_place;
   peaks.gradient_stream = ring_peak(units);
   peaks.sharded_gradients = sharded_gradients_peak(units);
-  play_forward(units, peaks);
+  Schedule schedule(static_cast<std::int32_t>(units.size()));
+  play_forward(units, schedule, peaks);  // which units run in which is recorded
+  play_forward(units, schedule, peaks);
   return peaks;
 }
 

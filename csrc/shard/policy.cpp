@@ -3,7 +3,6 @@
 #include <c10/util/accumulate.h>
 
 #include <algorithm>
-#include <limits>
 #include <numeric>
 #include <optional>
 
@@ -37,8 +36,8 @@ std::int64_t received_bytes(std::int64_t bytes, std::int64_t ranks) {
   return bytes / ranks * (ranks - 1);
 }
 
-// Numbers of units whose gradients leave, but not of those that enclose others:
-// these are small.
+// Numbers of units whose gradients leave, but not of the outermost: these are
+// small.
 struct Ends {
   std::optional<std::int32_t> first;
   std::optional<std::int32_t> before_last;
@@ -53,7 +52,7 @@ Ends ends_of(c10::ArrayRef<RingUnit> units, c10::ArrayRef<std::int32_t> order) {
   Ends ends;
   for (const auto number : order) {
     const auto& unit = at(units, number);
-    if (unit.encloses_units || unit.wire_bytes == 0) {
+    if (unit.outermost || unit.wire_bytes == 0) {
       continue;
     }
     if (!ends.first) {
@@ -114,7 +113,7 @@ std::int64_t ring_bytes_of(c10::ArrayRef<RingUnit> units,
   const bool latency = unit.ranks >= kManyRanks && unit.ranks < kVeryManyRanks;
   auto held = (latency ? 3 : 2) * at(units, *ends.before_last).gathered_bytes;
   for (const auto& other : units) {
-    if (other.encloses_units) {
+    if (other.outermost) {
       held -= 2 * other.gathered_bytes;
     }
   }
@@ -169,7 +168,7 @@ bool wire_outlasts_backward(std::int64_t gathered_bytes,
 std::int64_t elements_that_cover(std::int64_t bytes, std::int64_t ranks,
                                  std::int64_t tokens, std::int64_t gather_ns) {
   if (tokens <= 0) {
-    return std::numeric_limits<std::int64_t>::max();
+    return kNothingCovers;
   }
   const auto flops_per_element = kFlopsPerElementAndToken * tokens;
   if (slow_link(bytes, ranks, gather_ns) > 0) {

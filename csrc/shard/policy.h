@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 namespace lowtide::shard {
 
@@ -73,9 +74,9 @@ struct RingUnit {
   std::int64_t ranks = 1;           // that reduce its gradients
   std::int64_t wire_bytes = 0;      // of its gradients; 0: none leave
   std::int64_t gathered_bytes = 0;  // of its parameters
-  bool encloses_units = false;
-  bool streams_rows = false;  // see row_stream.h
-  bool experts = false;       // most of its elements are stacked experts'
+  bool outermost = false;           // keeps all of it until the end
+  bool streams_rows = false;        // see row_stream.h
+  bool experts = false;             // most of its elements are stacked experts'
 };
 
 // The bytes of the ring for gradients of units[number]: more than `ring_bytes`
@@ -86,7 +87,7 @@ struct RingUnit {
 // Nothing hides the reduction of the last unit, usually the embedding, so it
 // leaves in few collectives.  Where the unit before it held its parameters, its
 // gradients and its activations, a ring three times as long as those parameters
-// fits, less what units that enclose others keep until the end: parameters and
+// fits, less what the outermost unit keeps until the end: parameters and
 // gradients.  Among few ranks, where latency counts for little, and among very
 // many twice as long is enough and fits between what other units left.  A
 // budget below the default is kept.  Experts of more than 640 MiB leave by the
@@ -167,6 +168,7 @@ bool wire_outlasts_backward(std::int64_t gathered_bytes,
 // These are an H100's; kernels reach half of that rate, so the wire has twice
 // the time it needs.  On a slow link (above) the time is `gather_ns`.
 // `tokens`: rows of the unit's output; 0: not known, which nothing covers.
+inline constexpr auto kNothingCovers = std::numeric_limits<std::int64_t>::max();
 std::int64_t elements_that_cover(std::int64_t bytes, std::int64_t ranks,
                                  std::int64_t tokens,
                                  std::int64_t gather_ns = 0);

@@ -1,5 +1,5 @@
 // Which units are gathered ahead while one unit runs, and when: those that the
-// user listed, or the one that the recorded order has next.
+// user listed, or what the recorded order has next.
 //
 // Forward: before the unit's own kernels, whose stream the next gather waits
 // for, or behind the last block of rows where the unit reads rows.  Backward:
@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 namespace lowtide::shard {
@@ -33,17 +34,19 @@ class UnitAhead {
 class Prefetch {
  public:
   using Listed = std::vector<std::weak_ptr<UnitAhead>>;
+  // One unit, and those that run inside it at its beginning.
+  using Next = std::vector<UnitAhead*>;
 
   // --- forward --------------------------------------------------------------
-  // Gathers the units that are `listed`, or where none is `next`, if any.
-  static void gather(const Listed& listed, UnitAhead* next);
+  // Gathers the units that are `listed`, or where none is `next`.
+  static void gather(const Listed& listed, const Next& next);
   // The unit reads its rows: `gather_put_off` follows behind the last block.
-  void put_off(UnitAhead* next) { in_forward_ = next; }
+  void put_off(Next next) { in_forward_ = std::move(next); }
   void gather_put_off(const Listed& listed) const;
-  void forget_forward() { in_forward_ = nullptr; }
+  void forget_forward() { in_forward_.clear(); }
 
   // --- backward -------------------------------------------------------------
-  void expect(UnitAhead* next) { in_backward_ = next; }
+  void expect(Next next) { in_backward_ = std::move(next); }
   // Gathers what is listed, or what was expected if `elements` of the unit's
   // gradients, in the order they are expected, cover nothing of it; else
   // returns that it waits for `gradients_before` of them.  `tokens`: of the
@@ -54,11 +57,11 @@ class Prefetch {
   // One has come; returns whether the gather that waits may leave.
   bool on_gradient();
   void gather_expected();
-  void forget_backward() { in_backward_ = nullptr; }
+  void forget_backward() { in_backward_.clear(); }
 
  private:
-  UnitAhead* in_forward_ = nullptr;
-  UnitAhead* in_backward_ = nullptr;
+  Next in_forward_;
+  Next in_backward_;
   std::size_t gradients_before_ = 0;
   std::size_t gradients_come_ = 0;
 };

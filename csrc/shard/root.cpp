@@ -24,7 +24,13 @@ Root::Root(std::string name, std::shared_ptr<memory::DeviceMemory> memory)
 void Root::adopt(const std::vector<std::shared_ptr<Unit>>& units) {
   LOWTIDE_INVARIANT(units_.empty(), "a root adopts its units once");
   for (const auto& unit : units) {
-    unit->join(shared_from_this(), static_cast<std::int32_t>(units_.size()));
+    const auto& beside = unit->settings().beside;
+    const bool first = unit == units.front() ||
+                       std::ranges::any_of(beside, [&](const auto& other) {
+                         return other.lock() == units.front();
+                       });
+    unit->join(shared_from_this(), static_cast<std::int32_t>(units_.size()),
+               first && unit->settings().encloses_units);
     units_.push_back(unit.get());
   }
   schedule_ = Schedule(static_cast<std::int32_t>(units_.size()));
@@ -51,7 +57,7 @@ constexpr std::int64_t kMostOpenForwards = 1024;
 
 }  // namespace
 
-Unit* Root::enter_forward(Unit& unit) {
+Units Root::enter_forward(Unit& unit) {
   // Entered again from outside, or from a module around it: the forward before
   // did not return.
   const bool raised =
@@ -65,8 +71,17 @@ Unit* Root::enter_forward(Unit& unit) {
     begin_forward(unit);
   }
   require_stream(unit, "its forward");
-  const auto next = schedule_.enter_forward(unit.number());
-  return next ? units_[static_cast<std::size_t>(*next)] : nullptr;
+  return living_of(schedule_.enter_forward(unit.number()));
+}
+
+Units Root::living_of(const std::vector<std::int32_t>& numbers) const {
+  Units units;
+  for (const auto number : numbers) {
+    if (auto* const unit = units_[static_cast<std::size_t>(number)]) {
+      units.push_back(unit);
+    }
+  }
+  return units;
 }
 
 // [Note: One compute stream]
@@ -177,10 +192,8 @@ Units Root::participants() {
       units.push_back(unit);
     }
   }
-  // What encloses other units is complete only when they all are.
-  std::stable_partition(units.begin(), units.end(), [](const Unit* unit) {
-    return !unit->settings().encloses_units;
-  });
+  std::stable_partition(units.begin(), units.end(),
+                        [](const Unit* unit) { return !unit->outermost(); });
   return units;
 }
 
@@ -249,7 +262,7 @@ bool Root::nested_backward() const {
   return base::current_graph_task() != backward_;
 }
 
-Unit* Root::enter_backward(Unit& unit, std::int64_t number) {
+Root::BackwardCall Root::enter_backward(Unit& unit, std::int64_t number) {
   const auto call = schedule_.enter_backward(unit.number(), number);
   log().note({StepNote::What::backward, unit.number()});
   if (call.place == std::size_t{0} && !posted_backward_) {
@@ -269,7 +282,9 @@ Unit* Root::enter_backward(Unit& unit, std::int64_t number) {
   unit.gradients().set_leaves_early(in_order && call.last && call.alone &&
                                     unit.settings().beside.empty() &&
                                     unit.used_alike());
-  return call.next ? units_[static_cast<std::size_t>(*call.next)] : nullptr;
+  auto* const around =
+      call.around ? units_[static_cast<std::size_t>(*call.around)] : nullptr;
+  return {living_of(call.next), around};
 }
 
 // --- what ranks must have in common ------------------------------------------

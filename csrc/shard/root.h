@@ -41,8 +41,8 @@ class Root : public std::enable_shared_from_this<Root> {
   std::int64_t lingering_from() const { return lingering_from_; }
 
   // --- called by units ------------------------------------------------------
-  // Returns the unit to gather ahead, or null.
-  Unit* enter_forward(Unit& unit);
+  // Returns the units to gather ahead.
+  Units enter_forward(Unit& unit);
   void leave_forward(Unit& unit);
   // Whether the forward that runs began with this unit.
   bool forward_is_of(const Unit& unit) const { return forward_root_ == &unit; }
@@ -65,8 +65,13 @@ class Root : public std::enable_shared_from_this<Root> {
     return graph_kept_ || kept_at_step_ == optimizer_steps_;
   }
   // The backward of a call of `unit` begins, before anything of it is issued;
-  // returns the unit to gather ahead, or null.
-  Unit* enter_backward(Unit& unit, std::int64_t call);
+  // returns the units to gather ahead, and the unit whose call that call was
+  // in, or null.
+  struct BackwardCall {
+    Units next;
+    Unit* around;
+  };
+  BackwardCall enter_backward(Unit& unit, std::int64_t call);
   GradientStream& stream() { return stream_; }
   StepLog& log() { return ranks_.log(); }
   const StepLog& log() const { return ranks_.log(); }
@@ -92,7 +97,7 @@ class Root : public std::enable_shared_from_this<Root> {
 
   const Units& units() const { return units_; }
   // By number, those of the forward that runs or has run last.
-  const std::vector<std::int32_t>& entered_units() const {
+  std::vector<std::int32_t> entered_units() const {
     return schedule_.entered();
   }
 
@@ -103,6 +108,7 @@ class Root : public std::enable_shared_from_this<Root> {
   void close_backward();
   void require_agreement();
   Units participants();
+  Units living_of(const std::vector<std::int32_t>& numbers) const;
   bool all_run_in_order() const;
 
   std::string name_;

@@ -1,8 +1,9 @@
 #include "shard/schedule.h"
 
 #include <algorithm>
+#include <functional>
 #include <iterator>
-#include <numeric>
+#include <map>
 
 namespace lowtide::shard {
 namespace {
@@ -11,49 +12,65 @@ constexpr std::size_t kMaxRecorded = 1 << 14;
 }  // namespace
 
 Schedule::Schedule(std::int32_t num_units)
-    : expected_(static_cast<std::size_t>(num_units)),
-      open_(static_cast<std::size_t>(num_units)),
+    : open_(static_cast<std::size_t>(num_units)),
       first_entered_(static_cast<std::size_t>(num_units), kNever),
       under_way_(static_cast<std::size_t>(num_units)) {
-  std::iota(expected_.begin(), expected_.end(), 0);
+  for (std::int32_t unit = 0; unit < num_units; ++unit) {
+    expected_.push_back({unit, 0});
+  }
 }
 
 void Schedule::begin_forward() {
   entered_.clear();
-  cursor_ = 0;
+  cursor_ = depth_ = 0;
   for (auto& calls : under_way_) calls.clear();
   if (left_.size() > kMaxRecorded) {
     end_backward();
   }
 }
 
-std::optional<std::int32_t> Schedule::enter_forward(std::int32_t unit) {
-  entered_.push_back(unit);
-  under_way_[static_cast<std::size_t>(unit)].push_back(left_.size());
+std::vector<std::int32_t> Schedule::enter_forward(std::int32_t unit) {
+  entered_.push_back({unit, depth_++});
+  under_way_[static_cast<std::size_t>(unit)].push_back(
+      {left_.size(), calls_++});
   const auto from = expected_.begin() + static_cast<std::ptrdiff_t>(cursor_);
-  const auto found = std::find(from, expected_.end(), unit);
+  const auto found =
+      std::ranges::find(from, expected_.end(), unit, &Call::unit);
+  std::vector<std::int32_t> next;
   if (found == expected_.end()) {
-    return std::nullopt;
+    return next;
   }
   cursor_ = static_cast<std::size_t>(found - expected_.begin()) + 1;
-  if (cursor_ == expected_.size()) {
-    return std::nullopt;
+  for (auto i = cursor_; i < expected_.size(); ++i) {
+    if (i > cursor_ && expected_[i].depth <= expected_[i - 1].depth) break;
+    next.push_back(expected_[i].unit);
   }
-  return expected_[cursor_];
+  return next;
+}
+
+std::vector<std::int32_t> Schedule::entered() const {
+  std::vector<std::int32_t> units;
+  for (const auto& call : entered_) units.push_back(call.unit);
+  return units;
 }
 
 void Schedule::leave_forward(std::int32_t unit, bool recorded,
                              std::int64_t call) {
   const auto u = static_cast<std::size_t>(unit);
-  auto entered_at = left_.size();
+  Entered entered{left_.size(), calls_++};
   if (!under_way_[u].empty()) {
-    entered_at = under_way_[u].back();
+    entered = under_way_[u].back();
     under_way_[u].pop_back();
+    --depth_;
   }
   if (recorded) {
-    first_entered_[u] = std::min(first_entered_[u], entered_at);
+    first_entered_[u] = std::min(first_entered_[u], entered.at);
     open_[u].push_back({call, left_.size()});
-    left_.push_back({unit, entered_at});
+    // What is in a call in this one has been told so already.
+    for (auto i = left_.size(); i-- > entered.at; i = left_[i].entered.at) {
+      left_[i].around = unit;
+    }
+    left_.push_back({unit, entered});
   }
 }
 
@@ -73,9 +90,11 @@ Schedule::BackwardCall Schedule::enter_backward(std::int32_t unit,
   open.erase(std::next(found).base());
   entered.place = place;
   entered.last = open.empty();
-  entered.alone = left_[place].entered_at == place;
-  if (place > 0) {
-    entered.next = left_[place - 1].unit;
+  entered.alone = left_[place].entered.at == place;
+  if (left_[place].around != kNobody) entered.around = left_[place].around;
+  for (auto before = place; before-- > 0;) {
+    entered.next.push_back(left_[before].unit);
+    if (left_[before].entered.at == before) break;
   }
   return entered;
 }
@@ -94,21 +113,21 @@ void Schedule::end_backward() {
 }
 
 std::vector<std::int32_t> Schedule::completion_order() const {
-  std::vector<std::int32_t> order;
-  std::vector<bool> seen(open_.size(), false);
-  for (const auto& [unit, entered_at] : left_) {
-    if (!seen[static_cast<std::size_t>(unit)]) {
-      seen[static_cast<std::size_t>(unit)] = true;
-      order.push_back(unit);
-    }
+  std::map<std::int32_t, std::int64_t> first;
+  for (const auto& call : left_) {
+    const auto [known, _] = first.emplace(call.unit, call.entered.order);
+    known->second = std::min(known->second, call.entered.order);
   }
-  std::reverse(order.begin(), order.end());
+  std::vector<std::int32_t> order;
+  for (const auto& [unit, entered] : first) order.push_back(unit);
+  std::ranges::sort(order, std::ranges::greater(),
+                    [&](auto unit) { return first.at(unit); });
   return order;
 }
 
 void Schedule::abort() {
   entered_.clear();
-  cursor_ = 0;
+  cursor_ = depth_ = 0;
   end_backward();
 }
 

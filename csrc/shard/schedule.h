@@ -8,6 +8,11 @@
 //
 // A wrong guess costs an early gather, never a wrong result.
 //
+// [Note: Units in units]
+// Of a block whose experts are a unit of their own the experts run last, so
+// their backward begins with that of the block: whoever expects a unit around
+// others expects the first of those, too, and so on.
+//
 // [Note: The order of backward]
 // The engine runs the ready node that was made last.  What uses a value is made
 // after what makes it, so a graph's nodes run in exactly the reverse order of
@@ -27,8 +32,9 @@ class Schedule {
   explicit Schedule(std::int32_t num_units);
 
   void begin_forward();
-  // Units in the order they are entered; returns the unit expected next.
-  std::optional<std::int32_t> enter_forward(std::int32_t unit);
+  // Units in the order they are entered; returns those expected next: one, and
+  // by [Note: Units in units] those inside it.
+  std::vector<std::int32_t> enter_forward(std::int32_t unit);
   // `recorded`: autograd records this forward, a backward may follow.  `call`:
   // the number of the unit's call, by which its backward is told from those of
   // other forwards that are open; none for rows that are read outside of one.
@@ -39,15 +45,16 @@ class Schedule {
   void end_forward();
 
   // Units in the order they were entered since begin_forward.
-  const std::vector<std::int32_t>& entered() const { return entered_; }
+  std::vector<std::int32_t> entered() const;
 
   // The backward of a call of `unit` begins: of that number, its last one that
   // is open.
   struct BackwardCall {
-    std::optional<std::int32_t> next;  // the unit expected after it
+    std::vector<std::int32_t> next;    // those expected after it, as above
     std::optional<std::size_t> place;  // among the calls; none: not recorded
     bool last = false;                 // no recorded call of the unit is left
     bool alone = false;  // no other call was left between its begin and its end
+    std::optional<std::int32_t> around;  // the unit whose call it is in
   };
   BackwardCall enter_backward(std::int32_t unit, std::int64_t call = kNoCall);
   // Whether autograd has run all of `unit` when the backward of the call at
@@ -55,30 +62,43 @@ class Schedule {
   bool is_over(std::int32_t unit, std::size_t place) const;
   void end_backward();
 
-  // The units left since the last end_backward, reversed, each once, at the
-  // place where its backward completes (its first call's).
+  // The units left since the last end_backward, each once, in the order in
+  // which their backwards complete: the reverse of that in which they were
+  // first entered, so a unit around others comes behind them.
   std::vector<std::int32_t> completion_order() const;
 
   void abort();  // forgets the unfinished forward and backward
 
  private:
-  std::vector<std::int32_t> expected_;
-  std::vector<std::int32_t> entered_;
+  struct Call {
+    std::int32_t unit;
+    std::size_t depth;  // calls around it
+  };
+  std::vector<Call> expected_;
+  std::vector<Call> entered_;
   std::size_t cursor_ = 0;
+  std::size_t depth_ = 0;  // calls that are under way
+  static constexpr std::int32_t kNobody = -1;
+  struct Entered {
+    std::size_t at;      // how many calls had been left then
+    std::int64_t order;  // among all calls
+  };
   struct Left {
     std::int32_t unit;
-    std::size_t entered_at;  // how many calls had been left then
+    Entered entered;
+    std::int32_t around = kNobody;  // the unit whose call it is in
   };
   std::vector<Left> left_;
+  std::int64_t calls_ = 0;  // that have been entered
   struct Open {
     std::int64_t call;
     std::size_t place;  // in left_
   };
   std::vector<std::vector<Open>> open_;  // by unit
-  // unit -> of its recorded calls the least entered_at; kNever
+  // unit -> of its recorded calls the least Entered::at; kNever
   std::vector<std::size_t> first_entered_;
   // unit -> of its calls that are under way
-  std::vector<std::vector<std::size_t>> under_way_;
+  std::vector<std::vector<Entered>> under_way_;
   static constexpr std::size_t kNever = static_cast<std::size_t>(-1);
 };
 

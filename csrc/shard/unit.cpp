@@ -30,6 +30,10 @@ std::int64_t rows_of(const at::Tensor& tensor) {
   return any ? tensor.numel() / tensor.size(-1) : 0;
 }
 
+Prefetch::Next as_ahead(const Units& units) {
+  return {units.begin(), units.end()};
+}
+
 }  // namespace
 
 Unit::Unit(std::string name, std::vector<ParameterInfo> infos,
@@ -112,9 +116,11 @@ void Unit::rename(std::string name,
   buffers().names_changed();
 }
 
-void Unit::join(std::shared_ptr<Root> root, std::int32_t number) {
+void Unit::join(std::shared_ptr<Root> root, std::int32_t number,
+                bool outermost) {
   root_ = std::move(root);
   number_ = number;
+  outermost_ = outermost;
   gradients_.set_number(number);
 }
 
@@ -236,10 +242,10 @@ Unit::ForwardCall Unit::pre_forward(std::size_t module) {
     return {began, true};
   }
   const bool begins = group_.begins_with(module, root_->forward_is_of(*this));
-  Unit* next = nullptr;
+  Prefetch::Next next;
   if (begins) {
     ++forward_call_;
-    next = root_->enter_forward(*this);
+    next = as_ahead(root_->enter_forward(*this));
     calls_.begin_forward();
   } else {
     root_->require_stream(*this, "its forward");
@@ -250,7 +256,7 @@ Unit::ForwardCall Unit::pre_forward(std::size_t module) {
   const ForwardCall call{begins, watch};
   if (rows) {
     leaves().follow_shards();
-    prefetch_.put_off(next);
+    prefetch_.put_off(std::move(next));
     return call;
   }
   if (!begins) {
@@ -371,13 +377,25 @@ std::int64_t Unit::elements_to_cover(std::int64_t tokens) const {
                              tokens, common_.gather_ns);
 }
 
+// Returns the unit whose call that call was in, or null.
+Unit* Unit::enter_backward(std::int64_t call) {
+  auto entered = root_->enter_backward(*this, call);
+  expects_own_ranks_ =
+      std::ranges::all_of(entered.next, [this](const Unit* next) {
+        return next->groups_.gather == groups_.gather;
+      });
+  prefetch_.expect(as_ahead(entered.next));
+  return entered.around;
+}
+
 void Unit::on_output_gradient(std::int64_t call) {
   const base::TraceRange trace("lowtide::pre_backward", *name_);
   root_->open_backward();
   begin_backward();
   const bool entered = calls_.enter_backward(call);
+  Unit* around = nullptr;
   if (entered) {
-    prefetch_.expect(root_->enter_backward(*this, call));
+    around = enter_backward(call);
   }
   if (is_gathered_in_backward()) {
     gather();
@@ -385,7 +403,9 @@ void Unit::on_output_gradient(std::int64_t call) {
   parameters_.set_ahead(false);
   if (entered) {
     prefetch_in_backward();
-    gradients_.set_lingering(lingering_bytes());
+    gradients_.set_lingering(
+        std::max(lingering_bytes(), std::exchange(lingers_inside_, 0)));
+    if (around != nullptr) around->linger_inside(gradients_.lingering_bytes());
     // After the gather, which must not wait for other units' gradients.
     root_->stream().expects(gradients_);
     if (fused_.has_main_gradients()) {
@@ -433,9 +453,21 @@ std::int64_t Unit::lingering_bytes() const {
   return bytes;
 }
 
+// What a unit around others computes before and behind them hides what they
+// left to the wire.  Before: by the last backward.
+void Unit::linger_inside(std::int64_t bytes) {
+  if (outermost_) {
+    return;
+  }
+  lingers_inside_ = std::max(lingers_inside_, bytes);
+  gradients_.set_lingering(std::max(gradients_.lingering_bytes(), bytes));
+}
+
+// The tokens are known of this unit's ranks.  What others take part in does not
+// wait for them: between two gradients the program may have calls of its own.
 void Unit::prefetch_in_backward() {
   if (prefetch_.waits(settings_->backward_prefetch, gradients_.elements(),
-                      tokens_of_gradients()) &&
+                      expects_own_ranks_ ? tokens_of_gradients() : 0) &&
       root_->stream().contains(gradients_)) {
     root_->stream().precede(gradients_, prefetch_.gradients_before(),
                             [this] { prefetch_.gather_expected(); });
@@ -559,7 +591,7 @@ void Unit::on_rows_begin(RowPass pass) {
     root_->open_backward();
     begin_backward();
     if (!calls_.inside_backward()) {  // not called as a module
-      prefetch_.expect(root_->enter_backward(*this, Schedule::kNoCall));
+      enter_backward(Schedule::kNoCall);
     }
   } else if (pass != RowPass::lookup) {
     root_->enter_rows(*this, pass == RowPass::recorded);
@@ -594,7 +626,7 @@ void Unit::on_row_gradient(std::int64_t block, at::Tensor rows) {
 
 // All gradients of this unit have been seen, and nobody reads its parameters.
 void Unit::finish_backward() {
-  if (settings_->encloses_units) {
+  if (outermost_) {
     return;
   }
   take_written_gradients();

@@ -100,6 +100,10 @@ class Unit final : public BackwardReceiver,
   // --- what it is made of ---------------------------------------------------
   const std::string& name() const { return *name_; }
   std::int32_t number() const override { return number_; }
+  // Around all others under its root.  Whoever computes the loss may read its
+  // parameters outside of its forward, so it keeps them, and its gradients,
+  // until the backward is over.
+  bool outermost() const { return outermost_; }
   const std::shared_ptr<Root>& root() const { return root_; }  // null before
   const UnitGroups& groups() const { return groups_; }
   UnitSettings& settings() { return *settings_; }
@@ -164,7 +168,7 @@ class Unit final : public BackwardReceiver,
   std::int64_t elements_to_cover(std::int64_t tokens) const override;
 
   // --- called by Root -------------------------------------------------------
-  void join(std::shared_ptr<Root> root, std::int32_t number);
+  void join(std::shared_ptr<Root> root, std::int32_t number, bool outermost);
   // Modules of the group that did not run will not: the root's forward returns.
   void end_group_forward();
   void begin_backward();  // for every unit that takes part
@@ -207,6 +211,8 @@ class Unit final : public BackwardReceiver,
   std::int64_t tokens_of_gradients() const;
   bool wire_outlasts() const;
   std::int64_t lingering_bytes() const;
+  void linger_inside(std::int64_t bytes);  // of a unit inside this one
+  Unit* enter_backward(std::int64_t call);
   void prefetch_in_backward();
   void replan();
   // Of this backward, which the unit takes part in; null: without sync.
@@ -221,6 +227,7 @@ class Unit final : public BackwardReceiver,
   std::shared_ptr<UnitSettings> settings_;
   std::shared_ptr<Root> root_;
   std::int32_t number_ = -1;
+  bool outermost_ = false;
 
   UnitParameters parameters_;
   Prefetch prefetch_;
@@ -230,6 +237,7 @@ class Unit final : public BackwardReceiver,
   std::int64_t forward_call_ = 0;  // number of the last one
   std::int64_t input_bytes_ = 0;   // of the forward that runs
   std::int64_t output_rows_ = 0;   // of the last forward
+  std::int64_t lingers_inside_ = 0;
 
   UnitGradients gradients_;
   RowStream rows_;
@@ -239,7 +247,8 @@ class Unit final : public BackwardReceiver,
 
   CommonNumbers common_;
   bool compared_ = true;
-  bool scheduled_ = true;  // all calls of this backward
+  bool scheduled_ = true;          // all calls of this backward
+  bool expects_own_ranks_ = true;  // what is gathered ahead is over them
 };
 
 }  // namespace lowtide::shard

@@ -44,7 +44,7 @@ struct UnitSettings {
   // is made with holds for it.
   std::shared_ptr<memory::HostMemory> host;
 
-  // Other units run inside this one's forward: its gradients leave last.
+  // Other units run inside this one's forward.
   bool encloses_units = false;
   // Units of the same modules, over other meshes: see [Note: Units beside each
   // other].

@@ -80,7 +80,10 @@ struct RandomProgram {
   std::int64_t budget = 1;
   bool replicas = false;
   bool reshard = true;
-  bool beside = false;  // see stand_in_pairs
+  // Units 1 and 2, 3 and 4, ...: by themselves, beside each other (see
+  // stand_in_pairs), or the first around the second (call_around).
+  enum class Pairs : std::uint8_t { none, beside, nested };
+  Pairs pairs = Pairs::none;
 };
 
 // Like `layer`, the further parameters last first.
@@ -136,8 +139,13 @@ RandomProgram random_program(std::uint32_t seed) {
     constexpr std::int64_t kRepeats[] = {1, 100, 1000, 5000};
     repeats.push_back(kRepeats[pick(4)]);
   }
-  program.beside = pick(3) == 0;
-  program.scenario.program = [calls, repeats, beside = program.beside](
+  using Pairs = RandomProgram::Pairs;
+  constexpr Pairs kPairs[] = {Pairs::beside, Pairs::none, Pairs::nested};
+  program.pairs = kPairs[pick(3)];
+  for (const std::size_t outer : {1, 3}) {
+    units[outer].encloses_units = program.pairs == Pairs::nested;
+  }
+  program.scenario.program = [calls, repeats, pairs = program.pairs](
                                  Layers& layers, const at::Tensor& x) {
     const auto rank = static_cast<std::size_t>(layers.rank());
     const at::Tensor rows = x.repeat({repeats[rank], 1});
@@ -146,8 +154,13 @@ RandomProgram random_program(std::uint32_t seed) {
       for (const Call& call : calls) {
         const auto body = layer_in_order(call.skip[rank], call.reversed[rank]);
         const auto run = [&](const at::Tensor& in) {
-          return beside ? call_pair(layers, call.unit, in, body)
-                        : layers.call(call.unit, in, body);
+          if (pairs == Pairs::beside) {
+            return call_pair(layers, call.unit, in, body);
+          }
+          if (pairs == Pairs::nested && call.unit % 2 == 1) {
+            return call_around(layers, call.unit, in, body);
+          }
+          return layers.call(call.unit, in, body);
         };
         y = call.from_input ? y + run(input.detach()) : run(y);
       }
@@ -177,7 +190,9 @@ TEST_P(CallOrderTest, IsTheSameOnRanksWithDifferentData) {
           rank.root->set_gradient_budget(program.budget);
           for (std::size_t u = 0; u < rank.size(); ++u) {
             rank.unit(u).settings().reshard_after_forward = program.reshard;
-            if (program.beside) stand_in_pairs(rank);
+            if (program.pairs == RandomProgram::Pairs::beside) {
+              stand_in_pairs(rank);
+            }
             if (program.replicas) {
               rank.unit(u).settings().reduction.replicas =
                   std::make_shared<OrderedReplica>(exchange, r, rank.runtime);

@@ -66,6 +66,13 @@ at::Tensor call_pair(Layers& layers, std::size_t unit, const at::Tensor& x,
   });
 }
 
+at::Tensor call_around(Layers& layers, std::size_t unit, const at::Tensor& x,
+                       const Layers::Body& body) {
+  return layers.call(unit, x, [&](const auto& outer, const auto& h) {
+    return body(outer, layers.call(unit + 1, body(outer, h), body));
+  });
+}
+
 std::vector<ParameterSpec> dense() { return {{{kWidth, kWidth}}, {{kWidth}}}; }
 
 std::vector<ParameterSpec> odd_shapes() {
@@ -80,6 +87,30 @@ std::vector<UnitSpec> model_of(std::size_t num_layers,
     units.push_back({base::concat("layers.", i), parameters});
   }
   return units;
+}
+
+std::vector<UnitSpec> blocks_around_experts(
+    std::size_t num_blocks, const std::vector<ParameterSpec>& of_block,
+    const std::vector<ParameterSpec>& of_experts) {
+  std::vector<UnitSpec> units = {{"model", dense(), /*encloses_units=*/true}};
+  for (std::size_t i = 0; i < num_blocks; ++i) {
+    const auto name = base::concat("blocks.", i);
+    units.push_back({name, of_block, /*encloses_units=*/true});
+    units.push_back({name + ".experts", of_experts});
+  }
+  return units;
+}
+
+Program chain_of_blocks(std::size_t num_blocks) {
+  return [num_blocks](Layers& layers, const at::Tensor& x) {
+    return layers.call(0, x, [&](const auto& parameters, const auto& input) {
+      at::Tensor y = input;
+      for (std::size_t i = 0; i < num_blocks; ++i) {
+        y = call_around(layers, 1 + 2 * i, y, layer());
+      }
+      return layer()(parameters, y);
+    });
+  };
 }
 
 std::vector<UnitSpec> with_dtypes(std::vector<UnitSpec> units,

@@ -54,6 +54,11 @@ Program chain(std::size_t num_layers);
 at::Tensor call_pair(Layers& layers, std::size_t unit, const at::Tensor& x,
                      const Layers::Body& body);
 
+// The forward of a module that has parameters of its own ahead of and behind
+// the module inside it, the next unit.
+at::Tensor call_around(Layers& layers, std::size_t unit, const at::Tensor& x,
+                       const Layers::Body& body);
+
 // Width of all layers; [kWidth, kWidth] and [kWidth].
 inline constexpr std::int64_t kWidth = 6;
 std::vector<ParameterSpec> dense();
@@ -62,6 +67,12 @@ std::vector<ParameterSpec> odd_shapes();
 // "model", dense and enclosing the others, "layers.0", "layers.1", ...
 std::vector<UnitSpec> model_of(std::size_t num_layers,
                                const std::vector<ParameterSpec>& parameters);
+// "model", blocks around experts, "blocks.0", "blocks.0.experts", "blocks.1",
+// ..., which `chain_of_blocks` calls.
+std::vector<UnitSpec> blocks_around_experts(
+    std::size_t num_blocks, const std::vector<ParameterSpec>& of_block,
+    const std::vector<ParameterSpec>& of_experts);
+Program chain_of_blocks(std::size_t num_blocks);
 // Other dtypes for all parameters.
 std::vector<UnitSpec> with_dtypes(std::vector<UnitSpec> units,
                                   at::ScalarType storage,

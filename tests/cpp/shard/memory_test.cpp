@@ -165,6 +165,66 @@ TEST_P(NumLayersTest, WhereTheWireIsSlowerTheyAreThoseOfTwoUnitsAtMost) {
   });
 }
 
+Scenario blocks(std::size_t num_blocks) {
+  auto experts = dense();
+  experts.push_back({{40000}});
+  return {.units = with_dtypes(
+              blocks_around_experts(num_blocks, odd_shapes(), experts),
+              at::kFloat, at::kBFloat16, at::kFloat),
+          .program = chain_of_blocks(num_blocks)};
+}
+
+TEST_P(NumLayersTest, OfBlocksAroundExpertsTheyAreTwoBlocks) {
+  const Scenario scenario = blocks(GetParam());
+  const auto of = [&](std::size_t unit) {
+    return gathered_bytes(scenario.units[unit]);
+  };
+  on_two_ranks(scenario, [&](Rank& rank) {
+    std::int64_t at_the_end = 0;
+    rank.on_kernel = [&](const std::string& kernel) {
+      if (kernel == "backward end blocks.1") {
+        at_the_end = rank.live(Category::gathered);
+      }
+    };
+    for (int step = 0; step < scenario.num_steps; ++step) {
+      rank.ledger->reset_peaks();
+      run_step(rank, scenario, step);
+      EXPECT_EQ(rank.peak(Category::gathered), of(0) + 2 * (of(1) + of(2)));
+      // Its experts' are gone, those of the next block are there.
+      EXPECT_EQ(at_the_end, of(0) + 2 * of(1) + of(2));
+      EXPECT_EQ(rank.unrest(), "");
+      rank.optimize();
+      rank.zero_grad();
+    }
+  });
+}
+
+TEST_P(NumLayersTest, ABlockHidesWhatItsExpertsLeaveToASlowWire) {
+  const Scenario scenario = blocks(GetParam());
+  const std::int64_t experts = 40000 * itemsize(at::kBFloat16);
+  on_two_ranks(scenario, [&](Rank& rank) {
+    std::int64_t least = experts;
+    rank.on_kernel = [&](const std::string& kernel) {
+      if (kernel.starts_with("backward end blocks.") &&
+          !kernel.ends_with("experts")) {
+        least = std::min(least, rank.root->stream().ring().retired_bytes());
+      }
+    };
+    rank.root->set_lingering_from(0);
+    run_step(rank, scenario, 0);
+    EXPECT_EQ(least, experts);
+    rank.zero_grad();
+    rank.root->set_lingering_from(1 << 30);
+    run_step(rank, scenario,
+             1);  // the last backward counts for a block's begin
+    rank.zero_grad();
+    least = experts;
+    run_step(rank, scenario, 2);
+    EXPECT_LT(least, experts);
+    EXPECT_EQ(rank.root->stream().ring().retired_bytes(), 0);
+  });
+}
+
 // Bytes of sources that wait where the backward of layers.0 begins, after that
 // of layers.1 whose output is `times` as wide as its input.
 std::int64_t retired_behind(std::int64_t times) {

@@ -47,6 +47,17 @@ TEST(PlannedStepTest, OffloadedUnitsAreOnTheHostAndLeaveThreeAtATime) {
   EXPECT_EQ(peaks.sharded_gradients, 1 + 10 + 20 + 40);
 }
 
+TEST(PlannedStepTest, OffloadedUnitsLeaveWithThoseAroundThem) {
+  auto units = blocks_in_a_root();
+  for (std::int32_t block = 4; block < 10; block += 2) {
+    units.push_back(units[1]);
+    units.push_back(units[1]);
+    units.back().inside = block;
+  }
+  for (auto& unit : units) unit.offloaded = true;
+  EXPECT_EQ(planned_peaks(units).sharded_gradients, 1 + 40 + 20 + 4 * 10);
+}
+
 TEST(PlannedStepTest, UnitsThatStayAddUp) {
   auto units = blocks_in_a_root();
   for (auto& unit : units) unit.reshard_after_forward = false;
@@ -68,8 +79,16 @@ TEST(PlannedStepTest, UnitsBesideEachOtherAreGatheredAheadTogether) {
   units.push_back(units[1]);
   units[2].inside = 1;
   units[4].inside = 3;
-  EXPECT_EQ(planned_peaks(units).gathered, 10 + 100 + 200 + 400);
   units[3].beside = {4};
+  EXPECT_EQ(planned_peaks(units).gathered, 10 + 100 + 200 + 400 + 100);
+  EXPECT_EQ(planned_peaks(units).gather_input, 20 + 40 + 10);
+}
+
+TEST(PlannedStepTest, AUnitIsGatheredAheadWithTheFirstInsideIt) {
+  auto units = blocks_in_a_root();
+  units.push_back(units[1]);
+  units[2].inside = 1;
+  units[4].inside = 3;
   EXPECT_EQ(planned_peaks(units).gathered, 10 + 100 + 200 + 400 + 100);
   EXPECT_EQ(planned_peaks(units).gather_input, 20 + 40 + 10);
 }

@@ -84,7 +84,7 @@ class OwnRingTest : public testing::Test {
   }
 
   std::vector<RingUnit> units_{
-      {8, kMiB, kMiB / 2, /*encloses_units=*/true, false},
+      {8, kMiB, kMiB / 2, /*outermost=*/true, false},
       {8, 2 * kTable, kTable, false, false},
       {8, 2 * kBlockBytes, kBlockBytes, false, false},
       {8, 2 * kBlockBytes, kBlockBytes, false, false},

@@ -47,24 +47,24 @@ class PrefetchTest : public testing::Test {
 };
 
 TEST_F(PrefetchTest, GathersWhatIsListedAndElseWhatIsNext) {
-  Prefetch::gather({}, nullptr);
+  Prefetch::gather({}, {});
   EXPECT_THAT(gathered_, IsEmpty());
-  Prefetch::gather({}, first_.get());
+  Prefetch::gather({}, {first_.get()});
   EXPECT_THAT(gathered_, ElementsAre(1));
-  Prefetch::gather({second_, first_}, first_.get());
+  Prefetch::gather({second_, first_}, {first_.get()});
   EXPECT_THAT(gathered_, ElementsAre(1, 2, 1));
 }
 
 TEST_F(PrefetchTest, AUnitThatDiedIsNotGatheredAndNothingIsInItsPlace) {
   const Prefetch::Listed listed = {second_};
   second_.reset();
-  Prefetch::gather(listed, first_.get());
+  Prefetch::gather(listed, {first_.get()});
   EXPECT_THAT(gathered_, IsEmpty());
 }
 
 TEST_F(PrefetchTest, WhatIsPutOffIsGatheredWhenItIsAskedFor) {
   prefetch_.gather_put_off({});
-  prefetch_.put_off(first_.get());
+  prefetch_.put_off({first_.get()});
   EXPECT_THAT(gathered_, IsEmpty());
   prefetch_.gather_put_off({});
   EXPECT_THAT(gathered_, ElementsAre(1));
@@ -76,7 +76,7 @@ TEST_F(PrefetchTest, WhatIsPutOffIsGatheredWhenItIsAskedFor) {
 }
 
 TEST_F(PrefetchTest, BackwardGathersAtOnceWhatNothingCovers) {
-  prefetch_.expect(first_.get());
+  prefetch_.expect({first_.get()});
   EXPECT_FALSE(waits(/*tokens=*/0));
   EXPECT_THAT(gathered_, ElementsAre(1));
   EXPECT_FALSE(prefetch_.on_gradient());
@@ -84,7 +84,7 @@ TEST_F(PrefetchTest, BackwardGathersAtOnceWhatNothingCovers) {
 
 // Ten elements cover it: behind the second gradient they are still to come.
 TEST_F(PrefetchTest, BackwardGathersBehindAsManyGradientsAsCoverIt) {
-  prefetch_.expect(first_.get());
+  prefetch_.expect({first_.get()});
   ASSERT_TRUE(waits(/*tokens=*/10));
   EXPECT_THAT(gathered_, IsEmpty());
   EXPECT_EQ(prefetch_.gradients_before(), 2);
@@ -97,11 +97,30 @@ TEST_F(PrefetchTest, BackwardGathersBehindAsManyGradientsAsCoverIt) {
   EXPECT_THAT(gathered_, ElementsAre(1));
 }
 
+TEST_F(PrefetchTest, WhatRunsInsideTheNextIsGatheredAndCoveredWithIt) {
+  prefetch_.expect({first_.get(), second_.get()});
+  EXPECT_FALSE(waits(/*tokens=*/1));  // each wants 100 of 180 elements
+  EXPECT_THAT(gathered_, ElementsAre(1, 2));
+  prefetch_.expect({first_.get(), second_.get()});
+  ASSERT_TRUE(waits(/*tokens=*/2));
+  EXPECT_EQ(prefetch_.gradients_before(), 1);
+  first_->in_backward = false;
+  prefetch_.expect({first_.get(), second_.get()});
+  ASSERT_TRUE(waits(/*tokens=*/2));
+  EXPECT_EQ(prefetch_.gradients_before(), 2);
+  prefetch_.gather_expected();
+  EXPECT_THAT(gathered_, ElementsAre(1, 2, 2));
+  first_->in_backward = true;
+  prefetch_.expect({first_.get(), second_.get()});
+  EXPECT_FALSE(waits(/*tokens=*/0));
+  EXPECT_THAT(gathered_, ElementsAre(1, 2, 2, 1, 2));
+}
+
 TEST_F(PrefetchTest, GradientsOfAnEarlierCallDoNotCount) {
-  prefetch_.expect(first_.get());
+  prefetch_.expect({first_.get()});
   ASSERT_TRUE(waits(/*tokens=*/10));
   prefetch_.on_gradient();
-  prefetch_.expect(second_.get());
+  prefetch_.expect({second_.get()});
   ASSERT_TRUE(waits(/*tokens=*/10));
   EXPECT_FALSE(prefetch_.on_gradient());
   EXPECT_TRUE(prefetch_.on_gradient());
@@ -112,14 +131,14 @@ TEST_F(PrefetchTest, GradientsOfAnEarlierCallDoNotCount) {
 
 TEST_F(PrefetchTest, WhatBackwardDoesNotReadIsNotGathered) {
   first_->in_backward = false;
-  prefetch_.expect(first_.get());
+  prefetch_.expect({first_.get()});
   EXPECT_FALSE(waits(/*tokens=*/10));
   prefetch_.gather_expected();
   EXPECT_THAT(gathered_, IsEmpty());
 }
 
 TEST_F(PrefetchTest, WhatIsListedForBackwardTakesThePlaceOfTheExpected) {
-  prefetch_.expect(first_.get());
+  prefetch_.expect({first_.get()});
   EXPECT_FALSE(prefetch_.waits({second_}, {60, 60, 60}, /*tokens=*/10));
   EXPECT_THAT(gathered_, ElementsAre(2));
   prefetch_.gather_expected();

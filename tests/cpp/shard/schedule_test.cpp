@@ -16,6 +16,12 @@ using Units = std::vector<std::int32_t>;
 using Guess = std::optional<std::int32_t>;
 constexpr std::nullopt_t none = std::nullopt;
 
+// Of units that run one behind the other one is expected.
+Guess only(const Units& next) {
+  EXPECT_LE(next.size(), 1u);
+  return next.empty() ? Guess() : next.front();
+}
+
 // Enters and leaves `units` one after another; returns what was expected next
 // each time.
 std::vector<Guess> forward(Schedule& schedule, const Units& units,
@@ -23,7 +29,7 @@ std::vector<Guess> forward(Schedule& schedule, const Units& units,
   schedule.begin_forward();
   std::vector<Guess> guesses;
   for (const std::int32_t unit : units) {
-    guesses.push_back(schedule.enter_forward(unit));
+    guesses.push_back(only(schedule.enter_forward(unit)));
     schedule.leave_forward(unit, recorded);
   }
   schedule.end_forward();
@@ -33,7 +39,7 @@ std::vector<Guess> forward(Schedule& schedule, const Units& units,
 std::vector<Guess> backward(Schedule& schedule, const Units& units) {
   std::vector<Guess> guesses;
   for (const std::int32_t unit : units) {
-    guesses.push_back(schedule.enter_backward(unit).next);
+    guesses.push_back(only(schedule.enter_backward(unit).next));
   }
   return guesses;
 }
@@ -85,15 +91,59 @@ TEST(ScheduleTest, BackwardExpectsTheReverseWithMultiplicity) {
 TEST(ScheduleTest, NestedUnitsAreExpectedInTheOrderTheyWereLeft) {
   Schedule schedule(3);
   schedule.begin_forward();
-  EXPECT_EQ(schedule.enter_forward(0), 1);
-  EXPECT_EQ(schedule.enter_forward(1), 2);
+  EXPECT_EQ(only(schedule.enter_forward(0)), 1);
+  EXPECT_EQ(only(schedule.enter_forward(1)), 2);
   schedule.leave_forward(1, true);
-  EXPECT_EQ(schedule.enter_forward(2), none);
+  EXPECT_EQ(only(schedule.enter_forward(2)), none);
   schedule.leave_forward(2, true);
   schedule.leave_forward(0, true);
   schedule.end_forward();
-  EXPECT_THAT(schedule.completion_order(), ElementsAre(0, 2, 1));
+  EXPECT_THAT(schedule.completion_order(), ElementsAre(2, 1, 0));
   EXPECT_THAT(backward(schedule, {0, 2, 1}), ElementsAre(2, 1, none));
+}
+
+// The model (0), two blocks (1, 3), and in each its experts (2, 4).
+std::vector<Units> forward_of_blocks(Schedule& schedule) {
+  std::vector<Units> next;
+  schedule.begin_forward();
+  next.push_back(schedule.enter_forward(0));
+  for (const std::int32_t block : {1, 3}) {
+    next.push_back(schedule.enter_forward(block));
+    next.push_back(schedule.enter_forward(block + 1));
+    schedule.leave_forward(block + 1, true);
+    schedule.leave_forward(block, true);
+  }
+  schedule.leave_forward(0, true);
+  schedule.end_forward();
+  return next;
+}
+
+TEST(ScheduleTest, WhoeverExpectsAUnitExpectsTheFirstInsideIt) {
+  Schedule schedule(5);
+  forward_of_blocks(schedule);  // who runs in whom is known from now on
+  schedule.end_backward();
+  EXPECT_THAT(
+      forward_of_blocks(schedule),
+      ElementsAre(Units{1, 2}, Units{2}, Units{3, 4}, Units{4}, Units{}));
+  EXPECT_EQ(schedule.enter_backward(0).next, (Units{3, 4}));
+  EXPECT_EQ(schedule.enter_backward(3).next, Units{4});
+  EXPECT_EQ(schedule.enter_backward(4).next, (Units{1, 2}));
+  EXPECT_EQ(schedule.enter_backward(1).next, Units{2});
+  EXPECT_EQ(schedule.enter_backward(2).next, Units{});
+}
+
+TEST(ScheduleTest, AUnitAroundOthersCompletesBehindThem) {
+  Schedule schedule(5);
+  forward_of_blocks(schedule);
+  EXPECT_THAT(schedule.completion_order(), ElementsAre(4, 3, 2, 1, 0));
+  schedule.enter_backward(0);
+  schedule.enter_backward(3);
+  const auto experts = schedule.enter_backward(4);
+  EXPECT_EQ(experts.around, 3);
+  EXPECT_FALSE(schedule.is_over(3, *experts.place));
+  const auto block = schedule.enter_backward(1);
+  EXPECT_EQ(block.around, 0);
+  EXPECT_TRUE(schedule.is_over(3, *block.place));
 }
 
 TEST(ScheduleTest, CompletionOrderCountsAUnitAtItsFirstCall) {
@@ -138,7 +188,7 @@ TEST(ScheduleTest, BackwardsOfSeveralForwardsAreToldByTheirCalls) {
   const auto second = schedule.enter_backward(0, 2);
   EXPECT_EQ(second.place, 3u);
   EXPECT_TRUE(second.last);
-  EXPECT_EQ(second.next, 2);
+  EXPECT_EQ(second.next.front(), 2);
   EXPECT_FALSE(schedule.is_over(2, *second.place));
   EXPECT_EQ(schedule.enter_backward(0, 2).place, std::nullopt);
 }
@@ -178,16 +228,19 @@ TEST(ScheduleTest, AUnitAroundAnotherIsNotOverWhenThatBegins) {
 struct Call {
   std::int32_t unit;
   std::size_t entered_at;  // how many calls had been left then
+  Guess around;
 };
 
 // Calls in calls, to a depth of 3; what was left, in order.
 void call_some(Schedule& schedule, std::mt19937& random, std::int32_t units,
-               int depth, std::vector<Call>& left) {
+               int depth, std::vector<Call>& left, Guess around = none) {
   for (unsigned calls = random() % 4; calls > 0; --calls) {
     const auto unit = static_cast<std::int32_t>(random()) % units;
-    const Call call{unit < 0 ? unit + units : unit, left.size()};
+    const Call call{unit < 0 ? unit + units : unit, left.size(), around};
     schedule.enter_forward(call.unit);
-    if (depth > 0) call_some(schedule, random, units, depth - 1, left);
+    if (depth > 0) {
+      call_some(schedule, random, units, depth - 1, left, call.unit);
+    }
     schedule.leave_forward(call.unit, /*recorded=*/true);
     left.push_back(call);
   }
@@ -207,8 +260,13 @@ TEST(ScheduleTest, RandomForwardsComeBackInReverseAndSayWhatIsOver) {
     for (std::size_t place = left.size(); place-- > 0;) {
       const auto call = schedule.enter_backward(left[place].unit);
       ASSERT_EQ(call.place, place) << "seed " << seed;
-      ASSERT_EQ(call.next, place > 0 ? Guess(left[place - 1].unit) : none)
-          << "seed " << seed;
+      ASSERT_EQ(call.around, left[place].around) << "seed " << seed;
+      Units next;
+      for (auto before = place; before-- > 0;) {
+        next.push_back(left[before].unit);
+        if (left[before].entered_at == before) break;
+      }
+      ASSERT_EQ(call.next, next) << "seed " << seed;
       ASSERT_EQ(call.alone, left[place].entered_at == place) << "seed " << seed;
       for (std::int32_t unit = 0; unit < units; ++unit) {
         // All of its calls were entered after this one had been left.
@@ -235,7 +293,7 @@ TEST(ScheduleTest, AbortForgetsTheUnfinishedStepOnly) {
   schedule.leave_forward(0, true);
   schedule.abort();
   EXPECT_THAT(schedule.completion_order(), IsEmpty());
-  EXPECT_EQ(schedule.enter_backward(0).next, none);
+  EXPECT_EQ(only(schedule.enter_backward(0).next), none);
   EXPECT_THAT(forward(schedule, {0, 2, 1}), ElementsAre(2, 1, none));
   EXPECT_THAT(backward(schedule, {1, 2, 0}), ElementsAre(2, 0, none));
 }

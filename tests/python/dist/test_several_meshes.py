@@ -3,7 +3,8 @@ torch 2.12 on: a block's experts over the ranks that have the same ones, the res
 over all ranks.
 
 FSDP2 runs the same call where torch has `ShardPlacementResult`; before, the experts of
-its blocks are units of their own over the same mesh.
+its blocks are units of their own over the same mesh: units in units, which are cases of
+both.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class Case:
     checkpointed: bool = False  # blocks are, lowtide's by a policy
     compiled: bool = False
     whole: bool = False  # one call for the model
+    nested: bool = False  # experts of a block by a call of their own
     low: bool = False
     factor: float | None = None
     reshard: bool | int | None = None
@@ -71,6 +73,20 @@ CASES = {
     "compiled": Case(compiled=True),
     "clipped": Case(parallel=True, microbatches=2),
     "one call": Case(whole=True, microbatches=2, low=True),
+    "nested": Case(nested=True, microbatches=2),
+    "nested, without sync": Case(
+        nested=True,
+        separate=True,
+        checkpointed=True,
+        low=True,
+        microbatches=3,
+        synced=lambda microbatch: microbatch == 2,
+    ),
+    "nested, replicas": Case(nested=True, replicas=True, separate=True, microbatches=2),
+    "nested, kept": Case(nested=True, reshard=False, keeps=True, microbatches=2),
+    "nested, columns": Case(nested=True, columns=True, checkpointed=True, factor=4.0),
+    "nested, compiled": Case(nested=True, compiled=True),
+    "nested, clipped": Case(nested=True, parallel=True, microbatches=2),
 }
 
 
@@ -185,7 +201,7 @@ def sharded(system: System, case: Case) -> Any:
         settings["mp_policy"] = system.MixedPrecisionPolicy(
             torch.bfloat16, torch.float32
         )
-    one_call = ONE_CALL or system.name == "lowtide"
+    one_call = (ONE_CALL or system.name == "lowtide") and not case.nested
 
     def place(parameter: nn.Parameter) -> Any:
         return result if one_call and parameter in experts else None
@@ -200,7 +216,7 @@ def sharded(system: System, case: Case) -> Any:
             )
 
     for block in model.blocks:
-        if case.checkpointed and system.name == "lowtide":
+        if case.checkpointed and system.name == "lowtide" and not case.nested:
             lowtide.checkpoint(block, lowtide.ActivationPolicy(offload=("mix",)))
         if case.compiled:
             block.compile(backend="aot_eager")
@@ -214,7 +230,7 @@ def sharded(system: System, case: Case) -> Any:
             module.set_force_sum_reduction_for_comms(case.factor is not None)
             if case.factor is not None:
                 module.set_gradient_divide_factor(case.factor)
-    model.checkpointed = case.checkpointed and system.name != "lowtide"
+    model.checkpointed = case.checkpointed and (case.nested or system.name != "lowtide")
     if case.separate and system.name == "lowtide":
         model.set_reduce_scatter_unused_params(True)
         for block in model.blocks:
@@ -266,7 +282,13 @@ def train(system_name: str, name: str) -> Record:
     return record.values
 
 
-QUICK = ("gradients as of all ranks", "replicas", "clipped")
+QUICK = (
+    "gradients as of all ranks",
+    "replicas",
+    "clipped",
+    "nested, without sync",
+    "nested, replicas",
+)
 
 
 @pytest.mark.parametrize(
