@@ -94,7 +94,8 @@ Schedule::BackwardCall Schedule::enter_backward(std::int32_t unit,
   if (left_[place].around != kNobody) entered.around = left_[place].around;
   for (auto before = place; before-- > 0;) {
     entered.next.push_back(left_[before].unit);
-    if (left_[before].entered.at == before) break;
+    const auto& call = left_[before];
+    if (call.entered.at == before || call.around == kNobody) break;
   }
   return entered;
 }

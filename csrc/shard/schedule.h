@@ -11,7 +11,8 @@
 // [Note: Units in units]
 // Of a block whose experts are a unit of their own the experts run last, so
 // their backward begins with that of the block: whoever expects a unit around
-// others expects the first of those, too, and so on.
+// others expects the first of those, too, and so on; but not of the outermost,
+// which is gathered as long as any of them.
 //
 // [Note: The order of backward]
 // The engine runs the ready node that was made last.  What uses a value is made

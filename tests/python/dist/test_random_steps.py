@@ -62,6 +62,7 @@ setups = st.builds(
     stem=st.sampled_from(("embedding", "linear", "rows")),
     replicas=st.booleans(),
     two_meshes=st.booleans(),
+    nested=st.booleans(),
     extended=st.booleans(),
 )
 by_rank = st.tuples(*[st.booleans()] * RANKS)

@@ -50,6 +50,7 @@ class Setup:
     stem: str = "embedding"  # "linear", "rows" (an embedding that is never gathered)
     replicas: bool = False  # the ranks are replicas and not shards
     two_meshes: bool = False  # to blocks' first layers they are the other of the two
+    nested: bool = False  # blocks' first layers are units inside them
     extended: bool = False  # blocks' matrices are tensors that travel in bf16
     offload: bool = False  # shards and gradients are the host's
 
@@ -239,6 +240,8 @@ class Session:
             options["shard_placement_fn"] = lambda p: other if p in first else None
         if setup.wrap != "root":
             for block in self.model.blocks:
+                if setup.nested:
+                    lowtide.fully_shard(block.up, **options)
                 lowtide.fully_shard(block, **options)
         # By one row of every rank at a time, where no table is too small.
         embedding.LARGE_TABLE = 0 if setup.stem == "rows" else LARGE_TABLE
@@ -333,12 +336,15 @@ class Session:
     def peek(self, run: Pass, number: int) -> None:
         """Keeps a view of a weight beyond its unit's forward, and reads it."""
         seen: list[Tensor] = []
-        up = self.model.blocks[number].up
-        hook = up.register_forward_hook(lambda *_: seen.append(up.weight.detach()[:1]))
+        name = f"blocks.{number}." + ("down" if self.setup.nested else "up")
+        layer = self.model.get_submodule(name)
+        hook = layer.register_forward_hook(
+            lambda *_: seen.append(layer.weight.detach()[:1])
+        )
         self.evaluate(run)
         hook.remove()
-        weight = self.rule.compute.get_parameter(f"blocks.{number}.up.weight")
-        if isinstance(up.weight, DTensor):
+        weight = self.rule.compute.get_parameter(f"{name}.weight")
+        if isinstance(layer.weight, DTensor):
             with pytest.raises(RuntimeError, match="expected a read while its unit"):
                 seen[-1].clone()
         else:
