@@ -1,4 +1,4 @@
-"""What a device holds beside torch's allocator is in the report: NCCL's buffers, say."""
+"""What a device holds beside torch's allocator is in the report, such as NCCL's buffers."""
 
 from __future__ import annotations
 
