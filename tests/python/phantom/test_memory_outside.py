@@ -1,4 +1,4 @@
-"""What a device holds beside torch's allocator is in the report, such as NCCL's buffers."""
+"""The report has what a device holds beside torch's allocator: NCCL's buffers, say."""
 
 from __future__ import annotations
 

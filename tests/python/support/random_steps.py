@@ -390,6 +390,7 @@ class Session:
         if what == "frozen" and differs:
             block.down.bias.requires_grad_(not frozen)
         if what == "order":
+            self.skip()  # a unit whose gradients wait is reduced in another size
             # What is gathered ahead, by the order of the last forward, would be
             # gathered on one rank alone; the ranks could not go on.
             with torch.no_grad():
