@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from lowtide._torch_version import VERSION
 from lowtide.phantom.dry import launch
 from support import hang_dry_run
 from support.commands import ENVIRONMENT, end_trees
@@ -18,6 +19,12 @@ from support.commands import ENVIRONMENT, end_trees
 SCRIPT = Path(__file__).parent / "scripts/failing_rank.py"
 WORLD = 3
 HANG = "30"  # of rank 0's collectives
+# What torch's watchdog says when it ends a process.
+ENDS_IT = (
+    "Watchdog caught collective operation"
+    if VERSION < (2, 15)
+    else "Aborting process on rank 0 due to timeout"
+)
 RAISED = "; rank 1 raised first: 'ValueError: token 7 of 5'. "
 
 
@@ -128,7 +135,7 @@ def test_the_first_to_raise_is_named_where_nccl_does_not_finish():
     ), said
     assert "(rank 0 of 2); " in first
     assert f"its group's timeout is 12 s{RAISED}" in first
-    assert said.index(first) < said.index("Watchdog caught collective operation")
+    assert said.index(first) < said.index(ENDS_IT)
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide._sharding import embedding
+from lowtide._torch_version import VERSION
 from support.bombs import Boom
 from support.extended import Bf16Weight
 from support.left_fold import left_fold
@@ -183,11 +184,19 @@ class Rule:
             else:
                 master.grad.zero_()
 
-    def add(self, rank: int, loss: Tensor, retain: bool) -> None:
+    def add(
+        self, rank: int, loss: Tensor, retain: bool, sync: tuple[bool, ...]
+    ) -> None:
         """A rank's gradients to what it has not reduced yet."""
         wanted = {n: p for n, p in self.compute.named_parameters() if p.requires_grad}
         if not loss.requires_grad or not wanted:
             return
+        if VERSION >= (2, 15):
+            # [Note: The dtype of a gradient] in arriving_gradients.h: what several
+            # uses give is added up in fp32 where nothing waits and nothing is reduced.
+            for name, p in wanted.items():
+                adds = sync[block_of(name)] or name in self.waiting[rank]
+                p.grad_dtype = None if adds else torch.float32
         found = torch.autograd.grad(
             loss, list(wanted.values()), retain_graph=retain, allow_unused=True
         )
@@ -302,7 +311,7 @@ class Session:
         if loss.requires_grad:
             loss.backward(retain_graph=retain or kept[self.rank])
         for rank, theirs in enumerate(losses):
-            self.rule.add(rank, theirs, retain)
+            self.rule.add(rank, theirs, retain, sync)
         self.rule.reduce(sync)
 
     def step(self) -> None:
@@ -387,6 +396,7 @@ class Session:
         if what == "frozen" and differs:
             block.down.bias.requires_grad_(not frozen)
         if what == "order":
+            self.skip()  # a unit whose gradients wait is reduced in another size
             # What is gathered ahead, by the order of the last forward, would be
             # gathered on one rank alone; the ranks could not go on.
             with torch.no_grad():
@@ -421,13 +431,14 @@ class Session:
         run_zero_bubble(
             self.model, self.pipeline.get_group("stages"), made[self.rank], run
         )
+        all_of_them = (True,) * (BLOCKS + 1)
         for rank, data in made.items():
             for part in data.chunk(MICROBATCHES):
                 # Memory of its own, as behind a stage: BLAS rounds by alignment.
                 alone = part.clone()
                 loss = outputs_and_loss(self.rule.compute, alone, run, rank)[1]
-                self.rule.add(rank, loss, False)
-        self.rule.reduce((True,) * (BLOCKS + 1))
+                self.rule.add(rank, loss, False, all_of_them)
+        self.rule.reduce(all_of_them)
         for master in self.rule.masters.parameters():
             if master.grad is not None:
                 master.grad /= MICROBATCHES
