@@ -3,6 +3,7 @@ error, on every rank, that names the file and the tensor."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
@@ -17,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import lowtide
-from lowtide.saving import CheckpointError, manifest
+from lowtide.saving import CheckpointError, checksums, manifest
 from support.bits import assert_same_tensors
 from support.model import ModelConfig
 from support.saving import SMALL, make, save_after, shards, train
@@ -136,9 +137,9 @@ def vouch_for(path: Path, metadata: Any) -> None:
     data = pickle.dumps(metadata)
     (path / manifest.METADATA).write_bytes(data)
     known = manifest.parse((path / manifest.FILE_NAME).read_bytes(), "")
-    file = manifest.File(len(data), manifest.zlib.crc32(data))
+    file = manifest.File(len(data), checksums.of(known.algorithm, data))
     files = {**known.files, manifest.METADATA: file}
-    changed = manifest.Manifest(known.order, known.world_size, files)
+    changed = dataclasses.replace(known, files=files)
     (path / manifest.FILE_NAME).write_bytes(manifest.to_bytes(changed))
 
 
@@ -259,7 +260,7 @@ def fail_alone(path: Path, where: str) -> str:
             raise OSError(5, "Input/output error")
 
         if where == "verification":
-            verification._crc32 = fail
+            verification._checksum = fail
         elif where == "reading":
             torch.load = fail
         else:

@@ -145,8 +145,8 @@ def test_a_step_that_raises_leaves_the_optimizer_as_it_was(pool_of):
 
 
 def step_as_they_are() -> list[Any]:
-    """Gradients of other placements or another mesh, subclasses, differentiable steps; and a plain
-    parameter beside the sharded ones, which DTensors refuse."""
+    """Gradients of other placements or another mesh, subclasses; and a plain parameter
+    beside the sharded ones, which DTensors refuse."""
     found: list[Any] = []
     model: Any = shard(build(RUN.model), RUN, get_system("lowtide"))
     accumulate(model, RUN, 0, 0)
