@@ -211,18 +211,31 @@ def test_another_model_is_refused(pool_of, saved, tmp_path, other):
         assert said in text, text
 
 
-def load_other_dtype(path: Path) -> str:
-    model, _ = make(1)
-    model.to(torch.bfloat16)
-    with pytest.raises(CheckpointError) as raised:
-        lowtide.load(path, model)
-    return str(raised.value)
+def load_other_dtypes(path: Path) -> list[str]:
+    """Of parameters, and of one state of the optimizer."""
+    texts = []
+    for of_states in (False, True):
+        model, optimizer = make(1)
+        if of_states:
+            train(model, optimizer, range(1))
+            state = optimizer.state[model.scale]
+            state["exp_avg"] = state["exp_avg"].bfloat16()
+        else:
+            model.to(torch.bfloat16)
+        before = shards(model, optimizer)
+        with pytest.raises(CheckpointError) as raised:
+            lowtide.load(path, model, optimizer)
+        assert_same_tensors(shards(model, optimizer), before, "untouched")
+        texts.append(str(raised.value))
+    return texts
 
 
-def test_another_dtype_is_refused(pool_of, saved, tmp_path):
-    for text in pool_of(2).run(load_other_dtype, saved(tmp_path)):
-        assert ".distcp: 'model.scale': expected torch.bfloat16 [" in text
-        assert "got torch.float32 [" in text
+def test_other_dtypes_are_refused(pool_of, saved, tmp_path):
+    names = ("model.scale", "optimizer.state.scale.exp_avg")
+    for texts in pool_of(2).run(load_other_dtypes, saved(tmp_path)):
+        for text, name in zip(texts, names, strict=True):
+            assert f".distcp: '{name}': expected torch.bfloat16 [" in text
+            assert "got torch.float32 [" in text
 
 
 def load_other_optimizers(path: Path) -> list[str]:
