@@ -40,9 +40,9 @@ class _Known:
     warned: bool
     by_rows: bool  # the program has given it rows already
     rows: Rows = field(default_factory=Rows)
-    # The step that is under way counts its writes as versions. torch's fused ones do
-    # not, nor foreach ones of DTensors.
-    counts_writes: bool = False
+    # What the step that is under way writes without counting it as versions, as torch's
+    # fused ones do, and foreach ones of DTensors; None: parameters with a gradient.
+    written: "list[Tensor] | None" = None
 
 
 def watch_optimizers(units: list[UnitState]) -> None:
@@ -65,15 +65,20 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if known is None or not args or args[0] is not optimizer:
         return None
     fused = any(group.get("fused") for group in optimizer.param_groups)
-    known.counts_writes = not fused
+    known.written = None if fused else []
     if (states := host_states_of(optimizer)) is not None:
         return (states.stand_in(known.rows), *args[1:]), kwargs
     with_closure = any(each is not None for each in (*args[1:], *kwargs.values()))
     on_rows = None
     if known.units and not known.by_rows and not with_closure:  # makes gradients itself
         on_rows = stand_in(optimizer, optimizer.param_groups, known.rows)
-    known.counts_writes &= known.by_rows or on_rows is not None
-    return None if on_rows is None else ((on_rows, *args[1:]), kwargs)
+    if on_rows is None:
+        if not known.by_rows:
+            known.written = None
+        return None
+    if fused:
+        known.written = [p for group in on_rows.param_groups for p in group["params"]]
+    return (on_rows, *args[1:]), kwargs
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -83,9 +88,11 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         unit = reference()
         if unit is not None and unit.root is not None:
             unit.root.optimizer_stepped()
-    if known.units and not known.counts_writes:
-        written = (p for p in _parameters_of(optimizer) if p.grad is not None)
-        increment_version(p for p in written if isinstance(p, DTensor))
+    written, known.written = known.written, None
+    if written is None and known.units:
+        of_gradients = (p for p in _parameters_of(optimizer) if p.grad is not None)
+        written = [p for p in of_gradients if isinstance(p, DTensor)]
+    increment_version(written or [])
 
 
 def _known_of(optimizer: Optimizer) -> _Known | None:
