@@ -128,8 +128,9 @@ std::unique_ptr<Pending> CustomCollectives::all_gather(
     return base_->all_gather(outs, ins, label);
   }
   const auto numel = total(lists.ins);
-  const auto input = allocate(all_gather_, numel, lists.ins[0]);
+  // In place, as FSDP2's: what registers buffers has one.
   const auto output = allocate(all_gather_, size() * numel, lists.ins[0]);
+  const auto input = output.narrow(0, rank() * numel, numel);
   const auto places = blocks(input, 1, lists.ins);
   for (std::size_t i = 0; i < places.size(); ++i) {
     places[i].copy_(lists.ins[i].view({1, -1}));

@@ -8,6 +8,7 @@ from.
 import dataclasses
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from lowtide import _C
@@ -75,6 +76,15 @@ class HostReport:
 
 
 @dataclasses.dataclass(frozen=True)
+class DeviceReport:
+    """The accelerator's memory, as its driver and torch's allocator see it now. Bytes."""
+
+    total: int
+    reserved: int  # by torch's allocator, for this process
+    outside: int  # in use beyond that: the context, NCCL, libraries, other processes
+
+
+@dataclasses.dataclass(frozen=True)
 class MemoryReport:
     """``print`` it for a table; :meth:`to_dict` for machines. Bytes, this rank, this
     process: two models on one device share the observed figures."""
@@ -87,6 +97,7 @@ class MemoryReport:
     activations: ActivationReport | None = None  # of modules lowtide checkpoints
     fused: FusedReport | None = None  # of units with grads="fused"
     host: "HostReport | None" = None  # of units with CPUOffloadPolicy
+    accelerator: DeviceReport | None = None  # None on CPUs
 
     def to_dict(self) -> dict[str, object]:
         return dataclasses.asdict(self)
@@ -131,11 +142,20 @@ def memory_report(model: nn.Module, *, reset_peaks: bool = False) -> MemoryRepor
         activations=activation_report,
         fused=_fused(states),
         host=host,
+        accelerator=_accelerator(device),
     )
     if reset_peaks:
         book.reset_peaks()
         activations.reset(model)
     return report
+
+
+def _accelerator(device: torch.device) -> DeviceReport | None:
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    return DeviceReport(total, reserved, total - free - reserved)
 
 
 def _host(
@@ -208,6 +228,12 @@ def _lines(report: MemoryReport) -> Iterator[str]:
     yield from _rows(report.categories)
     yield f"{'total':<18}{human(report.total_live):>12}{human(report.total_peak):>12}"
     yield "live, peak: observed by the ledger; planned: arithmetic"
+    if report.accelerator is not None:
+        found = report.accelerator
+        yield (
+            f"of {human(found.total)}: {human(found.reserved)} reserved by torch, "
+            f"{human(found.outside)} outside (context, NCCL, other processes)"
+        )
     if report.host is not None:
         yield (
             f"offloaded to the host: {human(report.host.pinned)} page-locked, "

@@ -73,7 +73,6 @@ cudaError_t Capture::wait(cudaStream_t stream, const Captured& event) {
   for (const auto& [other, work] : event.clock) {
     clock[other] = std::max(clock[other], work);
   }
-  clock[stream] = ++last_work_;
   return cudaSuccess;
 }
 

@@ -21,7 +21,9 @@ struct Captured {
 class Capture {
  public:
   cudaError_t begin(cudaStream_t origin, cudaStreamCaptureMode mode);
-  // Every stream that joined must have been joined back.
+  // All work of every stream that joined must have been joined back: a stream
+  // that has only waited since leaves no node behind (CUDA Runtime API,
+  // cudaStreamUpdateCaptureDependencies: nodes count, not streams).
   cudaError_t end(cudaStream_t origin);
 
   std::uint64_t id(cudaStream_t stream) const;  // 0: not captured

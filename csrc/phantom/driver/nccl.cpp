@@ -277,28 +277,4 @@ ncclResult_t ncclRecv(void* to, std::size_t count, ncclDataType_t type,
   return collective("recv", bytes, type, "-", peer, comm, stream);
 }
 
-// Registered memory is ordinary memory of the device.
-ncclResult_t ncclMemAlloc(void** address, std::size_t bytes) {
-  note("mem_alloc", nullptr, bytes);
-  return cudaMalloc(address, bytes) == cudaSuccess ? ncclSuccess
-                                                   : ncclSystemError;
-}
-ncclResult_t ncclMemFree(void* address) {
-  cudaFree(address);
-  return ncclSuccess;
-}
-ncclResult_t ncclCommRegister(const ncclComm_t comm, void* buffer,
-                              std::size_t bytes, void** handle) {
-  note("register", comm, bytes);
-  *handle = buffer;
-  return ncclSuccess;
-}
-ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* buffer,
-                                    std::size_t bytes, ncclWindow_t* window,
-                                    int) {
-  note("register_window", comm, bytes);
-  *window = reinterpret_cast<ncclWindow_t>(buffer);
-  return ncclSuccess;
-}
-
 }  // extern "C"

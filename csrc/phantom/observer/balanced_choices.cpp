@@ -27,7 +27,8 @@ enum class Kind {
   kOneHot,
   kNot,
   kAny,
-  kSum
+  kSum,
+  kMarks
 };
 
 std::optional<Kind> kind_of(std::string_view name) {
@@ -40,6 +41,7 @@ std::optional<Kind> kind_of(std::string_view name) {
       {"aten::ne", Kind::kUnequal},      {"aten::one_hot", Kind::kOneHot},
       {"aten::logical_not", Kind::kNot}, {"aten::bitwise_not", Kind::kNot},
       {"aten::any", Kind::kAny},         {"aten::sum", Kind::kSum},
+      {"aten::scatter", Kind::kMarks},   {"aten::scatter_", Kind::kMarks},
   };
   return found_in(kKinds, name);
 }
@@ -101,7 +103,9 @@ std::optional<BalancedCall> BalancedCall::before(
     const at::RecordFunction& function) {
   const auto kind = kind_of(function.name());
   const auto inputs = function.inputs();
-  const auto* from = kind ? tensor_at(inputs, 0) : nullptr;
+  // A scatter marks in its first tensor what its third has chosen.
+  const std::size_t chosen = kind == Kind::kMarks ? 2 : 0;
+  const auto* from = kind ? tensor_at(inputs, chosen) : nullptr;
   if (from == nullptr) return std::nullopt;
   const auto of = choices().of(*from);
   const auto share = shares().of(*from);
@@ -149,6 +153,15 @@ std::optional<BalancedCall> BalancedCall::before(
             std::llround(*share * static_cast<double>(from->numel()));
       }
       break;
+    case Kind::kMarks: {
+      const auto* marked = tensor_at(inputs, 0);
+      if (of && marked && marked->numel() > 0 &&
+          at::isIntegralType(marked->scalar_type(), /*includeBool=*/true)) {
+        call.share_ = static_cast<double>(from->numel()) /
+                      static_cast<double>(marked->numel());
+      }
+      break;
+    }
   }
   return call;
 }

@@ -2,7 +2,8 @@
 // equally often.
 //
 // So of a mixture's tokens every expert gets the same share: masks that ask for
-// one expert have as many elements as that, and counts by expert are equal.
+// one expert have as many elements as that, a map of who chose whom is marked
+// where it is scattered to, and counts by expert are equal.
 // Sizes that follow from masks are those, not all elements.
 #pragma once
 

@@ -1,4 +1,5 @@
-"""FSDP2's comm objects that take their buffers from the process group."""
+"""FSDP2's comm objects that take their buffers from the process group, or from the
+memory that ranks show each other."""
 
 import math
 from collections.abc import Sequence
@@ -6,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from lowtide._torch_version import all_gather_single, reduce_scatter_single
@@ -30,7 +32,28 @@ class _GroupBuffers:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class GroupBufferAllGather(_GroupBuffers, AllGather):
+class _SymmetricBuffers:
+    """From torch's pool of symmetric memory, which keeps a buffer's registration with
+    the group. Which buffer comes next follows from the order of calls, which all ranks
+    share, and from sizes."""
+
+    def __init__(self, group: dist.ProcessGroup, backend: Any) -> None:
+        symmetric_memory.set_backend(backend)
+        dist.barrier(group)  # registering wants a communicator, made by its first call
+
+    def allocate(
+        self,
+        size: Sequence[int | torch.SymInt],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> torch.Tensor:
+        pool: Any = symmetric_memory.get_mem_pool(device)
+        with torch.get_device_module(device).use_mem_pool(pool):
+            return torch.empty(size, dtype=dtype, device=device)
+
+
+class OwnAllGather(AllGather):
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -43,7 +66,7 @@ class GroupBufferAllGather(_GroupBuffers, AllGather):
         )
 
 
-class GroupBufferReduceScatter(_GroupBuffers, ReduceScatter):
+class OwnReduceScatter(ReduceScatter):
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -55,3 +78,35 @@ class GroupBufferReduceScatter(_GroupBuffers, ReduceScatter):
         return reduce_scatter_single(
             output_tensor, input_tensor, op=op, group=group, async_op=async_op
         )
+
+
+class GroupBufferAllGather(_GroupBuffers, OwnAllGather): ...
+
+
+class GroupBufferReduceScatter(_GroupBuffers, OwnReduceScatter): ...
+
+
+class SymmetricAllGather(_SymmetricBuffers, OwnAllGather):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        symmetric_memory.rendezvous(output_tensor, group.group_name)
+        return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
+class SymmetricReduceScatter(_SymmetricBuffers, OwnReduceScatter):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        for tensor in (input_tensor, output_tensor):
+            symmetric_memory.rendezvous(tensor, group.group_name)
+        return super().__call__(output_tensor, input_tensor, group, op, async_op)

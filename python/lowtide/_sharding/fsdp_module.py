@@ -1,5 +1,6 @@
 """What ``fully_shard`` turns a module into: FSDP2's methods on lowtide's units."""
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -14,6 +15,10 @@ from lowtide._base.classes import ClassSwap, class_name
 from lowtide._sharding.buffers_of_group import (
     GroupBufferAllGather,
     GroupBufferReduceScatter,
+    OwnAllGather,
+    OwnReduceScatter,
+    SymmetricAllGather,
+    SymmetricReduceScatter,
 )
 from lowtide._sharding.groups import one_communicator
 from lowtide._sharding.unit import UnitState, unit_state, units_of
@@ -247,35 +252,49 @@ class FSDPModule(TorchFSDPModule):
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Uses the process group's allocator for collectives' buffers, at the price of
         a copy in and out. Not recursive, not together with custom objects."""
+        self._allocate_by(
+            "set_allocate_memory_from_process_group_for_comm",
+            (GroupBufferAllGather, GroupBufferReduceScatter) if enable else None,
+        )
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Gathers through buffers of the symmetric memory of ``backend``, torch's
+        name for it: NCCL then gathers by copy engines or in its symmetric kernels. A
+        copy in and out, as FSDP2's. Reductions too where
+        :meth:`set_force_sum_reduction_for_comms` was called before: NCCL's only sum.
+        Every rank calls it; not recursive, not together with custom objects."""
+        state = self._get_fsdp_state()
+        if state.device.type == "cpu":
+            raise ValueError(
+                "lowtide: FSDPModule.set_symm_mem_for_comm: expected parameters on an "
+                "accelerator, got a mesh of CPUs. Leave the call out."
+            )
+        self._allocate_by(
+            "set_symm_mem_for_comm",
+            (
+                functools.partial(SymmetricAllGather, backend=backend),
+                functools.partial(SymmetricReduceScatter, backend=backend)
+                if state.settings.reduction.sum_only
+                else None,
+            ),
+        )
+
+    def _allocate_by(self, setting: str, kinds: Any) -> None:
+        """Gives each unit of this module comm objects of its groups."""
         first = self._get_fsdp_state()  # custom objects are a single unit's
         for comm in (first.custom_all_gather, first.custom_reduce_scatter):
-            if not isinstance(
-                comm, GroupBufferAllGather | GroupBufferReduceScatter | None
-            ):
+            if not isinstance(comm, OwnAllGather | OwnReduceScatter | None):
                 raise AssertionError(
-                    "lowtide: FSDPModule.set_allocate_memory_from_process_group_for_"
-                    "comm: expected no custom comm object, got "
-                    f"{type(comm).__name__}. It allocates its own buffers: remove one "
-                    "of the two calls."
+                    f"lowtide: FSDPModule.{setting}: expected no custom comm object, "
+                    f"got {type(comm).__name__}. It allocates its own buffers: remove "
+                    "one of the two calls."
                 )
+        gather, reduce = kinds or (None, None)
         for state in self._states(recurse=False):
-            gather, reduce = (
-                group.process_group
-                for group in (state.groups.gather, state.groups.reduce)
-            )
-            state.custom_all_gather = GroupBufferAllGather(gather) if enable else None
-            state.custom_reduce_scatter = (
-                GroupBufferReduceScatter(reduce) if enable else None
-            )
+            groups = state.groups
+            state.custom_all_gather = gather and gather(groups.gather.process_group)
+            state.custom_reduce_scatter = reduce and reduce(groups.reduce.process_group)
             state.use_groups()
-
-    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
-        """Not supported: raises :class:`NotImplementedError`."""
-        raise NotImplementedError(
-            "lowtide: FSDPModule.set_symm_mem_for_comm: expected gathers that write "
-            f"into place, got buffers of {backend}'s symmetric memory to copy out of. "
-            "Leave the call out; set_custom_all_gather takes a class of your own."
-        )
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """The current stream waits for ``event`` at once, and every gather issued from

@@ -56,6 +56,7 @@ class StepRows(nn.Parameter):
     sharded: Any
     local: "weakref.ref[Tensor]"  # what they are of
     gradient: "weakref.ref[Tensor]"
+    __hash__ = object.__hash__  # as Tensor's own, whose function is one of Python's
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
@@ -115,21 +116,22 @@ def rows_with_gradients(parameters: Iterable[Any], known: Rows) -> list[Any] | N
             continue
         if not isinstance(gradient, DTensor):
             return None
-        if not same_layout(p._spec, gradient._spec):
+        spec = gradient._spec
+        if spec is not p._spec and not same_layout(spec, p._spec):
             return None
         local = p._local_tensor
         rows = known.get(id(p))
-        if rows is None or rows.local() is not local or _moved(rows, local):
+        if (
+            rows is None
+            or rows.local() is not local
+            or rows.data_ptr() != local.data_ptr()
+        ):
             if is_extended(local):
                 return None
             known[id(p)] = rows = _step_rows_of(p, known)
         rows.gradient = weakref.ref(gradient._local_tensor)
         found.append(rows)
     return found
-
-
-def _moved(rows: Tensor, local: Tensor) -> bool:
-    return rows.data_ptr() != local.data_ptr()
 
 
 def _step_rows_of(p: Any, known: Rows) -> StepRows:
@@ -183,21 +185,24 @@ class States(dict[Tensor, Any]):
 class _State(dict[str, Any]):
     """One parameter's; what is set is set in the sharded parameter's, too."""
 
+    __slots__ = ("_parameter", "_state")
+
     def __init__(self, parameter: Any, state: Any, elsewhere: Any) -> None:
         super().__init__(state)
+        self._parameter, self._state = parameter, state
         for name, value in state.items():
             if isinstance(value, DTensor):
-                if not same_layout(value._spec, parameter._spec):
+                spec, wanted = value._spec, parameter._spec
+                if spec is not wanted and not same_layout(spec, wanted):
                     raise ValueError(
                         f"lowtide: optimizer: expected state '{name}' of its "
-                        f"parameter's placements, {parameter._spec}, got "
-                        f"{value._spec}. Load it by torch.distributed.checkpoint."
+                        f"parameter's placements, {wanted}, got {spec}. Load it by "
+                        "torch.distributed.checkpoint."
                     )
                 value = value._local_tensor
-                dict.__setitem__(self, name, value)
+                super().__setitem__(name, value)
             if elsewhere and (there := elsewhere.get(id(value))) is not None:
-                dict.__setitem__(self, name, there)
-        self._parameter, self._state = parameter, state
+                super().__setitem__(name, there)
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, value)

@@ -94,11 +94,29 @@ TEST(CaptureTest, StreamsJoinByEventsAndMustJoinBack) {
   EXPECT_EQ(capture.wait(kOne, {}), cudaErrorStreamCaptureIsolation);
   capture.enqueue(kThree);
   EXPECT_EQ(capture.stray(), 1);
+  capture.enqueue(kTwo);
   EXPECT_EQ(capture.end(kOne), cudaErrorStreamCaptureUnjoined);
 
   capture.begin(kOne, cudaStreamCaptureModeGlobal);
   capture.wait(kTwo, capture.record(kOne));
+  capture.enqueue(kTwo);
   capture.wait(kOne, capture.record(kTwo));
+  EXPECT_EQ(capture.end(kOne), cudaSuccess);
+}
+
+TEST(CaptureTest, AStreamThatHasOnlyWaitedSinceLeavesNothing) {
+  Capture capture;
+  capture.begin(kOne, cudaStreamCaptureModeGlobal);
+  capture.enqueue(kOne);
+  capture.wait(kTwo, capture.record(kOne));
+  EXPECT_EQ(capture.end(kOne), cudaSuccess);
+
+  capture.begin(kOne, cudaStreamCaptureModeGlobal);
+  capture.wait(kTwo, capture.record(kOne));
+  capture.enqueue(kTwo);
+  capture.wait(kOne, capture.record(kTwo));
+  capture.enqueue(kOne);
+  capture.wait(kTwo, capture.record(kOne));
   EXPECT_EQ(capture.end(kOne), cudaSuccess);
 }
 

@@ -5,6 +5,7 @@ nothing, and the driver refuses what CUDA refuses."""
 
 from __future__ import annotations
 
+import collections
 import json
 
 import pytest
@@ -178,7 +179,24 @@ def test_parameters_are_shown_behind_their_gather() -> None:
     program = [nccl_dry_run.__file__, "unseen"]
     printed = run_dry(program, memory=MEMORY, events="immediate")
     units = [0, 0, 0]
-    assert json.loads(printed) == {"separate": units, "registered": units, "own": units}
+    settings = ("separate", "registered", "own", "symmetric")
+    assert json.loads(printed) == dict.fromkeys(settings, units)
+
+
+def test_buffers_in_symmetric_memory_are_registered_once() -> None:
+    program = [nccl_dry_run.__file__, "symmetric"]
+    found = json.loads(run_dry(program, memory=MEMORY, events="immediate"))
+    windows = {}
+    for setting, steps in found.items():
+        first, second, third = ([Call(*call) for call in calls] for calls in steps)
+        kinds = collections.Counter(call.kind for call in second)
+        assert kinds == collections.Counter(call.kind for call in third)
+        assert kinds["all_gather"] == 5 and "register_window" not in kinds
+        reductions = {c.reduction for c in second if c.kind == "reduce_scatter"}
+        sums = setting == nccl_dry_run.sum_in_symmetric_memory.__name__
+        assert reductions == {"sum" if sums else "avg"}
+        windows[sums] = sum(call.kind == "register_window" for call in first)
+    assert 0 < windows[False] < windows[True]
 
 
 def test_a_model_deleted_after_a_failure_is_behind_what_it_started() -> None:

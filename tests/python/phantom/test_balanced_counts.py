@@ -21,12 +21,15 @@ def routed() -> dict[str, Any]:
     chosen = scores.topk(TOP_K).indices.flatten()
     by_histc = torch.histc(chosen.float(), bins=EXPERTS, min=0, max=EXPERTS)
     by_bincount = torch.bincount(chosen, minlength=EXPERTS)
+    marks = torch.zeros(TOKENS, EXPERTS, dtype=torch.bool, device="cuda")
+    by_map = marks.scatter_(-1, chosen.view(TOKENS, TOP_K), True).sum(dim=0)
     of_host = torch.bincount(torch.tensor([0, 0, 3]).cuda(), minlength=4)
     tokens = torch.randn(TOKENS * TOP_K, 4, device="cuda")
     parts = tokens.split(by_bincount.tolist())
     return {
         "histc": by_histc.tolist(),
         "bincount": by_bincount.tolist(),
+        "map": by_map.tolist(),
         "ends": by_bincount.cumsum(0).tolist(),
         "rows": [len(part) for part in parts],
         "of host": of_host.tolist(),
@@ -37,6 +40,7 @@ def test_experts_are_balanced():
     found = call_dry(routed)
     equal = [16] * 6 + [15] * 2  # 63 x 2 over 8
     assert found["histc"] == found["bincount"] == found["rows"] == equal
+    assert found["map"] == equal
     assert found["ends"][-1] == TOKENS * TOP_K
     assert found["of host"] == [2, 0, 0, 1]
 

@@ -4,6 +4,7 @@
     python nccl_dry_run.py unseen      prints {setting: counts}: of collectives that the
                                        current stream does not come after, as each
                                        unit's parameters are shown
+    python nccl_dry_run.py symmetric   prints {setting: the calls of three steps, apart}
     python nccl_dry_run.py deleted     prints {where: [before, after]}: how many there
                                        are when a step has raised in forward, in
                                        backward or in a comm object, and when its model
@@ -82,6 +83,29 @@ def take_buffers_from_the_group(model: torch.nn.Module) -> None:
         unit.set_allocate_memory_from_process_group_for_comm(True)
 
 
+def gather_in_symmetric_memory(model: torch.nn.Module) -> None:
+    for unit in units_of(model):
+        unit.set_symm_mem_for_comm()
+
+
+def sum_in_symmetric_memory(model: torch.nn.Module) -> None:
+    for unit in units_of(model):
+        unit.set_force_sum_reduction_for_comms(True)
+        unit.set_symm_mem_for_comm()
+
+
+def symmetric() -> dict[str, list[list[Call]]]:
+    found: dict[str, list[list[Call]]] = {}
+    for prepare in (gather_in_symmetric_memory, sum_in_symmetric_memory):
+        step = sharded(prepare=prepare)
+        steps = found.setdefault(prepare.__name__, [])
+        for _ in range(3):
+            before = len(all_calls())
+            step()
+            steps.append(all_calls()[before:])
+    return found
+
+
 def bring_own_collectives(model: torch.nn.Module) -> None:
     for unit in units_of(model):
         unit.set_custom_all_gather(DefaultAllGather())
@@ -93,6 +117,7 @@ def unseen_by_setting() -> dict[str, list[int]]:
         "separate": lambda model: None,
         "registered": take_buffers_from_the_group,
         "own": bring_own_collectives,
+        "symmetric": sum_in_symmetric_memory,
     }
     return {name: unseen_with(prepare) for name, prepare in settings.items()}
 
@@ -206,9 +231,13 @@ def main() -> None:
     if sys.argv[1] == "calls":
         print(json.dumps(settings()))
         return
-    if sys.argv[1] in ("unseen", "deleted"):
-        found = unseen_by_setting if sys.argv[1] == "unseen" else unseen_by_failure
-        print(json.dumps(found()))
+    found: dict[str, Callable[[], Any]] = {
+        "unseen": unseen_by_setting,
+        "deleted": unseen_by_failure,
+        "symmetric": symmetric,
+    }
+    if sys.argv[1] in found:
+        print(json.dumps(found[sys.argv[1]]()))
         dist.destroy_process_group()
         return
     calls_of(sharded())

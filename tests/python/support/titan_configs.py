@@ -113,14 +113,15 @@ def trainer_of(
     config.training.seq_len = titan_on_cpus.SEQ_LEN
     config.training.local_batch_size = titan_on_cpus.BATCH
     config.training.steps, config.training.max_norm = steps, 0.5
-    config.training.disable_cuda_graphs = True
+    config.training.disable_cuda_graphs = not settings.pop("graphs", False)
     config.training.enable_cpu_offload = settings.pop("offloaded", False)
     config.debug.seed = 0
     config.lr_scheduler.warmup_steps = 0
     config.optimizer.implementation = "for-loop"
     for group in config.optimizer.param_groups:
         group.optimizer_kwargs["lr"] = 1e-2
-    config.checkpoint.enable, config.checkpoint.interval = True, 2
+    config.checkpoint.enable = settings.pop("saves", True)
+    config.checkpoint.interval = 2
     config.checkpoint.last_save_model_only = False
     config.compile.enable = settings.pop("compiled", False)
     config.compile.backend = "aot_eager"

@@ -43,9 +43,8 @@ SIZES: dict[str, dict[str, int]] = {
 }
 
 
-def prepare() -> None:
-    """Before the first import of torchtitan in a process."""
-    torch._utils._get_available_device_type = lambda: "cpu"
+def stand_in_for_absent() -> None:
+    """For what only its metrics and its text datasets need."""
     for name, attributes in (
         ("torch.utils.tensorboard", ("SummaryWriter",)),
         ("datasets", ("Dataset", "load_dataset")),
@@ -55,6 +54,12 @@ def prepare() -> None:
         for attribute in attributes:
             setattr(module, attribute, None)
         sys.modules.setdefault(name, module)
+
+
+def prepare() -> None:
+    """Before the first import of torchtitan in a process."""
+    torch._utils._get_available_device_type = lambda: "cpu"
+    stand_in_for_absent()
     if not hasattr(torch.histc, "__wrapped__"):
         torch.histc = _with_integers(torch.histc)
     os.environ["LOCAL_RANK"] = "0"  # the only CPU
