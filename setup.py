@@ -28,7 +28,12 @@ class WheelInfo(egg_info):
         if local := os.environ.get("LOWTIDE_LOCAL_VERSION"):
             self.tag_build = local
             minor = local.rpartition("torch")[2]
-            requirements = [f"torch=={minor}.*"]
+            others = [
+                each
+                for each in self.distribution.install_requires
+                if not each.startswith("torch")
+            ]
+            requirements = [f"torch=={minor}.*", *others]
             self.distribution.install_requires = requirements
             self.distribution.metadata.install_requires = requirements
         super().finalize_options()

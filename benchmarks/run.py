@@ -47,6 +47,7 @@ CASES = (
     "optimizer_step",
     "optimizer_in_backward",
     "step_cpu",
+    "debugging",
     "import_time",
     "plan_cost",
     "peers",

@@ -91,9 +91,7 @@ void Unit::attach(std::vector<at::Tensor> shards, std::vector<at::Tensor> full,
          infos_[i].dtype_of_grad()});
   }
   gradients_.sharded().set_parameters(std::move(parameters));
-  auto watched = leaves().shards();
-  watched.insert(watched.end(), locals.begin(), locals.end());
-  parameters_.watch_shards(watched);
+  parameters_.watch_shards(leaves().shards(), locals);
   if (!gradients_.accumulating()) {
     gradients_.plan(
         leaves().trainable(),
@@ -104,7 +102,7 @@ void Unit::attach(std::vector<at::Tensor> shards, std::vector<at::Tensor> full,
 
 void Unit::detach() {
   arriving_.unwatch_shards();
-  parameters_.watch_shards({});
+  parameters_.watch_shards({}, {});
   leaves().detach();
   gradients_.sharded().set_parameters({});
 }

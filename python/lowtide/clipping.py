@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from lowtide._sharding import flat_norm
 from lowtide._sharding.common_norm import require_common
@@ -29,7 +29,8 @@ def clip_grad_norm_(
     """``torch.nn.utils.clip_grad_norm_`` with one more argument. Takes
     ``local_parameters(model)`` for ``model.parameters()``, and parameters of several
     meshes, as experts' beside others, whose norms are combined as torchtitan combines
-    them. Where those have other ranks, these compare the norm, which waits for it.
+    them, and parameters that are not sharded. Beside these, and where meshes have other
+    ranks, ranks compare the norm, which waits for it.
 
     The same bits as torch's, except for the L2 norm of gradients on CUDA, or offloaded
     from there, that are sharded alike: that takes one kernel for a rank's shards and
@@ -47,43 +48,48 @@ def clip_grad_norm_(
         not finite if the step is skipped.
 
     Raises:
-        ValueError: If ranks of several meshes have other norms, as where each has
-            experts of its own that no ``DTensor`` tells of.
+        ValueError: On all ranks, if they have other norms, as where each has experts
+            of its own that no ``DTensor`` tells of, or gradients of parameters that are
+            not sharded which nobody has averaged.
     """
     given = [parameters] if isinstance(parameters, Tensor) else parameters
     chosen = [sharded_of(parameter) for parameter in given]
     groups = _by_mesh(chosen)
     flat = norm_type == 2.0 and foreach is not False and not error_if_nonfinite
+    # Of several, each alone may not be finite on this rank alone.
+    raises = error_if_nonfinite and len(groups) == 1
     by_kernel, norms = [], []
     for group in groups:
         gradients = [p.grad for p in group if p.grad is not None]
         if not gradients and len(groups) > 1:
-            # Other ranks of the mesh may have some.
+            # Other ranks may have some.
             gradients = [torch.zeros_like(min(group, key=Tensor.numel))]
         by_kernel.append(flat and _is_flat(gradients))
         norms.append(
             flat_norm.total_norm(gradients)
             if by_kernel[-1]
-            else torch.nn.utils.get_total_norm(
-                gradients, norm_type, error_if_nonfinite, foreach
-            )
+            else torch.nn.utils.get_total_norm(gradients, norm_type, raises, foreach)
         )
     norm = norms[0]
     if len(groups) > 1:
-        norm = _combined(norms, norm_type)
-        meshes = [p.device_mesh for p, *_ in groups if isinstance(p, DTensor)]
-        require_common(norm, meshes, "clip_grad_norm_")
+        norm = _common(groups, norms, norm_type)
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise RuntimeError(
+                f"lowtide: clip_grad_norm_: expected a finite norm of order {norm_type}"
+                f", got {float(norm)}. Leave the step out, as skip_nonfinite=True does."
+            )
     if skip_nonfinite:
         whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if not bool(torch.isfinite(whole)):
             for p in chosen:
                 p.grad = None
             return norm
+    by = norm.to_local() if isinstance(norm, DTensor) and len(groups) > 1 else norm
     for group, alone in zip(groups, by_kernel, strict=True):
         if not alone:
-            torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm, foreach)
+            torch.nn.utils.clip_grads_with_norm_(group, max_norm, by, foreach)
         elif scaled := [p.grad for p in group if p.grad is not None]:
-            flat_norm.scale_(scaled, max_norm, norm)
+            flat_norm.scale_(scaled, max_norm, by)
     return norm
 
 
@@ -94,21 +100,41 @@ def _is_flat(gradients: list[Tensor]) -> bool:
 
 
 def _by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
-    """Those of each mesh; all as they are where some with a gradient are whole, of
-    which torch says what it takes."""
+    """Those of each mesh, then those that are not sharded: of what may have a gradient,
+    so all ranks have the same."""
     groups: dict[DeviceMesh, list[Tensor]] = {}
+    whole: list[Tensor] = []
     for p in parameters:
-        if isinstance(p, DTensor):
-            if p.requires_grad or p.grad is not None:
-                groups.setdefault(p.device_mesh, []).append(p)
-        elif p.grad is not None:
-            return [parameters]
-    return list(groups.values()) or [parameters]
+        if p.requires_grad or p.grad is not None:
+            of_mesh = isinstance(p, DTensor)
+            (groups.setdefault(p.device_mesh, []) if of_mesh else whole).append(p)
+    return [*groups.values(), *filter(None, [whole])] or [parameters]
 
 
-def _combined(norms: list[Tensor], norm_type: float) -> Tensor:
+def _common(
+    groups: list[list[Tensor]], norms: list[Tensor], norm_type: float
+) -> Tensor:
+    """Of all groups; raises ValueError where ranks have others."""
+    meshes = [p.device_mesh for p, *_ in groups if isinstance(p, DTensor)]
+    of_all = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
+    sharded = _combined(of_all[: len(meshes)], norm_type)
+    if len(meshes) == len(groups):
+        require_common(sharded, meshes, "clip_grad_norm_")
+        return sharded
+    whole = of_all[-1].to(sharded.device)
+    both = _combined([sharded, whole], norm_type)
+    norm = torch.where(whole == 0, sharded, both)  # whose bits are torch's
+    require_common(norm, meshes, "clip_grad_norm_", beside_whole=True)
+    if len(meshes) > 1:
+        return norm
+    replicated = [Replicate()] * meshes[0].ndim
+    return DTensor.from_local(norm, meshes[0], replicated, run_check=False)
+
+
+def _combined(whole: list[Tensor], norm_type: float) -> Tensor:
     """torchtitan's, in its order of operations."""
-    whole = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
+    if len(whole) == 1:
+        return whole[0]
     if math.isinf(norm_type):
         return torch.stack(whole).max()
     total = whole[0] ** norm_type

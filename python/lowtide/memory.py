@@ -77,7 +77,7 @@ class HostReport:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceReport:
-    """The accelerator's memory, as its driver and torch's allocator see it now. Bytes."""
+    """The accelerator's memory as its driver and torch's allocator see it. Bytes."""
 
     total: int
     reserved: int  # by torch's allocator, for this process

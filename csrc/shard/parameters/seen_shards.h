@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -18,14 +19,24 @@ namespace lowtide::shard {
 
 class SeenShards {
  public:
-  void watch(const std::vector<at::Tensor>& tensors) {
+  // `shards`, and as many `locals` on their bytes, or none.
+  void watch(const std::vector<at::Tensor>& shards,
+             const std::vector<at::Tensor>& locals) {
+    shards_ = shards.size();
     versions_.clear();
-    for (const auto& tensor : tensors) versions_.emplace_back(tensor);
+    for (const auto& tensor : shards) versions_.emplace_back(tensor);
+    for (const auto& tensor : locals) versions_.emplace_back(tensor);
   }
   // They are gathered now, after that many steps.
   void see(std::int64_t optimizer_steps) {
     steps_ = optimizer_steps;
     for (auto& version : versions_) version.see_again();
+  }
+  // Version counters tell of a write to the i-th.
+  bool written(std::size_t i) const {
+    bool found = false;
+    for (; i < versions_.size(); i += shards_) found |= versions_[i].changed();
+    return found;
   }
   bool changed(std::int64_t optimizer_steps) const {
     return steps_ != optimizer_steps ||
@@ -35,6 +46,7 @@ class SeenShards {
 
  private:
   std::vector<base::SeenVersion> versions_;
+  std::size_t shards_ = 0;
   std::int64_t steps_ = 0;
 };
 

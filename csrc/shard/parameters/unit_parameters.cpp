@@ -31,11 +31,27 @@ UnitParameters::~UnitParameters() {
   }
 }
 
+// [Note: Graphs of older values]
+// What a graph has saved of a full parameter shows whatever is gathered next:
+// of one that is gone through after an optimizer has stepped, other values than
+// its forward had, and its gradients would be those of neither.  So a write to
+// a shard counts as one to the full parameter, and torch raises, as it does
+// without sharding.
+void UnitParameters::count_writes() {
+  for (std::size_t i = 0; i < leaves_.full().size(); ++i) {
+    auto* const full = leaves_.full()[i].unsafeGetTensorImpl();
+    if (seen_shards_.written(i) && full->version_counter().enabled()) {
+      full->bump_version();
+    }
+  }
+}
+
 // Outside of backward a kept part may be older than the shards.
 void UnitParameters::gather(comm::Collectives& shards,
                             comm::Collectives* from_kept,
                             std::int64_t optimizer_steps, bool timed) {
   const base::TraceRange trace("lowtide::gather", *unit_);
+  count_writes();
   seen_shards_.see(optimizer_steps);
   from_parts_ = from_kept != nullptr && buffers_.keeps_part();
   if (from_parts_) {

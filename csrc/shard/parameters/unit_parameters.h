@@ -37,8 +37,9 @@ class UnitParameters {
   const ParameterLeaves& leaves() const { return leaves_; }
 
   // Tensors on the shards' bytes, whose writes make gathered ones stale.
-  void watch_shards(const std::vector<at::Tensor>& tensors) {
-    seen_shards_.watch(tensors);
+  void watch_shards(const std::vector<at::Tensor>& shards,
+                    const std::vector<at::Tensor>& locals) {
+    seen_shards_.watch(shards, locals);
   }
   // Gathered or on their way.
   bool here() const {
@@ -77,6 +78,8 @@ class UnitParameters {
   void abort();
 
  private:
+  void count_writes();
+
   UnitName unit_;
   ParameterInfos infos_;
   ParameterBuffers buffers_;

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -30,7 +31,7 @@ _KNOWN = "lowtide_known"  # an attribute of optimizers: it may lead to them
 _num_roots = 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Known:
     """What is known of an optimizer as long as `stamp` is the same."""
 
@@ -39,6 +40,9 @@ class _Known:
     warned: bool
     by_rows: bool  # the program has given it rows already
     rows: Rows = field(default_factory=Rows)
+    # What the step that is under way writes without counting it as versions, as torch's
+    # fused ones do, and foreach ones of DTensors; None: parameters with a gradient.
+    written: "list[Tensor] | None" = None
 
 
 def watch_optimizers(units: list[UnitState]) -> None:
@@ -60,13 +64,21 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     known = _known_of(optimizer)
     if known is None or not args or args[0] is not optimizer:
         return None
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    known.written = None if fused else []
     if (states := host_states_of(optimizer)) is not None:
         return (states.stand_in(known.rows), *args[1:]), kwargs
     with_closure = any(each is not None for each in (*args[1:], *kwargs.values()))
-    if not known.units or known.by_rows or with_closure:  # has yet to make gradients
+    on_rows = None
+    if known.units and not known.by_rows and not with_closure:  # makes gradients itself
+        on_rows = stand_in(optimizer, optimizer.param_groups, known.rows)
+    if on_rows is None:
+        if not known.by_rows:
+            known.written = None
         return None
-    on_rows = stand_in(optimizer, optimizer.param_groups, known.rows)
-    return None if on_rows is None else ((on_rows, *args[1:]), kwargs)
+    if fused:
+        known.written = [p for group in on_rows.param_groups for p in group["params"]]
+    return (on_rows, *args[1:]), kwargs
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -76,6 +88,11 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         unit = reference()
         if unit is not None and unit.root is not None:
             unit.root.optimizer_stepped()
+    written, known.written = known.written, None
+    if written is None and known.units:
+        of_gradients = (p for p in _parameters_of(optimizer) if p.grad is not None)
+        written = [p for p in of_gradients if isinstance(p, DTensor)]
+    increment_version(written or [])
 
 
 def _known_of(optimizer: Optimizer) -> _Known | None:

@@ -38,27 +38,40 @@ def total_norm(norms: Sequence[Norm], parameters: Iterable[Tensor]) -> Tensor:
 
     Raises ValueError where ranks of several meshes have other norms."""
     alike: dict[Any, list[Tensor]] = {}
+    beside_whole = False
     for p in parameters:
         if isinstance(p, DTensor) and p.requires_grad:
             alike[p.device_mesh, p.placements] = []
+        elif not isinstance(p, DTensor):
+            beside_whole |= p.requires_grad
     for _, norm, key in sorted(norms, key=lambda norm: norm[0]):
         alike.setdefault(key, []).append(norm)
-    meshes = list(dict.fromkeys(key[0] for key in alike if key is not None))
+    whole = alike.pop(None, [])
+    meshes = list(dict.fromkeys(mesh for mesh, _ in alike))
     if len(meshes) < 2:
         alike = {key: of_rows for key, of_rows in alike.items() if of_rows}
     none = [torch.zeros_like(norms[0][1])]
     totals = [_total(key, of_rows or none) for key, of_rows in alike.items()]
-    if len(totals) == 1:
-        return totals[0]
-    total = torch.linalg.vector_norm(torch.stack(totals), 2.0)
-    require_common(total, meshes, "optimize_in_backward: max_norm")
+    if not totals:
+        return _norm(whole)
+    total = _norm(totals)
+    if beside_whole:
+        of_whole = _norm(whole or none)
+        total = torch.where(of_whole == 0, total, _norm([total, of_whole]))
+    require_common(
+        total, meshes, "optimize_in_backward: max_norm", beside_whole=beside_whole
+    )
     return total
+
+
+def _norm(norms: list[Tensor]) -> Tensor:
+    if len(norms) == 1:
+        return norms[0]
+    return torch.linalg.vector_norm(torch.stack(norms), 2.0)
 
 
 def _total(key: Any, norms: list[Tensor]) -> Tensor:
     of_rows = torch.stack(norms)
-    if key is None:
-        return torch.linalg.vector_norm(of_rows, 2.0)
     mesh, placements = key
     partial = [
         # _StridedShard, of dimensions that are split twice, is no Shard.

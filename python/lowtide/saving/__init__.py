@@ -13,7 +13,15 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lowtide._sharding import stepped
-from lowtide.saving import background, commit, content, folders, staging, verification
+from lowtide.saving import (
+    background,
+    checksums,
+    commit,
+    content,
+    folders,
+    staging,
+    verification,
+)
 from lowtide.saving.background import Saving, Snapshot
 from lowtide.saving.content import Optimizers
 from lowtide.saving.errors import CheckpointError
@@ -78,19 +86,21 @@ def save(
     with content.live(model, optimizer) as live:
         state: dict[str, Any] = {}
 
-        def collect() -> tuple[list[Any], int]:
+        def collect() -> tuple[list[Any], int, str]:
             state.update(content.collect(live, extra or {}, ranks.rank))
             groups = state.get(content.OPTIMIZER, {}).get("param_groups", [])
-            return [g["params"] for g in groups], background.bytes_of(state)
+            parameters = [g["params"] for g in groups]
+            return parameters, background.bytes_of(state), checksums.best()
 
         everyone = ranks.gather(who, collect)
-        if any(groups != everyone[0][0] for groups, _ in everyone):
+        if any(groups != everyone[0][0] for groups, *_ in everyone):
             raise CheckpointError(
                 "lowtide: save: expected the same parameters in the optimizers of all "
                 "ranks, got different ones: they train different modules. Save each "
                 "to a path of its own, with process_group."
             )
-        needed = max(size for _, size in everyone)
+        needed = max(size for _, size, _ in everyone)
+        algorithm = checksums.common(best for *_, best in everyone)
         if in_background and snapshot_bytes is not None and needed > snapshot_bytes:
             in_background = False
             warnings.warn(
@@ -99,13 +109,13 @@ def save(
                 stacklevel=2,
             )
         if not in_background:
-            _write(final, state, ranks, keep)
+            _write(final, state, ranks, keep, algorithm)
             return None
         snapshot = Snapshot(state, live.device)
 
     def write() -> None:
         snapshot.wait()
-        _write(final, snapshot.state, ranks, keep)
+        _write(final, snapshot.state, ranks, keep, algorithm)
 
     return background.start(write)
 
@@ -173,7 +183,11 @@ def load(
 
 
 def _write(
-    final: Path, state: Mapping[str, Any], ranks: Ranks, keep: int | None
+    final: Path,
+    state: Mapping[str, Any],
+    ranks: Ranks,
+    keep: int | None,
+    algorithm: str,
 ) -> None:
     who = "save"
     with contextlib.ExitStack() as stack:
@@ -182,7 +196,7 @@ def _write(
         with _as_ours(who, ranks):
             dcp.save(
                 dict(state),
-                storage_writer=Writer(aside.path, of_rank_0, ranks.size),
+                storage_writer=Writer(aside.path, of_rank_0, ranks.size, algorithm),
                 planner=SavePlanner(),
                 process_group=ranks.group,
                 no_dist=ranks.group is None,

@@ -5,7 +5,6 @@ no other objects than the model has."""
 import contextlib
 import io
 import sys
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 from lowtide._sharding.local_parameter import rows_of
+from lowtide.saving import checksums
 from lowtide.saving.content import Live
 from lowtide.saving.verification import Opened, damaged_item
 
@@ -35,8 +35,11 @@ class Reader(FileSystemReader):
     def _slice_file(self, file: Any, sinfo: Any) -> Any:
         data = super()._slice_file(file, sinfo).read(-1)
         item = self._items.get((sinfo.relative_path, sinfo.offset))
-        if item is not None and zlib.crc32(data) != item.crc32:
-            raise damaged_item(self._opened.folder, sinfo.relative_path, item)
+        if item is not None:
+            assert self._opened.manifest is not None
+            found = checksums.of(self._opened.manifest.algorithm, data)
+            if found != item.checksum:
+                raise damaged_item(self._opened.folder, sinfo.relative_path, item)
         return io.BytesIO(data)
 
 

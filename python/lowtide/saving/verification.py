@@ -7,13 +7,12 @@ the manifest are read by all.
 import dataclasses
 import os
 import warnings
-import zlib
 from collections import Counter
 from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from lowtide.saving import manifest, metadata
+from lowtide.saving import checksums, manifest, metadata
 from lowtide.saving.errors import CheckpointError
 
 _AT_ONCE = 1 << 24  # bytes
@@ -25,7 +24,6 @@ class Opened:
     folder: Path
     metadata: Metadata
     manifest: manifest.Manifest | None  # of one that something vouches for
-    metadata_crc32: int
 
     def where(self, name: str) -> str:
         """For errors: a tensor, and the files it is in."""
@@ -41,8 +39,8 @@ class Opened:
 
 def open_checkpoint(folder: Path) -> Opened:
     """Reads what all ranks need to know; the tensors' files are not opened. Raises
-    CheckpointError for a manifest or metadata that is damaged, and for files that
-    are missing, foreign, or too short or long."""
+    CheckpointError for a manifest or metadata that is damaged, for files that are
+    missing, foreign, or too short or long, and without the package of the checksums."""
     data = _read(folder, manifest.METADATA)
     vouched = None
     if (folder / manifest.FILE_NAME).exists():
@@ -50,7 +48,7 @@ def open_checkpoint(folder: Path) -> Opened:
         vouched = manifest.parse(_read(folder, manifest.FILE_NAME), str(path))
         _require_files(folder, vouched)
         known = vouched.files[manifest.METADATA]
-        if zlib.crc32(data) != known.crc32:
+        if checksums.of(vouched.algorithm, data) != known.checksum:
             raise _damaged(folder, manifest.METADATA, "its bytes", "others")
     else:
         warnings.warn(
@@ -59,9 +57,7 @@ def open_checkpoint(folder: Path) -> Opened:
             "nothing vouches for its bytes. Save it again with lowtide.save.",
             stacklevel=2,
         )
-    opened = Opened(
-        folder, metadata.parse(data, str(folder)), vouched, zlib.crc32(data)
-    )
+    opened = Opened(folder, metadata.parse(data, str(folder)), vouched)
     _require_places(opened)
     _require_paths(opened)
     return opened
@@ -72,18 +68,17 @@ def verify(opened: Opened, rank: int, size: int) -> None:
     CheckpointError naming the file and the tensor."""
     if opened.manifest is None:
         return
+    algorithm = opened.manifest.algorithm
     names = sorted(set(opened.manifest.files) - {manifest.METADATA})
     for name in names[rank::size]:
-        file = opened.manifest.files[name]
-        if _crc32(opened.folder / name, 0, file.length) != file.crc32:
-            _find_damage(opened.folder, name, file)
-
-
-def _find_damage(folder: Path, name: str, file: manifest.File) -> None:
-    for item in file.items:
-        if _crc32(folder / name, item.begin, item.length) != item.crc32:
-            raise damaged_item(folder, name, item)
-    raise _damaged(folder, name, "its bytes", "others")
+        file, path = opened.manifest.files[name], opened.folder / name
+        if _checksum(algorithm, path, 0, file.length) == file.checksum:
+            continue
+        for item in file.items:
+            found = _checksum(algorithm, path, item.begin, item.length)
+            if found != item.checksum:
+                raise damaged_item(opened.folder, name, item)
+        raise _damaged(opened.folder, name, "its bytes", "others")
 
 
 def damaged_item(folder: Path, name: str, item: manifest.Item) -> CheckpointError:
@@ -91,14 +86,14 @@ def damaged_item(folder: Path, name: str, item: manifest.Item) -> CheckpointErro
     return _damaged(folder, f"{name}: '{item.name}'", where, "others")
 
 
-def _crc32(path: Path, begin: int, length: int) -> int:
-    crc32 = 0
+def _checksum(algorithm: str, path: Path, begin: int, length: int) -> str:
+    checksum = checksums.new(algorithm)
     with path.open("rb") as file:
         file.seek(begin)
         while length > 0 and (data := file.read(min(length, _AT_ONCE))):
-            crc32 = zlib.crc32(data, crc32)
+            checksum.update(data)
             length -= len(data)
-    return crc32
+    return checksum.hexdigest()
 
 
 def _require_files(folder: Path, vouched: manifest.Manifest) -> None:

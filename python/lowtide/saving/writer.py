@@ -8,7 +8,6 @@ all have, in `finish`: the rename is the last thing that can fail.
 import dataclasses
 import io
 import os
-import zlib
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -20,17 +19,25 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from lowtide.saving import folders, manifest
+from lowtide.saving import checksums, folders, manifest
 
 
 class Writer(FileSystemWriter):
-    """Writes one file a rank. ``aside``: rank 0's, of the same folder."""
+    """Writes one file a rank. ``aside``: rank 0's, of the same folder; ``algorithm``:
+    of checksums, the same on all ranks."""
 
-    def __init__(self, folder: Path, aside: folders.Aside | None, world_size: int):
+    def __init__(
+        self,
+        folder: Path,
+        aside: folders.Aside | None,
+        world_size: int,
+        algorithm: str,
+    ):
         super().__init__(folder)
         self._folder = folder
         self._aside = aside
         self._world_size = world_size
+        self._algorithm = algorithm
 
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
@@ -43,7 +50,7 @@ class Writer(FileSystemWriter):
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         results: list[_Written] = []
         with (self._folder / name).open("xb") as file:
-            stream = _Checked(file)
+            stream = _Checked(file, self._algorithm)
             for item in plan.items:
                 begin = stream.begin_item()
                 data = planner.resolve_data(item)
@@ -57,14 +64,15 @@ class Writer(FileSystemWriter):
                         index=item.index,
                         size_in_bytes=length,
                         storage_data=_StorageInfo(name, begin, length),
-                        crc32=stream.item_crc32,
+                        checksum=stream.of_item.hexdigest(),
                     )
                 )
             file.flush()
             os.fsync(file.fileno())
         folders.synchronize(self._folder)
+        of_file = stream.of_file.hexdigest()
         return [
-            dataclasses.replace(result, file_crc32=stream.crc32) for result in results
+            dataclasses.replace(result, file_checksum=of_file) for result in results
         ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -77,10 +85,13 @@ class Writer(FileSystemWriter):
         ]
         super().finish(metadata, plain)
         data = (self._folder / manifest.METADATA).read_bytes()
-        files = {manifest.METADATA: manifest.File(len(data), zlib.crc32(data))}
+        checksum = checksums.of(self._algorithm, data)
+        files = {manifest.METADATA: manifest.File(len(data), checksum)}
         for of_rank in results:
             files |= _files_of(of_rank)
-        vouched = manifest.Manifest(self._aside.order, self._world_size, files)
+        vouched = manifest.Manifest(
+            self._aside.order, self._world_size, files, self._algorithm
+        )
         with (self._folder / manifest.FILE_NAME).open("xb") as file:
             file.write(manifest.to_bytes(vouched))
             file.flush()
@@ -90,27 +101,30 @@ class Writer(FileSystemWriter):
 
 @dataclasses.dataclass(frozen=True)
 class _Written(WriteResult):
-    crc32: int
-    file_crc32: int = 0  # of all of its file, once that is written
+    checksum: str
+    file_checksum: str = ""  # of all of its file, once that is written
 
 
 class _Checked(io.RawIOBase):
     """Counts what is written through it, and its checksums."""
 
-    def __init__(self, file: Any) -> None:
+    def __init__(self, file: Any, algorithm: str) -> None:
         self._file = file
-        self.length = self.crc32 = self.item_crc32 = 0
+        self._algorithm = algorithm
+        self.length = 0
+        self.of_file = checksums.new(algorithm)
+        self.of_item = checksums.new(algorithm)
 
     def begin_item(self) -> int:
-        self.item_crc32 = 0
+        self.of_item = checksums.new(self._algorithm)
         return self.length
 
     def write(self, data: Any) -> int:
         self._file.write(data)
         size = memoryview(data).nbytes
         self.length += size
-        self.crc32 = zlib.crc32(data, self.crc32)
-        self.item_crc32 = zlib.crc32(data, self.item_crc32)
+        self.of_file.update(data)
+        self.of_item.update(data)
         return size
 
 
@@ -129,7 +143,7 @@ def _files_of(results: list[WriteResult]) -> dict[str, manifest.File]:
             result.index.fqn,
             result.storage_data.offset,
             result.size_in_bytes,
-            result.crc32,
+            result.checksum,
         )
         for result in written
     )
@@ -138,5 +152,7 @@ def _files_of(results: list[WriteResult]) -> dict[str, manifest.File]:
     length = sum(item.length for item in items)
     last = written[-1]
     return {
-        last.storage_data.relative_path: manifest.File(length, last.file_crc32, items)
+        last.storage_data.relative_path: manifest.File(
+            length, last.file_checksum, items
+        )
     }

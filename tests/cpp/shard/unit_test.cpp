@@ -181,6 +181,27 @@ TEST_F(UnitTest, ParametersKeptAfterBackwardAreReshardedByTheUser) {
   });
 }
 
+// Else a graph of before the write would be gone through with other values.
+TEST_F(UnitTest, AWriteToAShardCountsAsOneToItsFullParameter) {
+  on_two_ranks(chain_, [&](Rank& rank) {
+    const auto version = [&](std::size_t p) {
+      return rank.leaf(1, p)._version();
+    };
+    run_step(rank, chain_, 0);
+    const auto first = version(0);
+    const auto second = version(1);
+    run_step(rank, chain_, 0);
+    EXPECT_EQ(version(0), first) << "gathered again, the same";
+    {
+      const at::NoGradGuard guard;
+      at::Tensor(rank.shard(1, 0)).mul_(2);
+    }
+    run_step(rank, chain_, 0);
+    EXPECT_EQ(version(0), first + 1);
+    EXPECT_EQ(version(1), second);
+  });
+}
+
 // --- the plan
 // -------------------------------------------------------------------
 

@@ -3,6 +3,7 @@ error, on every rank, that names the file and the tensor."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
@@ -17,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import lowtide
-from lowtide.saving import CheckpointError, manifest
+from lowtide.saving import CheckpointError, checksums, manifest
 from support.bits import assert_same_tensors
 from support.model import ModelConfig
 from support.saving import SMALL, make, save_after, shards, train
@@ -136,9 +137,9 @@ def vouch_for(path: Path, metadata: Any) -> None:
     data = pickle.dumps(metadata)
     (path / manifest.METADATA).write_bytes(data)
     known = manifest.parse((path / manifest.FILE_NAME).read_bytes(), "")
-    file = manifest.File(len(data), manifest.zlib.crc32(data))
+    file = manifest.File(len(data), checksums.of(known.algorithm, data))
     files = {**known.files, manifest.METADATA: file}
-    changed = manifest.Manifest(known.order, known.world_size, files)
+    changed = dataclasses.replace(known, files=files)
     (path / manifest.FILE_NAME).write_bytes(manifest.to_bytes(changed))
 
 
@@ -210,18 +211,31 @@ def test_another_model_is_refused(pool_of, saved, tmp_path, other):
         assert said in text, text
 
 
-def load_other_dtype(path: Path) -> str:
-    model, _ = make(1)
-    model.to(torch.bfloat16)
-    with pytest.raises(CheckpointError) as raised:
-        lowtide.load(path, model)
-    return str(raised.value)
+def load_other_dtypes(path: Path) -> list[str]:
+    """Of parameters, and of one state of the optimizer."""
+    texts = []
+    for of_states in (False, True):
+        model, optimizer = make(1)
+        if of_states:
+            train(model, optimizer, range(1))
+            state = optimizer.state[model.scale]
+            state["exp_avg"] = state["exp_avg"].bfloat16()
+        else:
+            model.to(torch.bfloat16)
+        before = shards(model, optimizer)
+        with pytest.raises(CheckpointError) as raised:
+            lowtide.load(path, model, optimizer)
+        assert_same_tensors(shards(model, optimizer), before, "untouched")
+        texts.append(str(raised.value))
+    return texts
 
 
-def test_another_dtype_is_refused(pool_of, saved, tmp_path):
-    for text in pool_of(2).run(load_other_dtype, saved(tmp_path)):
-        assert ".distcp: 'model.scale': expected torch.bfloat16 [" in text
-        assert "got torch.float32 [" in text
+def test_other_dtypes_are_refused(pool_of, saved, tmp_path):
+    names = ("model.scale", "optimizer.state.scale.exp_avg")
+    for texts in pool_of(2).run(load_other_dtypes, saved(tmp_path)):
+        for text, name in zip(texts, names, strict=True):
+            assert f".distcp: '{name}': expected torch.bfloat16 [" in text
+            assert "got torch.float32 [" in text
 
 
 def load_other_optimizers(path: Path) -> list[str]:
@@ -259,7 +273,7 @@ def fail_alone(path: Path, where: str) -> str:
             raise OSError(5, "Input/output error")
 
         if where == "verification":
-            verification._crc32 = fail
+            verification._checksum = fail
         elif where == "reading":
             torch.load = fail
         else:

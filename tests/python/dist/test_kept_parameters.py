@@ -61,8 +61,12 @@ def read_later(what: str) -> dict[str, str]:
     after_forward = {
         f"2 {name}": error_of(lambda r=r: r(kept[1])) for name, r in READS.items()
     }
+    before = model[0].weight.full_tensor()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
     model[0].unshard()
-    assert kept[0].sum().isfinite()
+    now = model[0].weight
+    assert not torch.equal(now, before)
+    assert torch.equal(kept[0], KEPT[what](now)), "as a view of any parameter"
     model[0].reshard()
     return after_backward | after_forward
 

@@ -219,13 +219,24 @@ def save_read_only(path: Path) -> tuple[str, int]:
     raise AssertionError("saved")
 
 
-def test_a_folder_that_is_read_only_keeps_what_it_has(pool_of, small_disk):
-    """To root, whom permissions do not stop, only a disk is read-only."""
+def check_read_only(pool: RankPool, folder: Path, said: str) -> None:
+    for text, step in pool.run(save_read_only, folder):
+        assert f"got on rank 0 of 2: {said}" in text
+        assert step == 0
+
+
+def test_a_disk_that_is_read_only_keeps_what_it_has(pool_of, small_disk):
     pool_of(2).run(save_after, small_disk / "step-0", 0)
     assert os.system(f"mount -o remount,ro {small_disk}") == 0
-    for text, step in pool_of(2).run(save_read_only, small_disk):
-        assert "got on rank 0 of 2: OSError: [Errno 30] Read-only file system" in text
-        assert step == 0
+    check_read_only(pool_of(2), small_disk, "OSError: [Errno 30] Read-only file system")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="permissions do not stop root")
+def test_a_folder_that_is_read_only_keeps_what_it_has(pool_of, tmp_path):
+    pool_of(2).run(save_after, tmp_path / "step-0", 0)
+    tmp_path.chmod(0o500)
+    check_read_only(pool_of(2), tmp_path, "PermissionError: [Errno 13] Permission")
+    tmp_path.chmod(0o700)
 
 
 def published_behind(path: Path) -> list[str]:

@@ -179,6 +179,32 @@ def refused() -> list[str]:
     return found
 
 
+def step_of_a_patched_class() -> list[Any]:
+    """Of a class whose step somebody has replaced: nothing is stepped."""
+    model, optimizer = made("sgd", "host")
+    accumulate(model, RUN, 0, 0)
+    before = everything(model, optimizer)
+    kind: Any = torch.optim.SGD
+    theirs, said = kind.step, ""
+    kind.step = lambda self, closure=None: theirs(self, closure)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        said = str(error).split(". ")[0]
+    finally:
+        kind.step = theirs
+    after = everything(model, optimizer)
+    return [said, all(map(torch.equal, after.values(), before.values()))]
+
+
+def test_a_class_with_another_step_is_refused(pool_of):
+    said = (
+        "lowtide: SGD: expected the class's own step for states on the host, got "
+        "another function in its place"
+    )
+    assert pool_of(2).run(step_of_a_patched_class) == [[said, True]] * 2
+
+
 def test_others_are_refused_by_name(pool_of):
     assert pool_of(2).run(refused) == 2 * [
         [

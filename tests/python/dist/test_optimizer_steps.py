@@ -88,6 +88,41 @@ def test_forward_after_a_step_sees_it(pool_of, optimizer, options):
         assert all(of_rank)
 
 
+# -- graphs of before -----------------------------------------------------------------
+
+
+class Subclass(torch.optim.AdamW):
+    """Whose step is one of DTensors."""
+
+
+GRAPHS = OPTIMIZERS | {"subclass": lambda model: Subclass(model.parameters(), lr=0.05)}
+
+
+def go_through_late(optimizer: str) -> list[Any]:
+    """Whether a graph is refused whose forward saw the parameters before a step; first
+    one of other parameters than were stepped."""
+    results: list[Any] = []
+    model = sharded()
+    x = X.clone().requires_grad_()
+    old, of_first = model(x).sum(), model[0](x).sum()
+    for layers, late in ((model[2:], of_first), (model, old)):
+        model(2 * x).sum().backward()
+        GRAPHS[optimizer](layers).step()
+        model.zero_grad()
+        try:
+            late.backward()
+            results.append(None)
+        except RuntimeError as error:
+            results.append("modified by an inplace operation" in str(error))
+    return results
+
+
+@pytest.mark.parametrize("optimizer", GRAPHS)
+def test_a_graph_of_before_a_step_is_gone_through_no_more(pool_of, optimizer):
+    """As without sharding torch says, but for fused optimizers."""
+    assert pool_of(2).run(go_through_late, optimizer) == [[None, True]] * 2
+
+
 def unsharded_over_a_step() -> list[bool]:
     model, rule = sharded(), network()
     results = []

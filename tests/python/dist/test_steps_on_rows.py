@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -144,8 +145,8 @@ def test_a_step_that_raises_leaves_the_optimizer_as_it_was(pool_of):
 
 
 def step_as_they_are() -> list[Any]:
-    """Gradients of other placements, subclasses, differentiable steps; and a plain
-    parameter beside the sharded ones, which DTensors refuse."""
+    """Gradients of other placements or another mesh, subclasses; and a plain parameter
+    beside the sharded ones, which DTensors refuse."""
     found: list[Any] = []
     model: Any = shard(build(RUN.model), RUN, get_system("lowtide"))
     accumulate(model, RUN, 0, 0)
@@ -165,11 +166,25 @@ def step_as_they_are() -> list[Any]:
     optimizer = torch.optim.SGD([*model.parameters(), plain], lr=1.0, foreach=True)
     with OfDTensors() as calls:
         optimizer.step()
-    return [*found, calls.names == [], plain.tolist() == [-1.0] * 3]
+    of_rows = calls.names == []
+    try:
+        of_another_mesh(model)
+    except RuntimeError as error:
+        found.append("mesh" in str(error))
+    return [*found, of_rows, plain.tolist() == [-1.0] * 3]
+
+
+def of_another_mesh(model: Any) -> None:
+    """A gradient."""
+    weight = model.norm.weight
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "shards"))
+    there = [Replicate(), Shard(0)]
+    weight.grad = DTensor.from_local(torch.ones_like(local(weight)), mesh, there)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
 
 
 def test_what_rows_do_not_suffice_for_is_stepped_as_it_is(pool_of):
-    assert pool_of(2).run(step_as_they_are) == [[True] * 6] * 2
+    assert pool_of(2).run(step_as_they_are) == [[True] * 7] * 2
 
 
 def of_other_placements() -> list[str]:

@@ -44,6 +44,35 @@ def parameters_of(model: nn.Module) -> list[torch.Tensor]:
     return [local(p).clone() for p in model.parameters()]
 
 
+# -- a graph of before a step ---------------------------------------------------------
+
+
+def late_backward(system_name: str) -> Any:
+    """Of a graph whose forward was before the optimizer's step."""
+    torch.manual_seed(0)
+    model = Net()
+    model = sharded(system_name, model, model.layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    x = torch.ones(2, 4, requires_grad=True)
+    first, second = model(x).sum(), model(x).sum()
+    model(2 * x).sum().backward()
+    x.grad = None
+    first.backward()
+    expected, x.grad = x.grad, None
+    optimizer.step()
+    try:
+        second.backward()
+    except RuntimeError as error:
+        return "modified by an inplace operation" in str(error)
+    return torch.equal(x.grad, expected)
+
+
+def test_a_graph_of_before_a_step_does_not_give_other_gradients(pool_of):
+    """Where one process alone raises, FSDP2 takes the new weights for the old."""
+    assert pool_of(2).run(late_backward, "lowtide") == [True] * 2
+    assert pool_of(2).run(late_backward, "fsdp2") == [False] * 2
+
+
 # -- an exception in backward -------------------------------------------------------
 
 

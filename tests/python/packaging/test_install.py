@@ -67,6 +67,7 @@ def test_sdist_and_wheel_install_into_an_empty_environment(tmp_path):
     lines = contents.read(metadata).decode().splitlines()
     assert f"Requires-Dist: torch=={local.removeprefix('+cputorch')}.*" in lines
     assert "Requires-Dist: torch<2.16,>=2.11" in sdist_metadata.splitlines()
+    assert "Requires-Dist: xxhash>=3" in lines
     for extra in ("demo", "dev", "test"):
         assert f"Provides-Extra: {extra}" in lines
 

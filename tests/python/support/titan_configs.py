@@ -22,35 +22,27 @@ from torchtitan.models.common.attention import (
     ScaledDotProductAttention,
 )
 
-SEQ_LEN, BATCH = 32, 2
+from support import titan_on_cpus
+
 CHECKPOINTING = {"none": None, "full": FullAC.Config, "selective": SelectiveAC.Config}
 
 
-class Batches(BaseDataLoader):
-    """Tokens by step and rank; a checkpoint has the step."""
+class Batches(titan_on_cpus.Batches, BaseDataLoader):
+    """With positions."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
         vocabulary: int = 2048
 
     def __init__(self, config: Config, *, dp_rank: int, **settings: Any) -> None:
-        self.rank, self.step, self.vocabulary = dp_rank, 0, config.vocabulary
-        self.size = (settings["local_batch_size"], settings["seq_len"] + 1)
+        size = (settings["local_batch_size"], settings["seq_len"] + 1)
+        super().__init__(dp_rank, size, config.vocabulary)
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         rows, length = self.size
         positions = torch.arange(length - 1).expand(rows, -1).contiguous()
-        while True:
-            generator = torch.Generator().manual_seed(1000 * self.step + self.rank)
-            tokens = torch.randint(0, self.vocabulary, self.size, generator=generator)
-            self.step += 1
-            yield {"input": tokens[:, :-1], "positions": positions}, tokens[:, 1:]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self.step}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.step = state["step"]
+        for inputs, targets in super().__iter__():
+            yield inputs | {"positions": positions}, targets
 
 
 class NoTokenizer(BaseTokenizer):
@@ -80,10 +72,7 @@ class Metrics(MetricsProcessor):
         super().__init__(config, **settings)
         self.logged: list[tuple[float, float]] = []  # loss, norm of the gradients
 
-    def log(
-        self, step: int, loss: float, largest: float, norm: float, **_: Any
-    ) -> None:
-        self.logged.append((loss, norm))
+    log = titan_on_cpus.Metrics.log
 
 
 def on_cpus(config: Any) -> Any:
@@ -121,7 +110,8 @@ def trainer_of(
     config.tokenizer = NoTokenizer.Config()
     config.metrics = Metrics.Config(log_freq=1)
     config.dump_folder = str(folder)
-    config.training.seq_len, config.training.local_batch_size = SEQ_LEN, BATCH
+    config.training.seq_len = titan_on_cpus.SEQ_LEN
+    config.training.local_batch_size = titan_on_cpus.BATCH
     config.training.steps, config.training.max_norm = steps, 0.5
     config.training.disable_cuda_graphs = not settings.pop("graphs", False)
     config.training.enable_cpu_offload = settings.pop("offloaded", False)

@@ -106,14 +106,14 @@ def _with_integers(histc: Any) -> Any:
 class Batches:
     """Tokens by step and rank; a checkpoint has the step."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, size: tuple[int, int], vocabulary: int) -> None:
         self.rank, self.step = rank, 0
+        self.size, self.vocabulary = size, vocabulary
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         while True:
             generator = torch.Generator().manual_seed(1000 * self.step + self.rank)
-            size = (BATCH, SEQ_LEN + 1)
-            tokens = torch.randint(0, VOCABULARY, size, generator=generator)
+            tokens = torch.randint(0, self.vocabulary, self.size, generator=generator)
             self.step += 1
             yield {"input": tokens[:, :-1]}, tokens[:, 1:]
 
@@ -216,7 +216,9 @@ def trainer_of(
         model_args={"small": small},
         parallelize_fn=always_sum(parallelize(spec.parallelize_fn)),
         build_tokenizer_fn=None,
-        build_dataloader_fn=lambda dp_rank, **_: Batches(dp_rank),
+        build_dataloader_fn=lambda dp_rank, **_: Batches(
+            dp_rank, (BATCH, SEQ_LEN + 1), VOCABULARY
+        ),
         build_metrics_processor_fn=lambda *_: Metrics(),
         state_dict_adapter=None,
     )
