@@ -52,12 +52,6 @@ std::size_t ranks_of(ncclComm_t comm) {
   return static_cast<std::size_t>(communicators().of(comm).size);
 }
 
-void note(const char* kind, ncclComm_t comm, std::size_t bytes = 0) {
-  Call call{kind, bytes};
-  if (comm != nullptr) call.communicator = communicators().of(comm).number;
-  collective_log().add(call);
-}
-
 void note_new(const char* kind, const Communicator& made,
               const ncclConfig_t* config) {
   Call call{kind};
@@ -168,7 +162,9 @@ ncclResult_t ncclCommInitAll(ncclComm_t* comms, int count, const int*) {
 // A call on the whole, also of ranks that are in no part.
 ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int, ncclComm_t* part,
                            ncclConfig_t* config) {
-  note("split", comm);
+  Call call{"split"};
+  call.communicator = communicators().of(comm).number;
+  collective_log().add(call);
   *part = nullptr;
   if (color == NCCL_SPLIT_NOCOLOR) return ncclSuccess;
   const auto made = communicators().split(communicators().of(comm));

@@ -13,33 +13,51 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from lowtide._torch_version import all_gather_single, reduce_scatter_single
 
 
-class _GroupBuffers:
+class GroupBuffers:
+    """From the process group's allocator, where its backend has one."""
+
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self.group = group
 
     def allocate(
-        self,
-        size: Sequence[int | torch.SymInt],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, size: Sequence[int | torch.SymInt], dtype: torch.dtype, device: Any
     ) -> torch.Tensor:
-        backend: Any = self._group._get_backend(device)
+        backend: Any = self.group._get_backend(device)
         if backend.supports_tensor_alloc(device):
             return backend.allocate_tensor(
                 math.prod(int(s) for s in size), dtype=dtype, device=device
             )
         return torch.empty(*size, dtype=dtype, device=device)
 
+    def register(self, *buffers: torch.Tensor) -> None:
+        """Before a collective of the group runs on ``buffers``."""
 
-class _SymmetricBuffers:
+
+class SymmetricBuffers(GroupBuffers):
     """From torch's pool of symmetric memory, which keeps a buffer's registration with
     the group. Which buffer comes next follows from the order of calls, which all ranks
     share, and from sizes."""
 
     def __init__(self, group: dist.ProcessGroup, backend: Any) -> None:
+        super().__init__(group)
         symmetric_memory.set_backend(backend)
         dist.barrier(group)  # registering wants a communicator, made by its first call
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], dtype: torch.dtype, device: Any
+    ) -> torch.Tensor:
+        pool: Any = symmetric_memory.get_mem_pool(device)
+        with torch.get_device_module(device).use_mem_pool(pool):
+            return torch.empty(size, dtype=dtype, device=device)
+
+    def register(self, *buffers: torch.Tensor) -> None:
+        for buffer in buffers:
+            symmetric_memory.rendezvous(buffer, self.group.group_name)
+
+
+class _OnBuffers:
+    def __init__(self, buffers: GroupBuffers) -> None:
+        self._buffers = buffers
 
     def allocate(
         self,
@@ -48,12 +66,10 @@ class _SymmetricBuffers:
         dtype: torch.dtype,
         device: torch.device,
     ) -> torch.Tensor:
-        pool: Any = symmetric_memory.get_mem_pool(device)
-        with torch.get_device_module(device).use_mem_pool(pool):
-            return torch.empty(size, dtype=dtype, device=device)
+        return self._buffers.allocate(size, dtype, device)
 
 
-class OwnAllGather(AllGather):
+class BufferedAllGather(_OnBuffers, AllGather):
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -61,12 +77,13 @@ class OwnAllGather(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
+        self._buffers.register(output_tensor)  # the input is a part of it
         return all_gather_single(
             output_tensor, input_tensor, group=group, async_op=async_op
         )
 
 
-class OwnReduceScatter(ReduceScatter):
+class BufferedReduceScatter(_OnBuffers, ReduceScatter):
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -75,38 +92,7 @@ class OwnReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
+        self._buffers.register(input_tensor, output_tensor)
         return reduce_scatter_single(
             output_tensor, input_tensor, op=op, group=group, async_op=async_op
         )
-
-
-class GroupBufferAllGather(_GroupBuffers, OwnAllGather): ...
-
-
-class GroupBufferReduceScatter(_GroupBuffers, OwnReduceScatter): ...
-
-
-class SymmetricAllGather(_SymmetricBuffers, OwnAllGather):
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        symmetric_memory.rendezvous(output_tensor, group.group_name)
-        return super().__call__(output_tensor, input_tensor, group, async_op)
-
-
-class SymmetricReduceScatter(_SymmetricBuffers, OwnReduceScatter):
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        for tensor in (input_tensor, output_tensor):
-            symmetric_memory.rendezvous(tensor, group.group_name)
-        return super().__call__(output_tensor, input_tensor, group, op, async_op)

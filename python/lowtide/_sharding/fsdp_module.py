@@ -13,12 +13,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from lowtide import _C
 from lowtide._base.classes import ClassSwap, class_name
 from lowtide._sharding.buffers_of_group import (
-    GroupBufferAllGather,
-    GroupBufferReduceScatter,
-    OwnAllGather,
-    OwnReduceScatter,
-    SymmetricAllGather,
-    SymmetricReduceScatter,
+    BufferedAllGather,
+    BufferedReduceScatter,
+    GroupBuffers,
+    SymmetricBuffers,
 )
 from lowtide._sharding.groups import one_communicator
 from lowtide._sharding.unit import UnitState, unit_state, units_of
@@ -252,48 +250,53 @@ class FSDPModule(TorchFSDPModule):
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Uses the process group's allocator for collectives' buffers, at the price of
         a copy in and out. Not recursive, not together with custom objects."""
-        self._allocate_by(
-            "set_allocate_memory_from_process_group_for_comm",
-            (GroupBufferAllGather, GroupBufferReduceScatter) if enable else None,
-        )
+        buffers = GroupBuffers if enable else None
+        setting = "set_allocate_memory_from_process_group_for_comm"
+        self._allocate_by(setting, buffers, buffers)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Gathers through buffers of the symmetric memory of ``backend``, torch's
         name for it: NCCL then gathers by copy engines or in its symmetric kernels. A
         copy in and out, as FSDP2's. Reductions too where
         :meth:`set_force_sum_reduction_for_comms` was called before: NCCL's only sum.
-        Every rank calls it; not recursive, not together with custom objects."""
+        Every rank calls it; not recursive.
+
+        Raises:
+            ValueError: On a mesh of CPUs.
+            AssertionError: If this module has a custom comm object.
+        """
         state = self._get_fsdp_state()
         if state.device.type == "cpu":
             raise ValueError(
                 "lowtide: FSDPModule.set_symm_mem_for_comm: expected parameters on an "
                 "accelerator, got a mesh of CPUs. Leave the call out."
             )
-        self._allocate_by(
-            "set_symm_mem_for_comm",
-            (
-                functools.partial(SymmetricAllGather, backend=backend),
-                functools.partial(SymmetricReduceScatter, backend=backend)
-                if state.settings.reduction.sum_only
-                else None,
-            ),
-        )
+        buffers = functools.partial(SymmetricBuffers, backend=backend)
+        sums = state.settings.reduction.sum_only
+        self._allocate_by("set_symm_mem_for_comm", buffers, buffers if sums else None)
 
-    def _allocate_by(self, setting: str, kinds: Any) -> None:
-        """Gives each unit of this module comm objects of its groups."""
+    def _allocate_by(self, setting: str, gather: Any, reduce: Any) -> None:
+        """Gives each unit of this module comm objects on such buffers of its groups;
+        None: the groups' own collectives."""
         first = self._get_fsdp_state()  # custom objects are a single unit's
         for comm in (first.custom_all_gather, first.custom_reduce_scatter):
-            if not isinstance(comm, OwnAllGather | OwnReduceScatter | None):
+            if not isinstance(comm, BufferedAllGather | BufferedReduceScatter | None):
                 raise AssertionError(
                     f"lowtide: FSDPModule.{setting}: expected no custom comm object, "
                     f"got {type(comm).__name__}. It allocates its own buffers: remove "
                     "one of the two calls."
                 )
-        gather, reduce = kinds or (None, None)
         for state in self._states(recurse=False):
-            groups = state.groups
-            state.custom_all_gather = gather and gather(groups.gather.process_group)
-            state.custom_reduce_scatter = reduce and reduce(groups.reduce.process_group)
+            gathers, reduces = (
+                group.process_group
+                for group in (state.groups.gather, state.groups.reduce)
+            )
+            state.custom_all_gather = (
+                BufferedAllGather(gather(gathers)) if gather else None
+            )
+            state.custom_reduce_scatter = (
+                BufferedReduceScatter(reduce(reduces)) if reduce else None
+            )
             state.use_groups()
 
     def set_post_optim_event(self, event: torch.Event) -> None:

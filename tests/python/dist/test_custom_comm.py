@@ -134,6 +134,18 @@ def test_own_buffers_beside_a_custom_object_are_refused(pool_of):
         )
 
 
+def ask_cpus_for_symmetric_memory() -> None:
+    from lowtide import fully_shard
+
+    module: Any = fully_shard(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="set_symm_mem_for_comm: .* a mesh of CPUs"):
+        module.set_symm_mem_for_comm()
+
+
+def test_symmetric_memory_is_the_accelerators(pool_of):
+    pool_of(2).run(ask_cpus_for_symmetric_memory)
+
+
 MESSAGE = "no route to rank 3"
 
 

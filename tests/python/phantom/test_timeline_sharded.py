@@ -160,9 +160,8 @@ def test_gathers_in_backward_leave_at_once_where_the_first_ones_took_long():
     that turn out to be slow, from the second step on, before them."""
     fast, slow = call_dry(calls_by_links, machine=Machine(world=WORLD))
     ahead = [[calls.index("r") for calls in steps] for steps in (fast, slow)]
-    of_a_gather = ahead[0][0]  # 1, or a call for each tensor
-    assert ahead[0] == [of_a_gather] * 3 and ahead[1][0] == of_a_gather > 0
-    assert min(ahead[1][1:]) > of_a_gather
+    n = 1 if VERSION < (2, 15) else 8  # a gather's calls: nccl2 has one for each tensor
+    assert ahead == [[n, n, n], [n, n + 1, n + 1]]
     assert slow[2].count("a") == fast[2].count("a")
 
 
