@@ -9,6 +9,7 @@
 #include "base/graph_task.h"
 #include "base/trace.h"
 #include "device/current_stream.h"
+#include "device/on_stream.h"
 #include "shard/graph/autograd_nodes.h"
 #include "shard/unit.h"
 
@@ -118,6 +119,7 @@ void Root::begin_forward(Unit& unit) {
   }
   schedule_.begin_forward();
   if (recorded_) {
+    recorded_stream_ = forward_stream_;
     for (auto* one : living(units_)) {
       one->parameters().leaves().follow_current_stream();
       one->parameters().leaves().begin_uses();
@@ -225,7 +227,11 @@ void Root::open_backward() {
   stream_.begin(streamed);
   // What is left of a step that raised is dropped before anything else happens.
   base::at_end_of_graph_task(
-      [self = shared_from_this()] { self->close_backward(); },
+      [self = shared_from_this()] {
+        // [Note: The end of a backward]
+        device::run_on(self->memory_->runtime(), self->recorded_stream_,
+                       [&] { self->close_backward(); });
+      },
       [root = weak_from_this()] {
         if (const auto alive = root.lock()) {
           alive->failed_ = true;
@@ -326,6 +332,10 @@ void Root::reduce_accumulated() {
   }
 }
 
+// [Note: The end of a backward]
+// The engine runs nodes on the stream of their forward, and what it calls at
+// the end on the stream that backward() was called on.  The gradients whose
+// bytes go then are the forward stream's, which must come after their last use.
 void Root::close_backward() {
   const base::TraceRange trace("lowtide::end_of_backward", name_);
   for (auto* unit : living(units_)) unit->take_written_gradients();
@@ -357,6 +367,12 @@ void Root::close_backward() {
 // --- recovery ---------------------------------------------------------------
 
 void Root::abort(bool drop_gradients) {
+  device::run_on(memory_->runtime(),
+                 backward_ == -1 ? forward_stream_ : recorded_stream_,
+                 [&] { abort_here(drop_gradients); });
+}
+
+void Root::abort_here(bool drop_gradients) {
   stream_.abort();
   for (auto* unit : living(units_)) {
     unit->abort(drop_gradients);

@@ -106,6 +106,7 @@ class Root : public std::enable_shared_from_this<Root> {
   void count_backward();
   void end_forward();
   void close_backward();
+  void abort_here(bool drop_gradients);
   void require_agreement();
   Units participants();
   Units living_of(const std::vector<std::int32_t>& numbers) const;
@@ -124,6 +125,8 @@ class Root : public std::enable_shared_from_this<Root> {
   Unit* forward_root_ = nullptr;  // entered first in the running forward
   // Current when the last forward began; none before the first.
   std::optional<c10::Stream> forward_stream_;
+  // The same of the last one that autograd recorded: that of gradient nodes.
+  std::optional<c10::Stream> recorded_stream_;
   bool recorded_ = false;
   std::int64_t open_forwards_ = 0;  // recorded ones without a backward so far
   std::int64_t forward_at_step_ = 0;

@@ -13,6 +13,7 @@ import pytest
 from lowtide._torch_version import VERSION
 from lowtide.phantom.dry.driver import Call
 from support import (
+    backward_streams_dry_run,
     capture_dry_run,
     gradient_streams_dry_run,
     nccl_dry_run,
@@ -74,6 +75,13 @@ def test_gradients_arrive_on_the_stream_of_their_forward() -> None:
     program = [gradient_streams_dry_run.__file__]
     printed = run_dry(program, memory=MEMORY, events="immediate")
     assert json.loads(printed) == {"exact": [True] * 6, "fused": [True] * 6}
+
+
+def test_a_backward_on_another_stream_leaves_nothing_behind_on_its_forwards() -> None:
+    """What comes next on the forward's takes the bytes of what left."""
+    program = [backward_streams_dry_run.__file__]
+    printed = run_dry(program, memory=MEMORY, events="immediate")
+    assert json.loads(printed) == dict.fromkeys(KINDS, [0, 0])
 
 
 @pytest.fixture(scope="module")
