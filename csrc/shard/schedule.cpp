@@ -16,7 +16,7 @@ Schedule::Schedule(std::int32_t num_units)
       first_entered_(static_cast<std::size_t>(num_units), kNever),
       under_way_(static_cast<std::size_t>(num_units)) {
   for (std::int32_t unit = 0; unit < num_units; ++unit) {
-    expected_.push_back({unit, 0});
+    registered_.push_back({unit, 0});
   }
 }
 
@@ -27,23 +27,25 @@ void Schedule::begin_forward() {
   if (left_.size() > kMaxRecorded) {
     end_backward();
   }
+  forward_at_ = left_.size();
 }
 
 std::vector<std::int32_t> Schedule::enter_forward(std::int32_t unit) {
   entered_.push_back({unit, depth_++});
   under_way_[static_cast<std::size_t>(unit)].push_back(
       {left_.size(), calls_++});
-  const auto from = expected_.begin() + static_cast<std::ptrdiff_t>(cursor_);
-  const auto found =
-      std::ranges::find(from, expected_.end(), unit, &Call::unit);
+  const auto known = expected_.find(entered_.front().unit);
+  const auto& expected = known != expected_.end() ? known->second : registered_;
+  const auto from = expected.begin() + static_cast<std::ptrdiff_t>(cursor_);
+  const auto found = std::ranges::find(from, expected.end(), unit, &Call::unit);
   std::vector<std::int32_t> next;
-  if (found == expected_.end()) {
+  if (found == expected.end()) {
     return next;
   }
-  cursor_ = static_cast<std::size_t>(found - expected_.begin()) + 1;
-  for (auto i = cursor_; i < expected_.size(); ++i) {
-    if (i > cursor_ && expected_[i].depth <= expected_[i - 1].depth) break;
-    next.push_back(expected_[i].unit);
+  cursor_ = static_cast<std::size_t>(found - expected.begin()) + 1;
+  for (auto i = cursor_; i < expected.size(); ++i) {
+    if (i > cursor_ && expected[i].depth <= expected[i - 1].depth) break;
+    next.push_back(expected[i].unit);
   }
   return next;
 }
@@ -74,30 +76,58 @@ void Schedule::leave_forward(std::int32_t unit, bool recorded,
   }
 }
 
-void Schedule::end_forward() { expected_ = entered_; }
+void Schedule::end_forward(bool detached) {
+  if (!entered_.empty()) expected_[entered_.front().unit] = entered_;
+  if (!detached) return;
+  ++forwards_;
+  for (auto i = forward_at_; i < left_.size(); ++i)
+    left_[i].forward = forwards_;
+}
 
-Schedule::BackwardCall Schedule::enter_backward(std::int32_t unit,
-                                                std::int64_t call) {
-  auto& open = open_[static_cast<std::size_t>(unit)];
+const Schedule::Open* Schedule::find_open(std::int32_t unit,
+                                          std::int64_t call) const {
+  const auto& open = open_[static_cast<std::size_t>(unit)];
   const auto found =
       std::find_if(open.rbegin(), open.rend(),
                    [call](const Open& one) { return one.call == call; });
+  return found == open.rend() ? nullptr : &*found;
+}
+
+Schedule::BackwardCall Schedule::enter_backward(std::int32_t unit,
+                                                std::int64_t call) {
   BackwardCall entered;
-  if (found == open.rend()) {
+  const auto* const found = find_open(unit, call);
+  if (found == nullptr) {
     return entered;
   }
   const auto place = found->place;
-  open.erase(std::next(found).base());
+  auto& open = open_[static_cast<std::size_t>(unit)];
+  open.erase(open.begin() + (found - open.data()));
+  const auto& left = left_[place];
   entered.place = place;
   entered.last = open.empty();
-  entered.alone = left_[place].entered.at == place;
-  if (left_[place].around != kNobody) entered.around = left_[place].around;
+  entered.alone = left.entered.at == place;
+  if (left.around != kNobody) entered.around = left.around;
+  entered.earliest = true;
   for (auto before = place; before-- > 0;) {
-    entered.next.push_back(left_[before].unit);
     const auto& call = left_[before];
+    if (call.over) continue;
+    if (left.forward != kAttached && call.forward != left.forward) break;
+    entered.earliest = false;
+    entered.next.push_back(call.unit);
     if (call.entered.at == before || call.around == kNobody) break;
   }
   return entered;
+}
+
+Schedule::Detached Schedule::detached_of(std::int32_t unit,
+                                         std::int64_t call) const {
+  const auto* const open = find_open(unit, call);
+  return open != nullptr ? left_[open->place].forward : kAttached;
+}
+
+void Schedule::end_backward_of(Detached forward) {
+  for (auto& call : left_) call.over |= call.forward == forward;
 }
 
 bool Schedule::is_over(std::int32_t unit, std::size_t place) const {
@@ -113,9 +143,11 @@ void Schedule::end_backward() {
   std::fill(first_entered_.begin(), first_entered_.end(), kNever);
 }
 
-std::vector<std::int32_t> Schedule::completion_order() const {
+std::vector<std::int32_t> Schedule::completion_order(Detached forward) const {
   std::map<std::int32_t, std::int64_t> first;
   for (const auto& call : left_) {
+    if (call.over || (forward != kAttached && call.forward != forward))
+      continue;
     const auto [known, _] = first.emplace(call.unit, call.entered.order);
     known->second = std::min(known->second, call.entered.order);
   }

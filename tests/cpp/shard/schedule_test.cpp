@@ -237,6 +237,61 @@ TEST(ScheduleTest, AUnitAroundAnotherIsNotOverWhenThatBegins) {
   EXPECT_FALSE(schedule.is_over(0, *inner.place));
 }
 
+// A model (0) of two layers (1, 2), and a head (3) on two chunks of what it
+// gave.
+void forward_by_chunks(Schedule& schedule) {
+  forward(schedule, {0, 1, 2});
+  for (const std::int64_t call : {1, 2}) {
+    schedule.begin_forward();
+    schedule.enter_forward(3);
+    schedule.leave_forward(3, /*recorded=*/true, call);
+    schedule.end_forward(/*detached=*/true);
+  }
+}
+
+TEST(ScheduleTest, ADetachedForwardHasABackwardOfItsOwn) {
+  Schedule schedule(4);
+  forward_by_chunks(schedule);
+  for (const std::int64_t call : {1, 2}) {
+    const auto chunk = schedule.detached_of(3, call);
+    ASSERT_NE(chunk, Schedule::kAttached);
+    EXPECT_THAT(schedule.completion_order(chunk), ElementsAre(3));
+    const auto entered = schedule.enter_backward(3, call);
+    EXPECT_TRUE(entered.earliest);
+    EXPECT_THAT(entered.next, IsEmpty());
+    EXPECT_EQ(schedule.detached_of(3, call), Schedule::kAttached);
+    EXPECT_THAT(schedule.completion_order(), ElementsAre(3, 2, 1, 0));
+    if (call == 2) schedule.end_backward_of(chunk);
+  }
+  // The other chunk's never came to its end.
+  EXPECT_THAT(schedule.completion_order(), ElementsAre(3, 2, 1, 0));
+  schedule.end_backward_of(1);
+  EXPECT_THAT(schedule.completion_order(), ElementsAre(2, 1, 0));
+  EXPECT_EQ(schedule.detached_of(2, Schedule::kNoCall), Schedule::kAttached);
+  EXPECT_FALSE(schedule.enter_backward(2).earliest);
+}
+
+TEST(ScheduleTest, WhatIsOverIsNotExpectedAnyMore) {
+  Schedule schedule(5);
+  forward_by_chunks(schedule);
+  forward(schedule, {4});
+  EXPECT_THAT(schedule.enter_backward(4).next, ElementsAre(3));
+  schedule.end_backward();
+  forward_by_chunks(schedule);
+  forward(schedule, {4});
+  schedule.end_backward_of(schedule.detached_of(3, 1));
+  schedule.end_backward_of(schedule.detached_of(3, 2));
+  EXPECT_THAT(schedule.enter_backward(4).next, ElementsAre(2));
+}
+
+TEST(ScheduleTest, ForwardsThatBeginWithAnotherUnitAreExpectedByThemselves) {
+  Schedule schedule(4);
+  forward(schedule, {0, 2, 1});
+  forward(schedule, {3, 2});
+  EXPECT_THAT(forward(schedule, {0, 2, 1}), ElementsAre(2, 1, none));
+  EXPECT_THAT(forward(schedule, {3, 2}), ElementsAre(2, none));
+}
+
 struct Call {
   std::int32_t unit;
   std::size_t entered_at;  // how many calls had been left then
