@@ -53,7 +53,7 @@ namespace {
 
 // More than any schedule has under way; a frozen model that is called again and
 // again with grad mode on has no backward.
-constexpr std::int64_t kMostOpenForwards = 1024;
+constexpr std::size_t kMostOpenForwards = 1024;
 
 }  // namespace
 
@@ -113,9 +113,8 @@ void Root::begin_forward(Unit& unit) {
   detached_ = false;
   // Recorded forwards whose backward never came are no longer expected.
   if (std::exchange(forward_at_step_, optimizer_steps_) != optimizer_steps_ ||
-      open_forwards_ == kMostOpenForwards) {
-    schedule_.end_backward();
-    open_forwards_ = 0;
+      schedule_.open_forwards() >= kMostOpenForwards) {
+    schedule_.forget_forwards();
   }
   schedule_.begin_forward();
   if (recorded_) {
@@ -167,7 +166,6 @@ void Root::end_forward() {
     log().note({StepNote::What::forward, -1, detached_});
   }
   ranks_.ask();
-  open_forwards_ += recorded_ ? 1 : 0;
   for (auto* unit : living(units_)) {
     // Gathered for a forward that did not come.
     if (unit->parameters().ahead()) {
@@ -181,10 +179,9 @@ void Root::end_forward() {
 
 // --- gradients' way out -----------------------------------------------------
 
-Units Root::participants(Schedule::Detached forward) {
+Units Root::participants(std::optional<std::size_t> forward) {
   auto order = schedule_.completion_order(forward);
-  const bool attached = forward == Schedule::kAttached;
-  if (attached) {
+  if (!forward) {
     plans_.expect(std::move(order));
     order = plans_.order();
   }
@@ -193,7 +190,7 @@ Units Root::participants(Schedule::Detached forward) {
   // parameters that the user has gathered may be used without a forward.
   for (auto* unit : living(units_)) {
     const bool gathered = unit->parameters().state() == UnitState::unsharded;
-    if ((unit->gradients().accumulating() || (attached && gathered)) &&
+    if ((unit->gradients().accumulating() || (!forward && gathered)) &&
         std::find(units.begin(), units.end(), unit) == units.end()) {
       units.push_back(unit);
     }
@@ -210,7 +207,7 @@ void Root::open_backward(const Unit& unit, std::int64_t call) {
     abort();
   }
   if (backward_ != -1) {
-    if (backward_of_ != Schedule::kAttached && !unit.in_backward_) {
+    if (backward_of_ && !unit.in_backward_) {
       join_others();
     }
     return;
@@ -223,9 +220,10 @@ void Root::open_backward(const Unit& unit, std::int64_t call) {
   graph_kept_ = base::graph_task_keeps_graph();
   LOWTIDE_INVARIANT(backward_ != -1, "autograd runs on this thread");
   count_backward();
-  backward_of_ = call != Schedule::kNoCall
-                     ? schedule_.detached_of(unit.number(), call)
-                     : Schedule::kAttached;
+  backward_of_.reset();
+  if (call != Schedule::kNoCall) {
+    backward_of_ = schedule_.detached_of(unit.number(), call);
+  }
   stream_.begin({});
   take_part(participants(backward_of_));
   // What is left of a step that raised is dropped before anything else happens.
@@ -250,9 +248,9 @@ void Root::take_part(const Units& units) {
 
 // It goes on through other forwards: as if they were one from here on.
 void Root::join_others() {
-  backward_of_ = Schedule::kAttached;
+  backward_of_.reset();
   posted_backward_ = false;
-  auto others = participants(backward_of_);
+  auto others = participants();
   std::erase_if(others, [](const Unit* unit) { return unit->in_backward_; });
   take_part(others);
 }
@@ -333,7 +331,7 @@ void Root::reduce_accumulated() {
                     "no backward is under way");
   for (auto* unit : living(units_)) unit->require_split_backward_complete();
   count_backward();
-  auto units = participants(Schedule::kAttached);
+  auto units = participants();
   std::erase_if(units, [](const Unit* unit) {
     return !unit->gradients().accumulating();
   });
@@ -360,23 +358,16 @@ void Root::close_backward() {
     require_agreement();
   }
   // Of other forwards units wait for their own, gathered as they are.
-  const auto of = std::exchange(backward_of_, Schedule::kAttached);
-  const bool attached = of == Schedule::kAttached;
-  if (attached) {
-    plans_.refine_order(in_backward_);
-  } else {
-    schedule_.end_backward_of(of);
-  }
-  open_forwards_ = std::max<std::int64_t>(0, open_forwards_ - 1);
-  const bool more_backwards = open_forwards_ > 0;
-  for (auto* unit : living(attached ? units_ : in_backward_)) {
+  const bool alone = backward_of_.has_value();
+  backward_of_.reset();
+  if (!alone) plans_.refine_order(in_backward_);
+  schedule_.end_backward();
+  const bool more_backwards = schedule_.open_forwards() > 0;
+  for (auto* unit : living(alone ? in_backward_ : units_)) {
     unit->end_backward(more_backwards, graph_kept_);
     unit->wait_for_host_copies();
   }
   if (std::exchange(graph_kept_, false)) kept_at_step_ = optimizer_steps_;
-  if (!more_backwards) {
-    schedule_.end_backward();
-  }
   in_backward_.clear();
   backward_ = -1;
   ended_backward_ = backwards_;
@@ -394,10 +385,9 @@ void Root::abort(bool drop_gradients) {
   log().forget();
   posted_backward_ = false;
   in_backward_.clear();
-  backward_of_ = Schedule::kAttached;
+  backward_of_.reset();
   forward_root_ = nullptr;
   recorded_ = detached_ = false;
-  open_forwards_ = 0;
   backward_ = -1;
   failed_ = false;
 }

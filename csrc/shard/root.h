@@ -110,8 +110,8 @@ class Root : public std::enable_shared_from_this<Root> {
   void end_forward();
   void close_backward();
   void require_agreement();
-  // Of a backward of that forward, kAttached: of all that are not detached.
-  Units participants(Schedule::Detached forward);
+  // Of a backward of that detached forward alone, or of all that are open.
+  Units participants(std::optional<std::size_t> forward = {});
   void take_part(const Units& units);
   void join_others();
   Units living_of(const std::vector<std::int32_t>& numbers) const;
@@ -132,7 +132,6 @@ class Root : public std::enable_shared_from_this<Root> {
   std::optional<c10::Stream> forward_stream_;
   bool recorded_ = false;
   bool detached_ = false;
-  std::int64_t open_forwards_ = 0;  // recorded ones without a backward so far
   std::int64_t forward_at_step_ = 0;
   std::int64_t optimizer_steps_ = 0;
 
@@ -140,8 +139,8 @@ class Root : public std::enable_shared_from_this<Root> {
   std::int64_t ended_backward_ = 0;             // the last that has
   std::vector<std::int64_t> raised_backwards_;  // those that never will
   std::int64_t backward_ = -1;  // the graph task that was opened
-  // The one that it goes through alone, as far as is known.
-  Schedule::Detached backward_of_ = Schedule::kAttached;
+  // The detached forward that it goes through alone, as far as is known.
+  std::optional<std::size_t> backward_of_;
   bool graph_kept_ = false;  // by that task
   // When a backward last kept its graph, in optimizer steps.
   std::int64_t kept_at_step_ = -1;

@@ -4,6 +4,7 @@
 #include <functional>
 #include <iterator>
 #include <map>
+#include <utility>
 
 namespace lowtide::shard {
 namespace {
@@ -25,9 +26,9 @@ void Schedule::begin_forward() {
   cursor_ = depth_ = 0;
   for (auto& calls : under_way_) calls.clear();
   if (left_.size() > kMaxRecorded) {
-    end_backward();
+    forget_forwards();
   }
-  forward_at_ = left_.size();
+  begins_ = true;
 }
 
 std::vector<std::int32_t> Schedule::enter_forward(std::int32_t unit) {
@@ -72,16 +73,20 @@ void Schedule::leave_forward(std::int32_t unit, bool recorded,
     for (auto i = left_.size(); i-- > entered.at; i = left_[i].entered.at) {
       left_[i].around = unit;
     }
-    left_.push_back({unit, entered});
+    if (std::exchange(begins_, false) || forwards_.empty() ||
+        !forwards_.back().open) {
+      forwards_.emplace_back();
+    }
+    left_.push_back({unit, entered, kNobody, forwards_.size() - 1});
   }
 }
 
 void Schedule::end_forward(bool detached) {
   if (!entered_.empty()) expected_[entered_.front().unit] = entered_;
-  if (!detached) return;
-  ++forwards_;
-  for (auto i = forward_at_; i < left_.size(); ++i)
-    left_[i].forward = forwards_;
+  // What reads rows behind a detached one is not in it.
+  if (detached && !std::exchange(begins_, true)) {
+    forwards_.back().detached = true;
+  }
 }
 
 const Schedule::Open* Schedule::find_open(std::int32_t unit,
@@ -109,10 +114,12 @@ Schedule::BackwardCall Schedule::enter_backward(std::int32_t unit,
   entered.alone = left.entered.at == place;
   if (left.around != kNobody) entered.around = left.around;
   entered.earliest = true;
+  auto& forward = forwards_[left.forward];
+  forward.entered = true;
   for (auto before = place; before-- > 0;) {
     const auto& call = left_[before];
-    if (call.over) continue;
-    if (left.forward != kAttached && call.forward != left.forward) break;
+    if (!is_open(call)) continue;
+    if (forward.detached && call.forward != left.forward) break;
     entered.earliest = false;
     entered.next.push_back(call.unit);
     if (call.entered.at == before || call.around == kNobody) break;
@@ -120,14 +127,12 @@ Schedule::BackwardCall Schedule::enter_backward(std::int32_t unit,
   return entered;
 }
 
-Schedule::Detached Schedule::detached_of(std::int32_t unit,
-                                         std::int64_t call) const {
+std::optional<std::size_t> Schedule::detached_of(std::int32_t unit,
+                                                 std::int64_t call) const {
   const auto* const open = find_open(unit, call);
-  return open != nullptr ? left_[open->place].forward : kAttached;
-}
-
-void Schedule::end_backward_of(Detached forward) {
-  for (auto& call : left_) call.over |= call.forward == forward;
+  if (open == nullptr) return {};
+  const auto forward = left_[open->place].forward;
+  return forwards_[forward].detached ? std::optional(forward) : std::nullopt;
 }
 
 bool Schedule::is_over(std::int32_t unit, std::size_t place) const {
@@ -136,18 +141,44 @@ bool Schedule::is_over(std::int32_t unit, std::size_t place) const {
 }
 
 void Schedule::end_backward() {
+  for (auto& forward : forwards_) {
+    if (std::exchange(forward.entered, false)) forward.open = false;
+  }
+  if (open_forwards() == 0) {
+    forget_forwards();
+    return;
+  }
+  for (auto& calls : open_) {
+    std::erase_if(calls, [this](const Open& call) {
+      return !is_open(left_[call.place]);
+    });
+  }
+  std::ranges::fill(first_entered_, kNever);
+  for (const auto& call : left_) {
+    auto& first = first_entered_[static_cast<std::size_t>(call.unit)];
+    if (is_open(call)) first = std::min(first, call.entered.at);
+  }
+}
+
+std::size_t Schedule::open_forwards() const {
+  return static_cast<std::size_t>(
+      std::ranges::count(forwards_, true, &Forward::open));
+}
+
+void Schedule::forget_forwards() {
+  forwards_.clear();
   left_.clear();
   for (auto& open : open_) {
     open.clear();
   }
-  std::fill(first_entered_.begin(), first_entered_.end(), kNever);
+  std::ranges::fill(first_entered_, kNever);
 }
 
-std::vector<std::int32_t> Schedule::completion_order(Detached forward) const {
+std::vector<std::int32_t> Schedule::completion_order(
+    std::optional<std::size_t> forward) const {
   std::map<std::int32_t, std::int64_t> first;
   for (const auto& call : left_) {
-    if (call.over || (forward != kAttached && call.forward != forward))
-      continue;
+    if (!is_open(call) || (forward && call.forward != *forward)) continue;
     const auto [known, _] = first.emplace(call.unit, call.entered.order);
     known->second = std::min(known->second, call.entered.order);
   }
@@ -161,7 +192,7 @@ std::vector<std::int32_t> Schedule::completion_order(Detached forward) const {
 void Schedule::abort() {
   entered_.clear();
   cursor_ = depth_ = 0;
-  end_backward();
+  forget_forwards();
 }
 
 }  // namespace lowtide::shard

@@ -73,22 +73,23 @@ class Schedule {
   // Whether autograd has run all of `unit` when the backward of the call at
   // `place` begins, by [Note: The order of backward].
   bool is_over(std::int32_t unit, std::size_t place) const;
+  // The forwards that a backward came to since the last time wait for none any
+  // more, whether or not this rank used all of their calls.
   void end_backward();
+  // With recorded calls, that wait for theirs.
+  std::size_t open_forwards() const;
+  void forget_forwards();  // none of them is expected to come any more
 
-  // Detached forwards have numbers; kAttached: all others.
-  using Detached = std::int64_t;
-  static constexpr Detached kAttached = 0;
-  // That of a call whose backward has not begun.
-  Detached detached_of(std::int32_t unit, std::int64_t call) const;
-  // Its backward is over, that of others is not.
-  void end_backward_of(Detached forward);
+  // The number of the detached forward that a call is in whose backward has not
+  // begun; none: it is in another.
+  std::optional<std::size_t> detached_of(std::int32_t unit,
+                                         std::int64_t call) const;
 
-  // The units left since the last end_backward, each once, in the order in
+  // The units left in open forwards, or in that one, each once, in the order in
   // which their backwards complete: the reverse of that in which they were
-  // first entered, so a unit around others comes behind them.  All but those of
-  // detached forwards whose backward is over; or those of that detached one.
+  // first entered, so a unit around others comes behind them.
   std::vector<std::int32_t> completion_order(
-      Detached forward = kAttached) const;
+      std::optional<std::size_t> forward = {}) const;
 
   void abort();  // forgets the unfinished forward and backward
 
@@ -111,20 +112,25 @@ class Schedule {
     std::int32_t unit;
     Entered entered;
     std::int32_t around = kNobody;  // the unit whose call it is in
-    Detached forward = kAttached;
-    bool over = false;  // the backward of that forward is
+    std::size_t forward = 0;
+  };
+  struct Forward {  // with recorded calls
+    bool open = true;
+    bool detached = false;
+    bool entered = false;  // by the backward that runs
   };
   std::vector<Left> left_;
-  std::size_t forward_at_ = 0;     // how many had been left when it began
-  Detached forwards_ = kAttached;  // the number of the last detached one
-  std::int64_t calls_ = 0;         // that have been entered
+  std::vector<Forward> forwards_;
+  bool begins_ = true;  // with the next recorded call another one
+  bool is_open(const Left& call) const { return forwards_[call.forward].open; }
+  std::int64_t calls_ = 0;  // that have been entered
   struct Open {
     std::int64_t call;
     std::size_t place;  // in left_
   };
   std::vector<std::vector<Open>> open_;  // by unit
   const Open* find_open(std::int32_t unit, std::int64_t call) const;
-  // unit -> of its recorded calls the least Entered::at; kNever
+  // unit -> of its calls in open forwards the least Entered::at; kNever
   std::vector<std::size_t> first_entered_;
   // unit -> of its calls that are under way
   std::vector<std::vector<Entered>> under_way_;
