@@ -54,7 +54,7 @@ namespace {
 
 // More than any schedule has under way; a frozen model that is called again and
 // again with grad mode on has no backward.
-constexpr std::int64_t kMostOpenForwards = 1024;
+constexpr std::size_t kMostOpenForwards = 1024;
 
 }  // namespace
 
@@ -111,11 +111,11 @@ void Root::begin_forward(Unit& unit) {
   forward_root_ = &unit;
   forward_stream_ = device::current_stream(memory_->runtime().device());
   recorded_ = at::GradMode::is_enabled();
+  detached_ = false;
   // Recorded forwards whose backward never came are no longer expected.
   if (std::exchange(forward_at_step_, optimizer_steps_) != optimizer_steps_ ||
-      open_forwards_ == kMostOpenForwards) {
-    schedule_.end_backward();
-    open_forwards_ = 0;
+      schedule_.open_forwards() >= kMostOpenForwards) {
+    schedule_.forget_forwards();
   }
   schedule_.begin_forward();
   if (recorded_) {
@@ -140,6 +140,11 @@ void Root::leave_forward(Unit& unit) {
   }
 }
 
+void Root::note_inputs(const std::vector<at::Tensor>& inputs) {
+  detached_ = recorded_ && forward_root_ != units_.front() &&
+              are_made_of_leaves(inputs);
+}
+
 void Root::enter_rows(const Unit& unit, bool recorded) {
   require_stream(unit, "its rows to be read");
   if (recorded) schedule_.leave_forward(unit.number(), recorded);
@@ -157,13 +162,12 @@ void Root::replan(Unit& unit) {
 }
 
 void Root::end_forward() {
-  schedule_.end_forward();
+  schedule_.end_forward(detached_);
   forward_root_ = nullptr;
   if (recorded_) {
-    log().note({StepNote::What::forward});
+    log().note({StepNote::What::forward, -1, detached_});
   }
   ranks_.ask();
-  open_forwards_ += recorded_ ? 1 : 0;
   for (auto* unit : living(units_)) {
     // Gathered for a forward that did not come.
     if (unit->parameters().ahead()) {
@@ -177,19 +181,18 @@ void Root::end_forward() {
 
 // --- gradients' way out -----------------------------------------------------
 
-Units Root::participants() {
-  plans_.expect(schedule_.completion_order());
-  Units units;
-  for (const auto number : plans_.order()) {
-    if (auto* unit = units_[static_cast<std::size_t>(number)]) {
-      units.push_back(unit);
-    }
+Units Root::participants(std::optional<std::size_t> forward) {
+  auto order = schedule_.completion_order(forward);
+  if (!forward) {
+    plans_.expect(std::move(order));
+    order = plans_.order();
   }
+  auto units = living_of(order);
   // Those that only an earlier microbatch used reduce what it left, and
   // parameters that the user has gathered may be used without a forward.
   for (auto* unit : living(units_)) {
-    if ((unit->gradients().accumulating() ||
-         unit->parameters().state() == UnitState::unsharded) &&
+    const bool gathered = unit->parameters().state() == UnitState::unsharded;
+    if ((unit->gradients().accumulating() || (!forward && gathered)) &&
         std::find(units.begin(), units.end(), unit) == units.end()) {
       units.push_back(unit);
     }
@@ -201,11 +204,14 @@ Units Root::participants() {
 
 // --- backward ---------------------------------------------------------------
 
-void Root::open_backward() {
+void Root::open_backward(const Unit& unit, std::int64_t call) {
   if (failed_) {
     abort();
   }
   if (backward_ != -1) {
+    if (backward_of_ && !unit.in_backward_) {
+      join_others();
+    }
     return;
   }
   require_agreement();
@@ -216,15 +222,12 @@ void Root::open_backward() {
   graph_kept_ = base::graph_task_keeps_graph();
   LOWTIDE_INVARIANT(backward_ != -1, "autograd runs on this thread");
   count_backward();
-  in_backward_ = participants();
-  std::vector<UnitGradients*> streamed;
-  for (auto* unit : in_backward_) {
-    unit->begin_backward();
-    if (unit->gradients().sync()) {
-      streamed.push_back(&unit->gradients());
-    }
+  backward_of_.reset();
+  if (call != Schedule::kNoCall) {
+    backward_of_ = schedule_.detached_of(unit.number(), call);
   }
-  stream_.begin(streamed);
+  stream_.begin({});
+  take_part(participants(backward_of_));
   // What is left of a step that raised is dropped before anything else happens.
   base::at_end_of_graph_task(
       [self = shared_from_this()] {
@@ -237,6 +240,25 @@ void Root::open_backward() {
           alive->failed_ = true;
         }
       });
+}
+
+void Root::take_part(const Units& units) {
+  for (auto* unit : units) {
+    unit->begin_backward();
+    if (unit->gradients().sync() && !stream_.contains(unit->gradients())) {
+      stream_.append(unit->gradients());
+    }
+  }
+  in_backward_.insert(in_backward_.end(), units.begin(), units.end());
+}
+
+// It goes on through other forwards: as if they were one from here on.
+void Root::join_others() {
+  backward_of_.reset();
+  posted_backward_ = false;
+  auto others = participants();
+  std::erase_if(others, [](const Unit* unit) { return unit->in_backward_; });
+  take_part(others);
 }
 
 void Root::count_backward() {
@@ -271,7 +293,7 @@ bool Root::nested_backward() const {
 Root::BackwardCall Root::enter_backward(Unit& unit, std::int64_t number) {
   const auto call = schedule_.enter_backward(unit.number(), number);
   log().note({StepNote::What::backward, unit.number()});
-  if (call.place == std::size_t{0} && !posted_backward_) {
+  if (call.earliest && !posted_backward_) {
     // Nothing but this unit's backward follows, which the ranks' answers hide
     // behind.
     posted_backward_ = true;
@@ -315,16 +337,13 @@ void Root::reduce_accumulated() {
                     "no backward is under way");
   for (auto* unit : living(units_)) unit->require_split_backward_complete();
   count_backward();
-  std::vector<UnitGradients*> streamed;
-  for (auto* unit : participants()) {
-    if (unit->gradients().accumulating()) {
-      unit->begin_backward();
-      in_backward_.push_back(unit);
-      streamed.push_back(&unit->gradients());
-    }
-  }
+  auto units = participants();
+  std::erase_if(units, [](const Unit* unit) {
+    return !unit->gradients().accumulating();
+  });
   try {
-    stream_.begin(streamed);
+    stream_.begin({});
+    take_part(units);
     close_backward();
   } catch (...) {
     failed_ = true;
@@ -348,17 +367,17 @@ void Root::close_backward() {
   if (ranks_.compares()) {
     require_agreement();
   }
-  plans_.refine_order(in_backward_);
-  open_forwards_ = std::max<std::int64_t>(0, open_forwards_ - 1);
-  const bool more_backwards = open_forwards_ > 0;
-  for (auto* unit : living(units_)) {
+  // Of other forwards units wait for their own, gathered as they are.
+  const bool alone = backward_of_.has_value();
+  backward_of_.reset();
+  if (!alone) plans_.refine_order(in_backward_);
+  schedule_.end_backward();
+  const bool more_backwards = schedule_.open_forwards() > 0;
+  for (auto* unit : living(alone ? in_backward_ : units_)) {
     unit->end_backward(more_backwards, graph_kept_);
     unit->wait_for_host_copies();
   }
   if (std::exchange(graph_kept_, false)) kept_at_step_ = optimizer_steps_;
-  if (!more_backwards) {
-    schedule_.end_backward();
-  }
   in_backward_.clear();
   backward_ = -1;
   ended_backward_ = backwards_;
@@ -382,9 +401,9 @@ void Root::abort_here(bool drop_gradients) {
   log().forget();
   posted_backward_ = false;
   in_backward_.clear();
+  backward_of_.reset();
   forward_root_ = nullptr;
-  recorded_ = false;
-  open_forwards_ = 0;
+  recorded_ = detached_ = false;
   backward_ = -1;
   failed_ = false;
 }

@@ -46,6 +46,8 @@ class Root : public std::enable_shared_from_this<Root> {
   void leave_forward(Unit& unit);
   // Whether the forward that runs began with this unit.
   bool forward_is_of(const Unit& unit) const { return forward_root_ == &unit; }
+  // The inputs of that unit that require grad; see [Note: Detached forwards].
+  void note_inputs(const std::vector<at::Tensor>& inputs);
   // Throws lowtide::Error if that forward began on another stream.
   void require_stream(const Unit& unit, const char* what) const;
   // What a unit that streams its rows calls instead, inside the forward or
@@ -56,8 +58,9 @@ class Root : public std::enable_shared_from_this<Root> {
   // True while a forward runs that autograd records.
   bool recording() const { return forward_root_ != nullptr && recorded_; }
 
-  // A backward is under way on this thread: opens it on first sight.
-  void open_backward();
+  // A backward is under way on this thread and has come to `unit`, to the
+  // output of that call of it if it is one: opens it on first sight.
+  void open_backward(const Unit& unit, std::int64_t call = Schedule::kNoCall);
   // Whether this thread runs a backward inside the one that was opened.
   bool nested_backward() const;
   // The backward that runs keeps its graph, or one since the last step has.
@@ -108,7 +111,10 @@ class Root : public std::enable_shared_from_this<Root> {
   void close_backward();
   void abort_here(bool drop_gradients);
   void require_agreement();
-  Units participants();
+  // Of a backward of that detached forward alone, or of all that are open.
+  Units participants(std::optional<std::size_t> forward = {});
+  void take_part(const Units& units);
+  void join_others();
   Units living_of(const std::vector<std::int32_t>& numbers) const;
   bool all_run_in_order() const;
 
@@ -128,7 +134,7 @@ class Root : public std::enable_shared_from_this<Root> {
   // The same of the last one that autograd recorded: that of gradient nodes.
   std::optional<c10::Stream> recorded_stream_;
   bool recorded_ = false;
-  std::int64_t open_forwards_ = 0;  // recorded ones without a backward so far
+  bool detached_ = false;
   std::int64_t forward_at_step_ = 0;
   std::int64_t optimizer_steps_ = 0;
 
@@ -136,7 +142,9 @@ class Root : public std::enable_shared_from_this<Root> {
   std::int64_t ended_backward_ = 0;             // the last that has
   std::vector<std::int64_t> raised_backwards_;  // those that never will
   std::int64_t backward_ = -1;  // the graph task that was opened
-  bool graph_kept_ = false;     // by that task
+  // The detached forward that it goes through alone, as far as is known.
+  std::optional<std::size_t> backward_of_;
+  bool graph_kept_ = false;  // by that task
   // When a backward last kept its graph, in optimizer steps.
   std::int64_t kept_at_step_ = -1;
   Units in_backward_;

@@ -123,7 +123,8 @@ std::string StepLog::text_of(std::size_t place) const {
       words == words_.end() ? "" : base::concat(words->second, "; ");
   switch (note.what) {
     case What::forward:
-      return base::concat("the end of a forward of ", name);
+      return base::concat("the end of a forward of ", name,
+                          note.value != 0 ? ", on detached inputs" : "");
     case What::gather:
       return base::concat("the all-gather of unit ", name);
     case What::rows:

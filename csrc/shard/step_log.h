@@ -27,7 +27,7 @@ namespace lowtide::shard {
 
 struct StepNote {
   enum class What : std::uint8_t {
-    forward,  // that autograd records
+    forward,  // that autograd records; value: whether it is detached
     gather,
     rows,       // a gather of some rows
     reduce,     // value: which chunk

@@ -279,6 +279,7 @@ std::vector<at::Tensor> Unit::watch_forward_inputs(
   auto watched = watch_inputs(inputs, weak_from_this());
   if (!base::in_backward()) {
     input_bytes_ = bytes_of(inputs);
+    if (root_->forward_is_of(*this)) root_->note_inputs(inputs);
     calls_.watch(std::move(watched.node));
   }
   return std::move(watched.tensors);
@@ -388,7 +389,7 @@ Unit* Unit::enter_backward(std::int64_t call) {
 
 void Unit::on_output_gradient(std::int64_t call) {
   const base::TraceRange trace("lowtide::pre_backward", *name_);
-  root_->open_backward();
+  root_->open_backward(*this, call);
   begin_backward();
   const bool entered = calls_.enter_backward(call);
   Unit* around = nullptr;
@@ -506,7 +507,7 @@ bool Unit::on_product(std::int32_t i, const at::Tensor& grad_output,
   if (!gradients_.in_place(i)) {
     return false;
   }
-  root_->open_backward();
+  root_->open_backward(*this);
   begin_backward();
   if (!fused_.admits(i, obstacle)) {
     return false;
@@ -520,14 +521,14 @@ void Unit::on_only_product(std::int32_t i, const at::Tensor& grad_output,
   if (!arriving_.wants(i)) {
     return;
   }
-  root_->open_backward();
+  root_->open_backward(*this);
   begin_backward();
   fused_.require_host(i);
   fused_.add_product(stream(), i, grad_output, input);
 }
 
 void Unit::on_parameter_gradient(std::int32_t i, at::Tensor gradient) {
-  root_->open_backward();
+  root_->open_backward(*this);
   begin_backward();
   if (!arriving_.wants(i)) {
     return;
@@ -562,7 +563,7 @@ void Unit::on_recorded_backward(WeakNodePtr result) {
 
 void Unit::on_inputs_done(const torch::autograd::Node* node) {
   const base::TraceRange trace("lowtide::post_backward", *name_);
-  root_->open_backward();
+  root_->open_backward(*this);
   // As torch's schedules set it for the backwards that they split.
   if (!settings_->reshard_after_backward && !gradients_.sync()) {
     arriving_.on_inputs_done();
@@ -586,7 +587,7 @@ void Unit::on_rows_begin(RowPass pass) {
         "Call the loss inside the root's forward, or after it."));
   }
   if (pass == RowPass::backward) {
-    root_->open_backward();
+    root_->open_backward(*this);
     begin_backward();
     if (!calls_.inside_backward()) {  // not called as a module
       enter_backward(Schedule::kNoCall);
