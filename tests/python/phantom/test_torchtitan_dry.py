@@ -64,8 +64,8 @@ MACHINE = launch.Machine(world=8)
 
 def test_forward_and_backward_in_a_graph(tmp_path):
     """They are captured after an eager step, and what is replayed writes the gradients
-    that it wrote then. Nothing of layers is reduced behind a chunk of the loss; norm and
-    head, one unit, leave whole with either's gradients."""
+    that it wrote then. Nothing of layers is reduced behind a chunk of the loss; norm
+    and head, one unit, leave whole with either's gradients."""
     theirs, ours = (
         call_dry(train, system, tmp_path, {"graphs": True}, machine=MACHINE)
         for system in ("fsdp2", "lowtide")
