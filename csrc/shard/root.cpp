@@ -371,6 +371,7 @@ void Root::close_backward() {
   const bool alone = backward_of_.has_value();
   backward_of_.reset();
   if (!alone) plans_.refine_order(in_backward_);
+  captured_ |= memory_->runtime().capturing();
   schedule_.end_backward();
   const bool more_backwards = schedule_.open_forwards() > 0;
   for (auto* unit : living(alone ? in_backward_ : units_)) {
@@ -381,6 +382,14 @@ void Root::close_backward() {
   in_backward_.clear();
   backward_ = -1;
   ended_backward_ = backwards_;
+}
+
+void Root::optimizer_stepped() {
+  ++optimizer_steps_;
+  if (!captured_) return;
+  for (const auto* unit : living(units_)) {
+    unit->gradients().require_as_captured();
+  }
 }
 
 // --- recovery ---------------------------------------------------------------

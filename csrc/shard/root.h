@@ -90,7 +90,9 @@ class Root : public std::enable_shared_from_this<Root> {
   void abort(bool drop_gradients = true);
 
   // An optimizer has changed shards: what is still gathered is old.
-  void optimizer_stepped() { ++optimizer_steps_; }
+  // Throws lowtide::Error where a graph was replayed in which other ranks had
+  // gradients than when it was captured.
+  void optimizer_stepped();
   std::int64_t optimizer_steps() const { return optimizer_steps_; }
 
   // How many backwards, and reductions outside of any, have begun, and whether
@@ -145,6 +147,7 @@ class Root : public std::enable_shared_from_this<Root> {
   // The detached forward that it goes through alone, as far as is known.
   std::optional<std::size_t> backward_of_;
   bool graph_kept_ = false;  // by that task
+  bool captured_ = false;    // a backward was, in a graph of the device's
   // When a backward last kept its graph, in optimizer steps.
   std::int64_t kept_at_step_ = -1;
   Units in_backward_;

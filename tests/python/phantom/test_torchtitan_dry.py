@@ -38,9 +38,6 @@ def train(system: str, folder: Path, settings: dict[str, Any]) -> dict[str, Any]
     trainer = titan_configs.trainer_of(change, folder, STEPS, saves=False, **settings)
     gradients: list[list[int]] = []
     (model,) = trainer.model_parts
-    if system == "lowtide" and settings.get("graphs"):
-        # Norm and head are one unit, and a chunk's loss uses the head alone.
-        model.norm.set_reduce_scatter_unused_params(True)
 
     def note_gradients(*_: Any) -> None:
         gradients.append([p.grad._local_tensor.data_ptr() for p in model.parameters()])
