@@ -163,10 +163,11 @@ void Root::replan(Unit& unit) {
 
 void Root::end_forward() {
   schedule_.end_forward(detached_);
-  forward_root_ = nullptr;
   if (recorded_) {
-    log().note({StepNote::What::forward, -1, detached_});
+    if (!detached_) forward_root_->attached_at_step_ = optimizer_steps_;
+    log().note({StepNote::What::forward});
   }
+  forward_root_ = nullptr;
   ranks_.ask();
   for (auto* unit : living(units_)) {
     // Gathered for a forward that did not come.
@@ -223,10 +224,10 @@ void Root::open_backward(const Unit& unit, std::int64_t call) {
   LOWTIDE_INVARIANT(backward_ != -1, "autograd runs on this thread");
   count_backward();
   backward_of_.reset();
-  if (call != Schedule::kNoCall) {
+  if (call != Schedule::kNoCall && detached_on_all(unit)) {
     backward_of_ = schedule_.detached_of(unit.number(), call);
   }
-  stream_.begin({});
+  stream_.begin();
   take_part(participants(backward_of_));
   // What is left of a step that raised is dropped before anything else happens.
   base::at_end_of_graph_task(
@@ -240,6 +241,17 @@ void Root::open_backward(const Unit& unit, std::int64_t call) {
           alive->failed_ = true;
         }
       });
+}
+
+// Compared over all ranks that a unit has.
+bool Root::detached_on_all(const Unit& unit) const {
+  const auto& ranks = unit.groups().host;
+  return !unit.common_.attached_on_any &&
+         std::ranges::all_of(living(units_), [&](const Unit* other) {
+           const auto& theirs = other->groups().host;
+           return theirs == ranks ||
+                  (theirs && ranks && theirs->size() < ranks->size());
+         });
 }
 
 void Root::take_part(const Units& units) {
@@ -291,7 +303,8 @@ bool Root::nested_backward() const {
 }
 
 Root::BackwardCall Root::enter_backward(Unit& unit, std::int64_t number) {
-  const auto call = schedule_.enter_backward(unit.number(), number);
+  const auto call =
+      schedule_.enter_backward(unit.number(), number, backward_of_);
   log().note({StepNote::What::backward, unit.number()});
   if (call.earliest && !posted_backward_) {
     // Nothing but this unit's backward follows, which the ranks' answers hide
@@ -342,7 +355,7 @@ void Root::reduce_accumulated() {
     return !unit->gradients().accumulating();
   });
   try {
-    stream_.begin({});
+    stream_.begin();
     take_part(units);
     close_backward();
   } catch (...) {

@@ -98,8 +98,8 @@ const Schedule::Open* Schedule::find_open(std::int32_t unit,
   return found == open.rend() ? nullptr : &*found;
 }
 
-Schedule::BackwardCall Schedule::enter_backward(std::int32_t unit,
-                                                std::int64_t call) {
+Schedule::BackwardCall Schedule::enter_backward(
+    std::int32_t unit, std::int64_t call, std::optional<std::size_t> within) {
   BackwardCall entered;
   const auto* const found = find_open(unit, call);
   if (found == nullptr) {
@@ -114,12 +114,11 @@ Schedule::BackwardCall Schedule::enter_backward(std::int32_t unit,
   entered.alone = left.entered.at == place;
   if (left.around != kNobody) entered.around = left.around;
   entered.earliest = true;
-  auto& forward = forwards_[left.forward];
-  forward.entered = true;
+  forwards_[left.forward].entered = true;
   for (auto before = place; before-- > 0;) {
     const auto& call = left_[before];
     if (!is_open(call)) continue;
-    if (forward.detached && call.forward != left.forward) break;
+    if (within && call.forward != *within) break;
     entered.earliest = false;
     entered.next.push_back(call.unit);
     if (call.entered.at == before || call.around == kNobody) break;

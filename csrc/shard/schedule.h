@@ -28,6 +28,9 @@
 // on inputs that want a gradient and that no unit made, is such a forward: its
 // backward is its own, and those of other forwards are still to come.  A
 // backward that goes through others as well is told apart when it meets them.
+// Inputs are each rank's own, so ranks compare: where any of them calls the
+// unit otherwise in a step, and where they are not compared, all take such a
+// backward for one of everything.
 #pragma once
 
 #include <cstdint>
@@ -69,7 +72,9 @@ class Schedule {
     bool alone = false;  // no other call was left between its begin and its end
     std::optional<std::int32_t> around;  // the unit whose call it is in
   };
-  BackwardCall enter_backward(std::int32_t unit, std::int64_t call = kNoCall);
+  // `within`: the forward that the backward is known to go through alone.
+  BackwardCall enter_backward(std::int32_t unit, std::int64_t call = kNoCall,
+                              std::optional<std::size_t> within = {});
   // Whether autograd has run all of `unit` when the backward of the call at
   // `place` begins, by [Note: The order of backward].
   bool is_over(std::int32_t unit, std::size_t place) const;

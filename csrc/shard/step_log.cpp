@@ -123,8 +123,7 @@ std::string StepLog::text_of(std::size_t place) const {
       words == words_.end() ? "" : base::concat(words->second, "; ");
   switch (note.what) {
     case What::forward:
-      return base::concat("the end of a forward of ", name,
-                          note.value != 0 ? ", on detached inputs" : "");
+      return base::concat("the end of a forward of ", name);
     case What::gather:
       return base::concat("the all-gather of unit ", name);
     case What::rows:

@@ -347,6 +347,7 @@ StepLog::Numbers Unit::numbers_to_compare() {
                     .used_hash = leaves().used_hash(),
                     .calls_without_inputs = calls_.has_calls_without_inputs(
                         root_->optimizer_steps()),
+                    .attached = attached_at_step_ == root_->optimizer_steps(),
                     .gather_ns = parameters_.gather_ns()}
       .to_compare();
 }
@@ -357,11 +358,13 @@ void Unit::agree_on(const StepLog::Numbers& greatest) {
   calls_.agree_on_calls_without_inputs(common_.calls_without_inputs_of_any);
 }
 
-// Rank 0's first numbers stay, but one: inputs that want gradients, on one rank
-// or later than in the first forward, have autograd save the parameters.
+// Rank 0's first numbers stay, but those that the inputs decide about, which
+// may differ on one rank or later: where they want gradients autograd saves the
+// parameters.
 void Unit::agree_alone() {
   compared_ = false;
   common_.saved_by_any = !rows_.looks_up();
+  common_.attached_on_any = true;
 }
 
 // --- backward ---------------------------------------------------------------

@@ -17,6 +17,11 @@ UsedElsewhere::Used UsedElsewhere::Asked::used() const {
   return used;
 }
 
+void UsedElsewhere::Asked::hold(const at::Tensor& like) {
+  flags =
+      at::from_blob(bytes.get(), {like.numel()}, at::dtype(like.scalar_type()));
+}
+
 void UsedElsewhere::ask(std::vector<std::int32_t> parameters,
                         std::vector<std::int32_t> columns,
                         const at::Tensor& flags) {
@@ -37,13 +42,12 @@ void UsedElsewhere::ask(std::vector<std::int32_t> parameters,
   }
   asked.parameters = std::move(parameters);
   asked.columns = std::move(columns);
-  copy(asked, flags);
+  asked.hold(flags);
+  copy(flags, asked);
 }
 
-void UsedElsewhere::copy(Asked& asked, const at::Tensor& flags) {
+void UsedElsewhere::copy(const at::Tensor& flags, const Asked& asked) {
   auto& runtime = memory_->runtime();
-  asked.flags = at::from_blob(asked.bytes.get(), {flags.numel()},
-                              at::dtype(flags.scalar_type()));
   runtime.copy(runtime.current(), asked.bytes.get(), flags.const_data_ptr(),
                flags.nbytes(), device::Copy::to_host);
 }
@@ -71,17 +75,16 @@ void UsedElsewhere::capture(std::vector<std::int32_t> parameters,
                      std::move(bytes),
                      flags.nbytes()},
                     answer->second};
-  // Until the first replay.
   auto& asked = captured.asked;
-  asked.flags = at::from_blob(asked.bytes.get(), {flags.numel()},
-                              at::dtype(flags.scalar_type()));
+  asked.hold(flags);
+  // Until the first replay.
   asked.flags.zero_();
   for (std::size_t k = 0; k < asked.parameters.size(); ++k) {
     if (captured.used.contains(asked.parameters[k])) {
       asked.flags[asked.columns[k]].fill_(1);
     }
   }
-  copy(asked, flags);
+  copy(flags, asked);
   taken_for_used_.insert(captured.used.begin(), captured.used.end());
   captured_.push_back(std::move(captured));
 }

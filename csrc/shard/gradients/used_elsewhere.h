@@ -59,13 +59,14 @@ class UsedElsewhere {
     c10::DataPtr bytes;
     std::size_t capacity = 0;
 
+    void hold(const at::Tensor& like);
     Used used() const;
   };
   struct Captured {
     Asked asked;
     Used used;
   };
-  void copy(Asked& asked, const at::Tensor& flags);
+  void copy(const at::Tensor& flags, const Asked& asked);
   void capture(std::vector<std::int32_t> parameters,
                std::vector<std::int32_t> columns, const at::Tensor& flags);
 

@@ -257,7 +257,7 @@ TEST(ScheduleTest, ADetachedForwardHasABackwardOfItsOwn) {
     ASSERT_TRUE(chunk);
     EXPECT_THAT(schedule.completion_order(chunk), ElementsAre(3));
     EXPECT_THAT(schedule.completion_order(), ElementsAre(3, 2, 1, 0));
-    const auto entered = schedule.enter_backward(3, call);
+    const auto entered = schedule.enter_backward(3, call, chunk);
     EXPECT_TRUE(entered.earliest);
     EXPECT_THAT(entered.next, IsEmpty());
     EXPECT_EQ(schedule.detached_of(3, call), std::nullopt);
@@ -267,6 +267,15 @@ TEST(ScheduleTest, ADetachedForwardHasABackwardOfItsOwn) {
   EXPECT_THAT(schedule.completion_order(), ElementsAre(2, 1, 0));
   EXPECT_EQ(schedule.detached_of(2, Schedule::kNoCall), std::nullopt);
   EXPECT_FALSE(schedule.enter_backward(2).earliest);
+}
+
+// Where a rank has called it otherwise.
+TEST(ScheduleTest, WhatIsTakenForOneOfEverythingExpectsTheRest) {
+  Schedule schedule(4);
+  forward_by_chunks(schedule);
+  const auto entered = schedule.enter_backward(3, 1);
+  EXPECT_FALSE(entered.earliest);
+  EXPECT_THAT(entered.next, ElementsAre(2));
 }
 
 TEST(ScheduleTest, RowsThatAreReadBehindADetachedForwardAreNotInIt) {

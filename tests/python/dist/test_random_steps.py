@@ -154,10 +154,13 @@ class Steps(RuleBasedStateMachine):
         run=passes,
         syncs=st.lists(syncs, min_size=2, max_size=4),
         together=st.booleans(),
+        partly=st.booleans(),
     )
-    def chunked(self, run: Pass, syncs: list[tuple[bool, ...]], together: bool) -> None:
+    def chunked(
+        self, run: Pass, syncs: list[tuple[bool, ...]], together: bool, partly: bool
+    ) -> None:
         run = replace(run, chunks=len(syncs) - 1, penalty=False)
-        self.then("chunked", run, syncs, together)
+        self.then("chunked", run, syncs, together, partly)
 
     @precondition(lambda self: not self.open)
     @rule()

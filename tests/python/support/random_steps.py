@@ -140,9 +140,12 @@ def outputs_and_loss(
 
 
 class Chunks:
-    def __init__(self, head: Any, out: Tensor, count: int, together: bool) -> None:
+    def __init__(
+        self, head: Any, out: Tensor, count: int, together: bool, wanted: bool
+    ) -> None:
         self.head, self.out, self.together = head, out, together
-        self.cut = [p.detach().requires_grad_() for p in out.tensor_split(count)]
+        parts = out.tensor_split(count)
+        self.cut = [part.detach().requires_grad_(wanted) for part in parts]
 
     def loss(self, number: int) -> Tensor:
         """Of a chunk, or behind all of them of what is in front of the head."""
@@ -154,7 +157,7 @@ class Chunks:
         return loss + self.head(self.cut[0]).float().square().sum()
 
     def gradient(self) -> Tensor:
-        return torch.cat([part.grad for part in self.cut if part.grad is not None])
+        return torch.cat([p if p.grad is None else p.grad for p in self.cut]).detach()
 
 
 def block_of(name: str) -> int:
@@ -335,14 +338,21 @@ class Session:
             for number, block in enumerate(self.model.blocks):
                 block.set_requires_gradient_sync(sync[number])
 
-    def chunked(self, run: Pass, syncs: list[tuple[bool, ...]], together: bool) -> None:
+    def chunked(
+        self, run: Pass, syncs: list[tuple[bool, ...]], together: bool, partly: bool
+    ) -> None:
         """A backward for the head on each chunk of what the model gave, cut off from
-        it, and one through the model; if ``together``, through the head once more."""
+        it, and one through the model; if ``together``, through the head once more.
+        ``partly``: only ranks whose inputs want gradients take the head's."""
         rule = self.rule.compute
         ours = self.model(self.data(run, self.rank), run, self.rank)
         theirs = [rule(self.data(run, rank), run, rank) for rank in range(RANKS)]
-        mine = Chunks(self.model.head, ours, run.chunks, together)
-        rules = [Chunks(rule.head, out, run.chunks, together) for out in theirs]
+        wanted = [want or not partly for want in run.wanted]
+        mine = Chunks(self.model.head, ours, run.chunks, together, wanted[self.rank])
+        rules = [
+            Chunks(rule.head, out, run.chunks, together, want)
+            for out, want in zip(theirs, wanted, strict=True)
+        ]
         for number, sync in enumerate(syncs):
             if number == run.chunks:
                 same("gradient", mine.gradient(), rules[self.rank].gradient())
@@ -351,7 +361,7 @@ class Session:
             for rank, chunks in enumerate(rules):
                 loss = chunks.loss(number)
                 self.rule.add(rank, loss, True, sync)
-                if number < run.chunks:
+                if number < run.chunks and chunks.cut[number].requires_grad:
                     loss.backward(inputs=[chunks.cut[number]])
             self.rule.reduce(sync)
 
