@@ -375,6 +375,7 @@ void UnitGradients::land_sum(const at::Tensor& row,
   sharded_.land(pieces, row);
   std::vector<std::int32_t> summed;
   for (const auto& piece : pieces) summed.push_back(piece.parameter);
+  if (std::ranges::all_of(summed, [&](auto i) { return used_here(i); })) return;
   std::vector<std::int32_t> columns(summed.size());
   std::iota(columns.begin(), columns.end(), 0);
   ask_who_used(
