@@ -116,8 +116,8 @@ def rows_with_gradients(parameters: Iterable[Any], known: Rows) -> list[Any] | N
             continue
         if not isinstance(gradient, DTensor):
             return None
-        spec = gradient._spec
-        if spec is not p._spec and not same_layout(spec, p._spec):
+        spec = p._spec
+        if gradient._spec is not spec and not same_layout(gradient._spec, spec):
             return None
         local = p._local_tensor
         rows = known.get(id(p))
@@ -178,32 +178,39 @@ class States(dict[Tensor, Any]):
 
     def __missing__(self, parameter: Any) -> Any:
         p = parameter.sharded if type(parameter) is StepRows else parameter
-        self[parameter] = state = _State(p, self._states[p], self._elsewhere)
+        of_p, elsewhere = self._states[p], self._elsewhere
+        self[parameter] = state = _State(of_p)
+        state.parameter, state.sharded = p, of_p
+        for name, value in of_p.items():
+            if isinstance(value, DTensor):
+                if value._spec is not p._spec:
+                    _require_same_layout(p, name, value)
+                value = value._local_tensor
+                _set(state, name, value)
+            if elsewhere and (there := elsewhere.get(id(value))) is not None:
+                _set(state, name, there)
         return state
+
+
+_set = dict.__setitem__
 
 
 class _State(dict[str, Any]):
     """One parameter's; what is set is set in the sharded parameter's, too."""
 
-    __slots__ = ("_parameter", "_state")
-
-    def __init__(self, parameter: Any, state: Any, elsewhere: Any) -> None:
-        super().__init__(state)
-        self._parameter, self._state = parameter, state
-        for name, value in state.items():
-            if isinstance(value, DTensor):
-                spec, wanted = value._spec, parameter._spec
-                if spec is not wanted and not same_layout(spec, wanted):
-                    raise ValueError(
-                        f"lowtide: optimizer: expected state '{name}' of its "
-                        f"parameter's placements, {wanted}, got {spec}. Load it by "
-                        "torch.distributed.checkpoint."
-                    )
-                value = value._local_tensor
-                super().__setitem__(name, value)
-            if elsewhere and (there := elsewhere.get(id(value))) is not None:
-                super().__setitem__(name, there)
+    __slots__ = ("parameter", "sharded")
+    parameter: Any
+    sharded: dict[str, Any]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, value)
-        self._state[name] = as_sharded(self._parameter, value)
+        _set(self, name, value)
+        self.sharded[name] = as_sharded(self.parameter, value)
+
+
+def _require_same_layout(parameter: Any, name: str, value: Any) -> None:
+    if not same_layout(value._spec, parameter._spec):
+        raise ValueError(
+            f"lowtide: optimizer: expected state '{name}' of its parameter's "
+            f"placements, {parameter._spec}, got {value._spec}. Load it by "
+            "torch.distributed.checkpoint."
+        )
