@@ -112,24 +112,26 @@ std::vector<RingUnit> GradientPlans::ring_units() const {
   return seen;
 }
 
-std::int64_t GradientPlans::budget() const {
-  std::int64_t ranks = 1;
-  std::int64_t largest = 0;
-  std::int64_t experts = 0;
+GradientPlans::Largest GradientPlans::largest() const {
+  Largest largest;
   for (const auto& unit : ring_units()) {
-    ranks = std::max(ranks, unit.ranks);
-    largest = std::max(largest, unit.wire_bytes);
-    if (unit.experts) experts = std::max(experts, unit.wire_bytes);
+    largest.ranks = std::max(largest.ranks, unit.ranks);
+    largest.unit = std::max(largest.unit, unit.wire_bytes);
+    if (unit.experts) {
+      largest.experts = std::max(largest.experts, unit.wire_bytes);
+    }
   }
-  return budget_.value_or(default_ring_budget(ranks, largest, experts));
+  return largest;
+}
+
+std::int64_t GradientPlans::budget() const {
+  const auto [ranks, unit, experts] = largest();
+  return budget_.value_or(default_ring_budget(ranks, unit, experts));
 }
 
 std::int64_t GradientPlans::shared_ring_bytes() const {
-  std::int64_t largest = 0;
-  for (const auto& unit : ring_units()) {
-    largest = std::max(largest, unit.wire_bytes);
-  }
-  return ring_bytes(budget(), largest);
+  const auto [ranks, unit, experts] = largest();
+  return ring_bytes(budget(), ranks, unit, experts);
 }
 
 void GradientPlans::plan_of(Unit& unit) {
@@ -137,7 +139,10 @@ void GradientPlans::plan_of(Unit& unit) {
   const auto bytes =
       ring_bytes_of(ring_units(), order_, unit.number(), budget(), shared);
   const bool own = bytes > shared;
-  unit.gradients().set_own_slots(own);
+  unit.gradients().set_slots(
+      ring_slots(own ? unit.groups().reduce->size() : largest().ranks, own,
+                 bytes),
+      own);
   constexpr auto kItemsize = static_cast<std::int64_t>(sizeof(float));
   unit.gradients().plan(
       unit.parameters().leaves().trainable(),

@@ -17,8 +17,13 @@ constexpr std::int64_t kWorthARing = 4;
 constexpr std::int64_t kVeryManyRanks = 128;
 
 constexpr std::int64_t kLargestUnitOverRing = 11;
-constexpr std::int64_t kExpertsOverRing = 4;
+constexpr std::int64_t kLargeExperts = 640 * kMiB;
 constexpr std::int64_t kMostRingOfExperts = 640 * kMiB;
+constexpr std::int64_t kMostRingOfExpertsAmongMany = 1280 * kMiB;
+// What leaves by one slot in the time of one rank's latency, see
+// [Note: One slot].
+constexpr std::int64_t kOneSlotPerRank = 5 * kMiB;
+constexpr std::int64_t kSlotsForRows = 3;
 
 constexpr std::int64_t kPackedInANode = std::int64_t{64} << 10;
 constexpr std::int64_t kPackedPerRank = std::int64_t{24} << 10;
@@ -34,6 +39,21 @@ constexpr double kSlowestLatencyNs = 200'000;
 
 std::int64_t received_bytes(std::int64_t bytes, std::int64_t ranks) {
   return bytes / ranks * (ranks - 1);
+}
+
+// Bytes of a ring that holds one `part`-th of a unit's gradients, with a row
+// for each chunk's result.
+std::int64_t part_of(std::int64_t bytes, std::int64_t part,
+                     std::int64_t ranks) {
+  return bytes / part + bytes / part / ranks + kMiB;
+}
+
+// By two slots in eight chunks, among many ranks in four.
+std::int64_t ring_of_experts(std::int64_t ranks, std::int64_t bytes) {
+  if (ranks < kManyRanks) {
+    return std::min(bytes / 4, kMostRingOfExperts);
+  }
+  return std::min(part_of(bytes, 2, ranks), kMostRingOfExpertsAmongMany);
 }
 
 // Numbers of units whose gradients leave, but not of the outermost: these are
@@ -71,25 +91,43 @@ std::int64_t packed_bytes(std::int64_t ranks) {
                                 : std::min(kPackedPerRank * ranks, kMostPacked);
 }
 
-std::int64_t ring_slots(std::int64_t ranks, bool own) {
-  return own && ranks < kManyRanks ? kMostRingSlots : kRingSlots;
+std::int64_t ring_slots(std::int64_t ranks, bool own, std::int64_t ring_bytes) {
+  if (own) {
+    return ranks < kManyRanks ? kMostRingSlots : kRingSlots;
+  }
+  return ranks < kVeryManyRanks || ring_bytes > ranks * kOneSlotPerRank
+             ? kRingSlots
+             : 1;
 }
+
+std::int64_t slots_for_rows(std::int64_t slots) {
+  return slots == 1 ? kSlotsForRows : slots;
+}
+
+bool cuts_evenly(std::int64_t ranks) { return ranks >= kVeryManyRanks; }
 
 std::int64_t default_ring_budget(std::int64_t ranks,
                                  std::int64_t largest_unit_bytes,
                                  std::int64_t largest_experts_bytes) {
-  return std::max(
-      {kDefaultRingBudget, ranks * kRingBudgetPerRank,
-       largest_unit_bytes / kLargestUnitOverRing,
-       std::min(largest_experts_bytes / kExpertsOverRing, kMostRingOfExperts)});
+  const auto least =
+      ranks < kVeryManyRanks ? kDefaultRingBudget : kRingBudgetOfVeryMany;
+  return std::max({least, ranks * kRingBudgetPerRank,
+                   largest_unit_bytes / kLargestUnitOverRing,
+                   ring_of_experts(ranks, largest_experts_bytes)});
 }
 
-std::int64_t ring_bytes(std::int64_t budget_bytes,
-                        std::int64_t largest_unit_bytes) {
+std::int64_t ring_bytes(std::int64_t budget_bytes, std::int64_t ranks,
+                        std::int64_t largest_unit_bytes,
+                        std::int64_t largest_experts_bytes) {
   if (largest_unit_bytes <= kMiB) {
     return std::min(budget_bytes, kRingSlots * 2 * kMiB);
   }
-  return std::min(budget_bytes, std::max(2 * kMiB, largest_unit_bytes / 4));
+  const auto most = ranks < kVeryManyRanks
+                        ? largest_unit_bytes / 4
+                        : part_of(largest_unit_bytes, 3, ranks);
+  return std::min(budget_bytes,
+                  std::max({2 * kMiB, most,
+                            ring_of_experts(ranks, largest_experts_bytes)}));
 }
 
 std::int64_t ring_bytes_of(c10::ArrayRef<RingUnit> units,
@@ -97,8 +135,7 @@ std::int64_t ring_bytes_of(c10::ArrayRef<RingUnit> units,
                            std::int32_t number, std::int64_t budget_bytes,
                            std::int64_t ring_bytes) {
   const auto& unit = at(units, number);
-  const bool large_experts =
-      unit.experts && unit.wire_bytes > kMostRingOfExperts;
+  const bool large_experts = unit.experts && unit.wire_bytes > kLargeExperts;
   if (budget_bytes < kDefaultRingBudget || large_experts ||
       unit.wire_bytes <= kWorthARing * ring_bytes) {
     return ring_bytes;
@@ -125,7 +162,7 @@ std::int64_t ring_bytes_of_equal_chunks(std::int64_t ring_bytes,
                                         std::int64_t wire_bytes,
                                         std::int64_t ranks,
                                         std::int64_t row_bytes) {
-  const auto slots = ring_slots(ranks, /*own=*/true);
+  const auto slots = ring_slots(ranks, /*own=*/true, ring_bytes);
   const auto of_a_rank = wire_bytes / ranks;
   const auto in_slot =
       std::max<std::int64_t>(1, ring_bytes / (slots * (ranks + 1)));

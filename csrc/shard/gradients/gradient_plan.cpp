@@ -14,15 +14,16 @@ using at::round_up;
 // Fills chunks one after another.
 class Cutter {
  public:
-  Cutter(UnitPlan& plan, std::int64_t max_columns)
-      : plan_(plan), max_columns_(max_columns) {}
+  // Parameters of up to `uncut` columns stay whole.
+  Cutter(UnitPlan& plan, std::int64_t max_columns, std::int64_t uncut)
+      : plan_(plan), max_columns_(max_columns), uncut_(uncut) {}
 
   void add(std::int32_t parameter, std::int64_t numel) {
-    const bool fits_in_one = numel <= max_columns_;
+    const bool stays_whole = numel <= uncut_;
     std::int64_t begin = 0;
     while (begin < numel) {
       const std::int64_t room = plan_.chunks.empty() ? 0 : max_columns_ - used_;
-      if (room <= 0 || (fits_in_one && numel > room)) {
+      if (room <= 0 || (stays_whole && numel > room)) {
         open();
         continue;
       }
@@ -66,8 +67,33 @@ class Cutter {
 
   UnitPlan& plan_;
   std::int64_t max_columns_;
+  std::int64_t uncut_;
   std::int64_t used_ = 0;
 };
+
+std::int64_t uncut_columns(std::int64_t max_columns) {
+  return std::min(max_columns / 8, kUncutColumns);
+}
+
+// Of the parameters that no strips are fixed for.
+std::int64_t even_columns(const std::vector<std::int64_t>& shard_numel,
+                          const std::vector<std::int32_t>& order,
+                          std::int64_t max_columns,
+                          const std::vector<std::int64_t>& strips) {
+  std::int64_t columns = 0;
+  for (const auto parameter : order) {
+    const auto p = static_cast<std::size_t>(parameter);
+    if (p >= strips.size() || strips[p] == 0) {
+      columns += round_up(shard_numel[p], kPieceColumnMultiple);
+    }
+  }
+  const auto chunks = at::ceil_div(columns, max_columns);
+  return chunks < 2
+             ? max_columns
+             : std::min(max_columns, round_up(at::ceil_div(columns, chunks) +
+                                                  uncut_columns(max_columns),
+                                              kChunkColumnMultiple));
+}
 
 }  // namespace
 
@@ -82,7 +108,7 @@ std::int64_t UnitPlan::max_columns() const {
 UnitPlan plan_unit(const std::vector<std::int64_t>& shard_numel,
                    const std::vector<std::int32_t>& order,
                    std::int64_t max_columns,
-                   const std::vector<std::int64_t>& strips) {
+                   const std::vector<std::int64_t>& strips, bool evenly) {
   UnitPlan plan;
   plan.num_parameters = static_cast<std::int64_t>(shard_numel.size());
   if (order.empty()) {
@@ -91,10 +117,16 @@ UnitPlan plan_unit(const std::vector<std::int64_t>& shard_numel,
   max_columns =
       std::max(kChunkColumnMultiple,
                max_columns / kChunkColumnMultiple * kChunkColumnMultiple);
-  Cutter cutter(plan, max_columns);
   for (const auto parameter : order) {
     LOWTIDE_INVARIANT(parameter >= 0 && parameter < plan.num_parameters,
                       "gradient order names a parameter of the unit");
+  }
+  if (evenly) {
+    max_columns = even_columns(shard_numel, order, max_columns, strips);
+  }
+  Cutter cutter(plan, max_columns,
+                evenly ? uncut_columns(max_columns) : max_columns);
+  for (const auto parameter : order) {
     const auto p = static_cast<std::size_t>(parameter);
     if (p < strips.size() && strips[p] > 0) {
       cutter.add_in_strips(parameter, shard_numel[p], strips[p]);

@@ -25,8 +25,10 @@ TEST(PackedBytesTest, GrowWithTheRing) {
 
 TEST(RingBytesTest, TheBudgetGrowsWithTheRanks) {
   EXPECT_EQ(default_ring_budget(8, kGiB, 0), 192 * kMiB);
-  EXPECT_EQ(default_ring_budget(128, kGiB, 0), 192 * kMiB);
-  EXPECT_EQ(default_ring_budget(256, kGiB, 0), 384 * kMiB);
+  EXPECT_EQ(default_ring_budget(127, kGiB, 0), 192 * kMiB);
+  EXPECT_EQ(default_ring_budget(128, kGiB, 0), 288 * kMiB);
+  EXPECT_EQ(default_ring_budget(256, kGiB, 0), 288 * kMiB);
+  EXPECT_EQ(default_ring_budget(512, kGiB, 0), 576 * kMiB);
 }
 
 TEST(RingBytesTest, TheBudgetGrowsWithAUnitOfManyChunks) {
@@ -37,21 +39,51 @@ TEST(RingBytesTest, TheBudgetGrowsWithAUnitOfManyChunks) {
 TEST(RingBytesTest, TheBudgetOfExpertsIsLargerButBounded) {
   EXPECT_EQ(default_ring_budget(8, 2 * kGiB, 512 * kMiB), 192 * kMiB);
   EXPECT_EQ(default_ring_budget(8, 2 * kGiB, 2 * kGiB), 512 * kMiB);
-  EXPECT_EQ(default_ring_budget(64, 6 * kGiB, 6 * kGiB), 640 * kMiB);
+  EXPECT_EQ(default_ring_budget(8, 6 * kGiB, 6 * kGiB), 640 * kMiB);
+  // Half of them and a result of each chunk, for four chunks in two slots.
+  EXPECT_EQ(default_ring_budget(64, 2 * kGiB, 2 * kGiB),
+            kGiB + 16 * kMiB + kMiB);
+  EXPECT_EQ(default_ring_budget(64, 6 * kGiB, 6 * kGiB), 1280 * kMiB);
 }
 
 TEST(RingBytesTest, AmongFewRanksARingOfAUnitsOwnHasMoreSlots) {
-  EXPECT_EQ(ring_slots(8, /*own=*/false), 2);
-  EXPECT_EQ(ring_slots(64, /*own=*/false), 2);
-  EXPECT_EQ(ring_slots(31, /*own=*/true), 4);
-  EXPECT_EQ(ring_slots(32, /*own=*/true), 2);
+  EXPECT_EQ(ring_slots(8, /*own=*/false, kMiB), 2);
+  EXPECT_EQ(ring_slots(31, /*own=*/true, kMiB), 4);
+  EXPECT_EQ(ring_slots(32, /*own=*/true, kMiB), 2);
 }
 
-TEST(RingBytesTest, ARingIsAQuarterOfTheLargestUnitAtMost) {
-  EXPECT_EQ(ring_bytes(64 * kMiB, 40 * kMiB), 10 * kMiB);
-  EXPECT_EQ(ring_bytes(64 * kMiB, 400 * kMiB), 64 * kMiB);
-  EXPECT_EQ(ring_bytes(64 * kMiB, 4 * kMiB), 2 * kMiB);
-  EXPECT_EQ(ring_bytes(64 * kMiB, kMiB), 4 * kMiB);
+TEST(RingBytesTest, AmongVeryManyRanksOneSlotUntilItsCopiesOutweighALatency) {
+  EXPECT_EQ(ring_slots(127, /*own=*/false, kMiB), 2);
+  EXPECT_EQ(ring_slots(128, /*own=*/false, 640 * kMiB), 1);
+  EXPECT_EQ(ring_slots(128, /*own=*/false, 641 * kMiB), 2);
+  EXPECT_EQ(ring_slots(128, /*own=*/true, kMiB), 2);
+}
+
+TEST(RingBytesTest, BlocksOfRowsAreShorterThanOneSlot) {
+  EXPECT_EQ(slots_for_rows(1), 3);
+  EXPECT_EQ(slots_for_rows(2), 2);
+  EXPECT_EQ(slots_for_rows(4), 4);
+}
+
+TEST(RingBytesTest, ARingIsAPartOfTheLargestUnitAtMost) {
+  EXPECT_EQ(ring_bytes(64 * kMiB, 8, 40 * kMiB, 0), 10 * kMiB);
+  EXPECT_EQ(ring_bytes(64 * kMiB, 8, 400 * kMiB, 0), 64 * kMiB);
+  EXPECT_EQ(ring_bytes(64 * kMiB, 8, 4 * kMiB, 0), 2 * kMiB);
+  EXPECT_EQ(ring_bytes(64 * kMiB, 8, kMiB, 0), 4 * kMiB);
+  EXPECT_EQ(ring_bytes(640 * kMiB, 128, 384 * kMiB, 0), (128 + 1 + 1) * kMiB);
+  EXPECT_EQ(ring_bytes(640 * kMiB, 64, 384 * kMiB, 384 * kMiB),
+            (192 + 3 + 1) * kMiB);
+}
+
+// Llama 8B's blocks, 832 MiB, leave in three chunks among 128 ranks and more.
+TEST(RingBytesTest, TheDefaultHoldsAThirdOfABlockAndItsResult) {
+  for (const std::int64_t ranks : {128, 256}) {
+    const auto ring =
+        ring_bytes(default_ring_budget(ranks, 2 * kGiB, 0), ranks, 2 * kGiB, 0);
+    EXPECT_EQ(ring_slots(ranks, /*own=*/false, ring), 1) << ranks;
+    EXPECT_GE(ring / (ranks + 1) * ranks, 832 * kMiB / 3) << ranks;
+    EXPECT_LE(ring, 292 * kMiB) << ranks;
+  }
 }
 
 // Llama 8B's embedding: 128256 rows of 4096 in fp32, 2004 MiB.
@@ -171,7 +203,7 @@ TEST(RingBytesTest, HoldsForRandomUnits) {
     std::shuffle(order.begin(), order.end(), random);
     order.resize(random() % (order.size() + 1));
     const auto budget = 1 + bytes();
-    const auto shared = ring_bytes(budget, largest);
+    const auto shared = ring_bytes(budget, ranks, largest, 0);
     ASSERT_LE(shared, budget) << "seed " << seed;
     for (std::size_t u = 0; u < units.size(); ++u) {
       const auto own = ring_bytes_of(units, order, static_cast<std::int32_t>(u),
@@ -183,7 +215,7 @@ TEST(RingBytesTest, HoldsForRandomUnits) {
         4 * (1 + static_cast<std::int64_t>(random() % 9000));
     const auto wire =
         ranks * row * (1 + static_cast<std::int64_t>(random() % 999));
-    const auto slots = ring_slots(ranks, /*own=*/true);
+    const auto slots = ring_slots(ranks, /*own=*/true, shared);
     const auto equal = ring_bytes_of_equal_chunks(shared, wire, ranks, row);
     ASSERT_EQ(equal % (slots * (ranks + 1)), 0) << "seed " << seed;
     // A chunk a slot each, with a row to spare.
