@@ -65,7 +65,8 @@ class Runtime {
   // Bytes from the compute stream's pool, at least 256-byte aligned on CUDA
   // and 64-byte aligned on a CPU; contents are undefined.  Destroying the
   // DataPtr gives the bytes back in the compute stream's order: the next
-  // kernel enqueued on `compute` may overwrite them.
+  // kernel enqueued on `compute` may overwrite them.  Compute may be another of
+  // the user's streams by then, whose work so far their own one waits for.
   // Throws when there are none: c10::OutOfMemoryError on CUDA, c10::Error or
   // std::bad_alloc on a CPU.
   virtual c10::DataPtr allocate(std::size_t bytes) = 0;

@@ -12,26 +12,23 @@ constexpr auto kNotKnown = std::numeric_limits<std::int64_t>::max();
 StepLog::Numbers OwnNumbers::to_compare() const {
   // The greatest of a number and of its negative: whether all are equal.
   const auto used = static_cast<std::int64_t>(used_hash >> 1);
-  return {-output_rows,
-          saved,
-          graphs.kept,
-          graphs.recorded,
-          listened,
-          used,
-          -used,
-          calls_without_inputs,
-          gather_ns > 0 ? gather_ns : kNotKnown};
+  return {-output_rows, saved,
+          graphs.kept,  graphs.recorded,
+          listened,     used,
+          -used,        calls_without_inputs,
+          attached,     gather_ns > 0 ? gather_ns : kNotKnown};
 }
 
 CommonNumbers CommonNumbers::of(const StepLog::Numbers& greatest) {
   const auto [rows, saved, kept, recorded, listened, used, negative_used,
-              without_inputs, gather_ns] = greatest;
+              without_inputs, attached, gather_ns] = greatest;
   return {.fewest_rows = -rows,
           .saved_by_any = saved != 0,
           .graphs_of_any = {kept, recorded},
           .listened_by_any = listened != 0,
           .used_alike = used == -negative_used,
           .calls_without_inputs_of_any = without_inputs != 0,
+          .attached_on_any = attached != 0,
           .gather_ns = gather_ns == kNotKnown ? 0 : gather_ns};
 }
 

@@ -16,6 +16,7 @@ struct OwnNumbers {
   bool listened = false;          // a hook waits for a gradient
   std::uint64_t used_hash = 0;    // of which parameters graphs use
   bool calls_without_inputs = false;
+  bool attached = false;       // see [Note: Detached forwards] in schedule.h
   std::int64_t gather_ns = 0;  // 0: not known
 
   // The greatest of what ranks compare is what all know.
@@ -35,6 +36,7 @@ struct CommonNumbers {
   // backward sends nothing before it is over.
   bool used_alike = true;
   bool calls_without_inputs_of_any = false;
+  bool attached_on_any = true;
   std::int64_t gather_ns = 0;  // of the slowest rank; 0: one does not know
 
   static CommonNumbers of(const StepLog::Numbers& greatest);

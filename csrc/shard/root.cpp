@@ -9,6 +9,7 @@
 #include "base/graph_task.h"
 #include "base/trace.h"
 #include "device/current_stream.h"
+#include "device/on_stream.h"
 #include "shard/graph/autograd_nodes.h"
 #include "shard/unit.h"
 
@@ -53,7 +54,7 @@ namespace {
 
 // More than any schedule has under way; a frozen model that is called again and
 // again with grad mode on has no backward.
-constexpr std::int64_t kMostOpenForwards = 1024;
+constexpr std::size_t kMostOpenForwards = 1024;
 
 }  // namespace
 
@@ -110,14 +111,15 @@ void Root::begin_forward(Unit& unit) {
   forward_root_ = &unit;
   forward_stream_ = device::current_stream(memory_->runtime().device());
   recorded_ = at::GradMode::is_enabled();
+  detached_ = false;
   // Recorded forwards whose backward never came are no longer expected.
   if (std::exchange(forward_at_step_, optimizer_steps_) != optimizer_steps_ ||
-      open_forwards_ == kMostOpenForwards) {
-    schedule_.end_backward();
-    open_forwards_ = 0;
+      schedule_.open_forwards() >= kMostOpenForwards) {
+    schedule_.forget_forwards();
   }
   schedule_.begin_forward();
   if (recorded_) {
+    recorded_stream_ = forward_stream_;
     for (auto* one : living(units_)) {
       one->parameters().leaves().follow_current_stream();
       one->parameters().leaves().begin_uses();
@@ -138,6 +140,11 @@ void Root::leave_forward(Unit& unit) {
   }
 }
 
+void Root::note_inputs(const std::vector<at::Tensor>& inputs) {
+  detached_ = recorded_ && forward_root_ != units_.front() &&
+              are_made_of_leaves(inputs);
+}
+
 void Root::enter_rows(const Unit& unit, bool recorded) {
   require_stream(unit, "its rows to be read");
   if (recorded) schedule_.leave_forward(unit.number(), recorded);
@@ -155,13 +162,13 @@ void Root::replan(Unit& unit) {
 }
 
 void Root::end_forward() {
-  schedule_.end_forward();
-  forward_root_ = nullptr;
+  schedule_.end_forward(detached_);
   if (recorded_) {
+    if (!detached_) forward_root_->attached_at_step_ = optimizer_steps_;
     log().note({StepNote::What::forward});
   }
+  forward_root_ = nullptr;
   ranks_.ask();
-  open_forwards_ += recorded_ ? 1 : 0;
   for (auto* unit : living(units_)) {
     // Gathered for a forward that did not come.
     if (unit->parameters().ahead()) {
@@ -175,19 +182,18 @@ void Root::end_forward() {
 
 // --- gradients' way out -----------------------------------------------------
 
-Units Root::participants() {
-  plans_.expect(schedule_.completion_order());
-  Units units;
-  for (const auto number : plans_.order()) {
-    if (auto* unit = units_[static_cast<std::size_t>(number)]) {
-      units.push_back(unit);
-    }
+Units Root::participants(std::optional<std::size_t> forward) {
+  auto order = schedule_.completion_order(forward);
+  if (!forward) {
+    plans_.expect(std::move(order));
+    order = plans_.order();
   }
+  auto units = living_of(order);
   // Those that only an earlier microbatch used reduce what it left, and
   // parameters that the user has gathered may be used without a forward.
   for (auto* unit : living(units_)) {
-    if ((unit->gradients().accumulating() ||
-         unit->parameters().state() == UnitState::unsharded) &&
+    const bool gathered = unit->parameters().state() == UnitState::unsharded;
+    if ((unit->gradients().accumulating() || (!forward && gathered)) &&
         std::find(units.begin(), units.end(), unit) == units.end()) {
       units.push_back(unit);
     }
@@ -199,11 +205,14 @@ Units Root::participants() {
 
 // --- backward ---------------------------------------------------------------
 
-void Root::open_backward() {
+void Root::open_backward(const Unit& unit, std::int64_t call) {
   if (failed_) {
     abort();
   }
   if (backward_ != -1) {
+    if (backward_of_ && !unit.in_backward_) {
+      join_others();
+    }
     return;
   }
   require_agreement();
@@ -214,23 +223,54 @@ void Root::open_backward() {
   graph_kept_ = base::graph_task_keeps_graph();
   LOWTIDE_INVARIANT(backward_ != -1, "autograd runs on this thread");
   count_backward();
-  in_backward_ = participants();
-  std::vector<UnitGradients*> streamed;
-  for (auto* unit : in_backward_) {
-    unit->begin_backward();
-    if (unit->gradients().sync()) {
-      streamed.push_back(&unit->gradients());
-    }
+  backward_of_.reset();
+  if (call != Schedule::kNoCall && detached_on_all(unit)) {
+    backward_of_ = schedule_.detached_of(unit.number(), call);
   }
-  stream_.begin(streamed);
+  stream_.begin();
+  take_part(participants(backward_of_));
   // What is left of a step that raised is dropped before anything else happens.
   base::at_end_of_graph_task(
-      [self = shared_from_this()] { self->close_backward(); },
+      [self = shared_from_this()] {
+        // [Note: The end of a backward]
+        device::run_on(self->memory_->runtime(), self->recorded_stream_,
+                       [&] { self->close_backward(); });
+      },
       [root = weak_from_this()] {
         if (const auto alive = root.lock()) {
           alive->failed_ = true;
         }
       });
+}
+
+// Compared over all ranks that a unit has.
+bool Root::detached_on_all(const Unit& unit) const {
+  const auto& ranks = unit.groups().host;
+  return !unit.common_.attached_on_any &&
+         std::ranges::all_of(living(units_), [&](const Unit* other) {
+           const auto& theirs = other->groups().host;
+           return theirs == ranks ||
+                  (theirs && ranks && theirs->size() < ranks->size());
+         });
+}
+
+void Root::take_part(const Units& units) {
+  for (auto* unit : units) {
+    unit->begin_backward();
+    if (unit->gradients().sync() && !stream_.contains(unit->gradients())) {
+      stream_.append(unit->gradients());
+    }
+  }
+  in_backward_.insert(in_backward_.end(), units.begin(), units.end());
+}
+
+// It goes on through other forwards: as if they were one from here on.
+void Root::join_others() {
+  backward_of_.reset();
+  posted_backward_ = false;
+  auto others = participants();
+  std::erase_if(others, [](const Unit* unit) { return unit->in_backward_; });
+  take_part(others);
 }
 
 void Root::count_backward() {
@@ -263,9 +303,10 @@ bool Root::nested_backward() const {
 }
 
 Root::BackwardCall Root::enter_backward(Unit& unit, std::int64_t number) {
-  const auto call = schedule_.enter_backward(unit.number(), number);
+  const auto call =
+      schedule_.enter_backward(unit.number(), number, backward_of_);
   log().note({StepNote::What::backward, unit.number()});
-  if (call.place == std::size_t{0} && !posted_backward_) {
+  if (call.earliest && !posted_backward_) {
     // Nothing but this unit's backward follows, which the ranks' answers hide
     // behind.
     posted_backward_ = true;
@@ -309,16 +350,13 @@ void Root::reduce_accumulated() {
                     "no backward is under way");
   for (auto* unit : living(units_)) unit->require_split_backward_complete();
   count_backward();
-  std::vector<UnitGradients*> streamed;
-  for (auto* unit : participants()) {
-    if (unit->gradients().accumulating()) {
-      unit->begin_backward();
-      in_backward_.push_back(unit);
-      streamed.push_back(&unit->gradients());
-    }
-  }
+  auto units = participants();
+  std::erase_if(units, [](const Unit* unit) {
+    return !unit->gradients().accumulating();
+  });
   try {
-    stream_.begin(streamed);
+    stream_.begin();
+    take_part(units);
     close_backward();
   } catch (...) {
     failed_ = true;
@@ -326,6 +364,10 @@ void Root::reduce_accumulated() {
   }
 }
 
+// [Note: The end of a backward]
+// The engine runs nodes on the stream of their forward, and what it calls at
+// the end on the stream that backward() was called on.  The gradients whose
+// bytes go then are the forward stream's, which must come after their last use.
 void Root::close_backward() {
   const base::TraceRange trace("lowtide::end_of_backward", name_);
   for (auto* unit : living(units_)) unit->take_written_gradients();
@@ -338,25 +380,40 @@ void Root::close_backward() {
   if (ranks_.compares()) {
     require_agreement();
   }
-  plans_.refine_order(in_backward_);
-  open_forwards_ = std::max<std::int64_t>(0, open_forwards_ - 1);
-  const bool more_backwards = open_forwards_ > 0;
-  for (auto* unit : living(units_)) {
+  // Of other forwards units wait for their own, gathered as they are.
+  const bool alone = backward_of_.has_value();
+  backward_of_.reset();
+  if (!alone) plans_.refine_order(in_backward_);
+  captured_ |= memory_->runtime().capturing();
+  schedule_.end_backward();
+  const bool more_backwards = schedule_.open_forwards() > 0;
+  for (auto* unit : living(alone ? in_backward_ : units_)) {
     unit->end_backward(more_backwards, graph_kept_);
     unit->wait_for_host_copies();
   }
   if (std::exchange(graph_kept_, false)) kept_at_step_ = optimizer_steps_;
-  if (!more_backwards) {
-    schedule_.end_backward();
-  }
   in_backward_.clear();
   backward_ = -1;
   ended_backward_ = backwards_;
 }
 
+void Root::optimizer_stepped() {
+  ++optimizer_steps_;
+  if (!captured_) return;
+  for (const auto* unit : living(units_)) {
+    unit->gradients().require_as_captured();
+  }
+}
+
 // --- recovery ---------------------------------------------------------------
 
 void Root::abort(bool drop_gradients) {
+  device::run_on(memory_->runtime(),
+                 backward_ == -1 ? forward_stream_ : recorded_stream_,
+                 [&] { abort_here(drop_gradients); });
+}
+
+void Root::abort_here(bool drop_gradients) {
   stream_.abort();
   for (auto* unit : living(units_)) {
     unit->abort(drop_gradients);
@@ -366,9 +423,9 @@ void Root::abort(bool drop_gradients) {
   log().forget();
   posted_backward_ = false;
   in_backward_.clear();
+  backward_of_.reset();
   forward_root_ = nullptr;
-  recorded_ = false;
-  open_forwards_ = 0;
+  recorded_ = detached_ = false;
   backward_ = -1;
   failed_ = false;
 }

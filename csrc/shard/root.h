@@ -46,6 +46,8 @@ class Root : public std::enable_shared_from_this<Root> {
   void leave_forward(Unit& unit);
   // Whether the forward that runs began with this unit.
   bool forward_is_of(const Unit& unit) const { return forward_root_ == &unit; }
+  // The inputs of that unit that require grad; see [Note: Detached forwards].
+  void note_inputs(const std::vector<at::Tensor>& inputs);
   // Throws lowtide::Error if that forward began on another stream.
   void require_stream(const Unit& unit, const char* what) const;
   // What a unit that streams its rows calls instead, inside the forward or
@@ -56,8 +58,9 @@ class Root : public std::enable_shared_from_this<Root> {
   // True while a forward runs that autograd records.
   bool recording() const { return forward_root_ != nullptr && recorded_; }
 
-  // A backward is under way on this thread: opens it on first sight.
-  void open_backward();
+  // A backward is under way on this thread and has come to `unit`, to the
+  // output of that call of it if it is one: opens it on first sight.
+  void open_backward(const Unit& unit, std::int64_t call = Schedule::kNoCall);
   // Whether this thread runs a backward inside the one that was opened.
   bool nested_backward() const;
   // The backward that runs keeps its graph, or one since the last step has.
@@ -87,7 +90,9 @@ class Root : public std::enable_shared_from_this<Root> {
   void abort(bool drop_gradients = true);
 
   // An optimizer has changed shards: what is still gathered is old.
-  void optimizer_stepped() { ++optimizer_steps_; }
+  // Throws lowtide::Error where a graph was replayed in which other ranks had
+  // gradients than when it was captured.
+  void optimizer_stepped();
   std::int64_t optimizer_steps() const { return optimizer_steps_; }
 
   // How many backwards, and reductions outside of any, have begun, and whether
@@ -106,8 +111,13 @@ class Root : public std::enable_shared_from_this<Root> {
   void count_backward();
   void end_forward();
   void close_backward();
+  void abort_here(bool drop_gradients);
   void require_agreement();
-  Units participants();
+  bool detached_on_all(const Unit& unit) const;
+  // Of a backward of that detached forward alone, or of all that are open.
+  Units participants(std::optional<std::size_t> forward = {});
+  void take_part(const Units& units);
+  void join_others();
   Units living_of(const std::vector<std::int32_t>& numbers) const;
   bool all_run_in_order() const;
 
@@ -124,8 +134,10 @@ class Root : public std::enable_shared_from_this<Root> {
   Unit* forward_root_ = nullptr;  // entered first in the running forward
   // Current when the last forward began; none before the first.
   std::optional<c10::Stream> forward_stream_;
+  // The same of the last one that autograd recorded: that of gradient nodes.
+  std::optional<c10::Stream> recorded_stream_;
   bool recorded_ = false;
-  std::int64_t open_forwards_ = 0;  // recorded ones without a backward so far
+  bool detached_ = false;
   std::int64_t forward_at_step_ = 0;
   std::int64_t optimizer_steps_ = 0;
 
@@ -133,7 +145,10 @@ class Root : public std::enable_shared_from_this<Root> {
   std::int64_t ended_backward_ = 0;             // the last that has
   std::vector<std::int64_t> raised_backwards_;  // those that never will
   std::int64_t backward_ = -1;  // the graph task that was opened
-  bool graph_kept_ = false;     // by that task
+  // The detached forward that it goes through alone, as far as is known.
+  std::optional<std::size_t> backward_of_;
+  bool graph_kept_ = false;  // by that task
+  bool captured_ = false;    // a backward was, in a graph of the device's
   // When a backward last kept its graph, in optimizer steps.
   std::int64_t kept_at_step_ = -1;
   Units in_backward_;

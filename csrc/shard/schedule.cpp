@@ -4,6 +4,7 @@
 #include <functional>
 #include <iterator>
 #include <map>
+#include <utility>
 
 namespace lowtide::shard {
 namespace {
@@ -16,7 +17,7 @@ Schedule::Schedule(std::int32_t num_units)
       first_entered_(static_cast<std::size_t>(num_units), kNever),
       under_way_(static_cast<std::size_t>(num_units)) {
   for (std::int32_t unit = 0; unit < num_units; ++unit) {
-    expected_.push_back({unit, 0});
+    registered_.push_back({unit, 0});
   }
 }
 
@@ -25,25 +26,27 @@ void Schedule::begin_forward() {
   cursor_ = depth_ = 0;
   for (auto& calls : under_way_) calls.clear();
   if (left_.size() > kMaxRecorded) {
-    end_backward();
+    forget_forwards();
   }
+  begins_ = true;
 }
 
 std::vector<std::int32_t> Schedule::enter_forward(std::int32_t unit) {
   entered_.push_back({unit, depth_++});
   under_way_[static_cast<std::size_t>(unit)].push_back(
       {left_.size(), calls_++});
-  const auto from = expected_.begin() + static_cast<std::ptrdiff_t>(cursor_);
-  const auto found =
-      std::ranges::find(from, expected_.end(), unit, &Call::unit);
+  const auto known = expected_.find(entered_.front().unit);
+  const auto& expected = known != expected_.end() ? known->second : registered_;
+  const auto from = expected.begin() + static_cast<std::ptrdiff_t>(cursor_);
+  const auto found = std::ranges::find(from, expected.end(), unit, &Call::unit);
   std::vector<std::int32_t> next;
-  if (found == expected_.end()) {
+  if (found == expected.end()) {
     return next;
   }
-  cursor_ = static_cast<std::size_t>(found - expected_.begin()) + 1;
-  for (auto i = cursor_; i < expected_.size(); ++i) {
-    if (i > cursor_ && expected_[i].depth <= expected_[i - 1].depth) break;
-    next.push_back(expected_[i].unit);
+  cursor_ = static_cast<std::size_t>(found - expected.begin()) + 1;
+  for (auto i = cursor_; i < expected.size(); ++i) {
+    if (i > cursor_ && expected[i].depth <= expected[i - 1].depth) break;
+    next.push_back(expected[i].unit);
   }
   return next;
 }
@@ -70,34 +73,65 @@ void Schedule::leave_forward(std::int32_t unit, bool recorded,
     for (auto i = left_.size(); i-- > entered.at; i = left_[i].entered.at) {
       left_[i].around = unit;
     }
-    left_.push_back({unit, entered});
+    if (std::exchange(begins_, false) || forwards_.empty() ||
+        !forwards_.back().open) {
+      forwards_.emplace_back();
+    }
+    left_.push_back({unit, entered, kNobody, forwards_.size() - 1});
   }
 }
 
-void Schedule::end_forward() { expected_ = entered_; }
+void Schedule::end_forward(bool detached) {
+  if (!entered_.empty()) expected_[entered_.front().unit] = entered_;
+  // What reads rows behind a detached one is not in it.
+  if (detached && !std::exchange(begins_, true)) {
+    forwards_.back().detached = true;
+  }
+}
 
-Schedule::BackwardCall Schedule::enter_backward(std::int32_t unit,
-                                                std::int64_t call) {
-  auto& open = open_[static_cast<std::size_t>(unit)];
+const Schedule::Open* Schedule::find_open(std::int32_t unit,
+                                          std::int64_t call) const {
+  const auto& open = open_[static_cast<std::size_t>(unit)];
   const auto found =
       std::find_if(open.rbegin(), open.rend(),
                    [call](const Open& one) { return one.call == call; });
+  return found == open.rend() ? nullptr : &*found;
+}
+
+Schedule::BackwardCall Schedule::enter_backward(
+    std::int32_t unit, std::int64_t call, std::optional<std::size_t> within) {
   BackwardCall entered;
-  if (found == open.rend()) {
+  const auto* const found = find_open(unit, call);
+  if (found == nullptr) {
     return entered;
   }
   const auto place = found->place;
-  open.erase(std::next(found).base());
+  auto& open = open_[static_cast<std::size_t>(unit)];
+  open.erase(open.begin() + (found - open.data()));
+  const auto& left = left_[place];
   entered.place = place;
   entered.last = open.empty();
-  entered.alone = left_[place].entered.at == place;
-  if (left_[place].around != kNobody) entered.around = left_[place].around;
+  entered.alone = left.entered.at == place;
+  if (left.around != kNobody) entered.around = left.around;
+  entered.earliest = true;
+  forwards_[left.forward].entered = true;
   for (auto before = place; before-- > 0;) {
-    entered.next.push_back(left_[before].unit);
     const auto& call = left_[before];
+    if (!is_open(call)) continue;
+    if (within && call.forward != *within) break;
+    entered.earliest = false;
+    entered.next.push_back(call.unit);
     if (call.entered.at == before || call.around == kNobody) break;
   }
   return entered;
+}
+
+std::optional<std::size_t> Schedule::detached_of(std::int32_t unit,
+                                                 std::int64_t call) const {
+  const auto* const open = find_open(unit, call);
+  if (open == nullptr) return {};
+  const auto forward = left_[open->place].forward;
+  return forwards_[forward].detached ? std::optional(forward) : std::nullopt;
 }
 
 bool Schedule::is_over(std::int32_t unit, std::size_t place) const {
@@ -106,16 +140,44 @@ bool Schedule::is_over(std::int32_t unit, std::size_t place) const {
 }
 
 void Schedule::end_backward() {
+  for (auto& forward : forwards_) {
+    if (std::exchange(forward.entered, false)) forward.open = false;
+  }
+  if (open_forwards() == 0) {
+    forget_forwards();
+    return;
+  }
+  for (auto& calls : open_) {
+    std::erase_if(calls, [this](const Open& call) {
+      return !is_open(left_[call.place]);
+    });
+  }
+  std::ranges::fill(first_entered_, kNever);
+  for (const auto& call : left_) {
+    auto& first = first_entered_[static_cast<std::size_t>(call.unit)];
+    if (is_open(call)) first = std::min(first, call.entered.at);
+  }
+}
+
+std::size_t Schedule::open_forwards() const {
+  return static_cast<std::size_t>(
+      std::ranges::count(forwards_, true, &Forward::open));
+}
+
+void Schedule::forget_forwards() {
+  forwards_.clear();
   left_.clear();
   for (auto& open : open_) {
     open.clear();
   }
-  std::fill(first_entered_.begin(), first_entered_.end(), kNever);
+  std::ranges::fill(first_entered_, kNever);
 }
 
-std::vector<std::int32_t> Schedule::completion_order() const {
+std::vector<std::int32_t> Schedule::completion_order(
+    std::optional<std::size_t> forward) const {
   std::map<std::int32_t, std::int64_t> first;
   for (const auto& call : left_) {
+    if (!is_open(call) || (forward && call.forward != *forward)) continue;
     const auto [known, _] = first.emplace(call.unit, call.entered.order);
     known->second = std::min(known->second, call.entered.order);
   }
@@ -129,7 +191,7 @@ std::vector<std::int32_t> Schedule::completion_order() const {
 void Schedule::abort() {
   entered_.clear();
   cursor_ = depth_ = 0;
-  end_backward();
+  forget_forwards();
 }
 
 }  // namespace lowtide::shard

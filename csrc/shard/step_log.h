@@ -66,7 +66,7 @@ class StepLog {
   Counts counts(std::int32_t unit) const;
   // Asks the other ranks if anything has been noted since the last time;
   // `numbers_of` gives each unit's numbers.  Does not block.
-  using Numbers = std::array<std::int64_t, 9>;
+  using Numbers = std::array<std::int64_t, 10>;
   void post(const std::function<Numbers(std::int32_t unit)>& numbers_of);
   // Waits for what was posted.  `agreed` is told the greatest numbers over the
   // ranks of each unit.  Throws lowtide::Error where notes differ.

@@ -246,6 +246,10 @@ class Unit final : public BackwardReceiver,
   FusedGradients fused_;
   bool in_backward_ = false;  // takes part in the current backward
 
+  // The optimizer's steps when a recorded forward last began with this unit and
+  // was not detached.
+  std::int64_t attached_at_step_ = -1;
+
   CommonNumbers common_;
   bool compared_ = true;
   bool scheduled_ = true;          // all calls of this backward

@@ -4,12 +4,16 @@
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
+#include <c10/util/Logging.h>
 
 #include <cmath>
+#include <exception>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "base/check.h"
+#include "device/near_cpus.h"
 
 namespace lowtide::device {
 namespace {
@@ -46,14 +50,67 @@ CUDAEvent& event_of(const Event& event) {
   return *static_cast<CUDAEvent*>(event.get());
 }
 
+// What was current before this thread's outermost scope on the device.
+CUDAStream compute_stream(c10::Device device) {
+  for (const Scope& scope : scopes) {
+    if (scope.previous.device() == device) return scope.previous;
+  }
+  return getCurrentCUDAStream(device.index());
+}
+
+// 0: none.
+std::uint64_t capture_of(const CUDAStream& stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+  C10_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &id));
+  return status == cudaStreamCaptureStatusNone ? 0 : std::uint64_t{id};
+}
+
+// What the DataPtr of `allocate` owns.
+struct Block {
+  c10::DataPtr bytes;
+  CUDAStream home;  // whose pool they come from
+  std::shared_ptr<CUDAEventPool> events;
+};
+
+// [Note: The home of bytes]
+// The allocator gives bytes back to the pool of the stream that they were asked
+// for on, whatever stream is current when they die: backward() may be called on
+// another than forward, and a step may follow one that raised on another.
+void come_home(const Block& block) {
+  const CUDAStream now = compute_stream(block.home.device());
+  // No event leads into a capture or out of one.
+  if (now == block.home || capture_of(now) != capture_of(block.home)) return;
+  auto last_use = block.events->get(now.device_index());
+  last_use->record(now);
+  last_use->block(block.home);
+}
+
+void give_back(void* context) {
+  const std::unique_ptr<Block> block(static_cast<Block*>(context));
+  try {
+    come_home(*block);
+  } catch (const std::exception& error) {
+    LOG(ERROR) << "lowtide: bytes of " << block->home
+               << " are not ordered behind their last use: " << error.what();
+  }
+}
+
+std::string pci_address(c10::Device device) {
+  char text[] = "00000000:00:00.0";
+  C10_CUDA_CHECK(cudaDeviceGetPCIBusId(text, sizeof(text), device.index()));
+  return text;
+}
+
 }  // namespace
 
-CudaRuntime::CudaRuntime(c10::Device device)
+CudaRuntime::CudaRuntime(c10::Device device, std::string sysfs)
     : gather_(getStreamFromPool(kHighPriority, device.index())),
       reduce_(getStreamFromPool(kHighPriority, gather_.device_index())),
       offload_(getStreamFromPool(kNormalPriority, gather_.device_index())),
       reload_(getStreamFromPool(kNormalPriority, gather_.device_index())),
-      events_(std::make_shared<CUDAEventPool>()) {
+      events_(std::make_shared<CUDAEventPool>()),
+      sysfs_(std::move(sysfs)) {
   // A model that was on the meta device has not used CUDA yet.
   at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
 }
@@ -65,16 +122,16 @@ CUDAStream CudaRuntime::cuda_stream(Stream stream) const {
   if (stream == Stream::reload) return reload_;
   LOWTIDE_INVARIANT(stream == Stream::compute,
                     "only a process group runs on the wire stream");
-  // What was current before this thread's outermost scope on this device.
-  for (const Scope& scope : scopes) {
-    if (scope.previous.device() == device()) return scope.previous;
-  }
-  return getCurrentCUDAStream(device().index());
+  return compute_stream(device());
 }
 
 c10::DataPtr CudaRuntime::allocate(std::size_t bytes) {
   const c10::cuda::CUDAStreamGuard guard(cuda_stream(Stream::compute));
-  return c10::cuda::CUDACachingAllocator::get()->allocate(bytes);
+  auto block = std::make_unique<Block>(
+      Block{c10::cuda::CUDACachingAllocator::get()->allocate(bytes),
+            guard.current_stream(), events_});
+  void* const data = block->bytes.get();
+  return {data, block.release(), &give_back, device()};
 }
 
 c10::DataPtr CudaRuntime::allocate_pinned(std::size_t bytes) {
@@ -82,6 +139,7 @@ c10::DataPtr CudaRuntime::allocate_pinned(std::size_t bytes) {
   // No work of a stream: a capture need not refuse it.
   const c10::cuda::CUDAStreamCaptureModeGuard relaxed(
       cudaStreamCaptureModeRelaxed);
+  const OnCpus near(cpus_near(pci_address(device()), sysfs_));
   void* data = nullptr;
   const cudaError_t error = cudaHostAlloc(&data, bytes, cudaHostAllocDefault);
   if (error == cudaErrorMemoryAllocation) {
@@ -128,11 +186,7 @@ std::optional<std::int64_t> CudaRuntime::elapsed_ns(const Event& from,
 }
 
 std::uint64_t CudaRuntime::capture() const {
-  const CUDAStream on = getCurrentCUDAStream(device().index());
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  unsigned long long id = 0;
-  C10_CUDA_CHECK(cudaStreamGetCaptureInfo(on, &status, &id));
-  return status == cudaStreamCaptureStatusNone ? 0 : std::uint64_t{id};
+  return capture_of(getCurrentCUDAStream(device().index()));
 }
 
 void CudaRuntime::wait(Stream stream, const Event& event) {

@@ -15,6 +15,7 @@
 #include <c10/cuda/CUDAEvent.h>
 
 #include <memory>
+#include <string>
 
 #include "device/runtime.h"
 
@@ -22,13 +23,14 @@ namespace lowtide::device {
 
 class CudaRuntime final : public Runtime {
  public:
-  // Without an index: the current device.
-  explicit CudaRuntime(c10::Device device);
+  // Without an index: the current device.  `sysfs`: where the system says which
+  // CPUs are near it.
+  explicit CudaRuntime(c10::Device device, std::string sysfs = "/sys");
 
   c10::Device device() const override { return gather_.device(); }
   c10::DataPtr allocate(std::size_t bytes) override;
   // From cudaHostAlloc: torch's own pinned allocator rounds sizes up to powers
-  // of two.
+  // of two.  Near the device, [Note: Page-locked memory near the GPU].
   c10::DataPtr allocate_pinned(std::size_t bytes) override;
   void copy(Stream stream, void* to, const void* from, std::size_t bytes,
             Copy direction) override;
@@ -52,6 +54,7 @@ class CudaRuntime final : public Runtime {
   c10::cuda::CUDAStream reload_;
   // Shared with the events, which may outlive the runtime.
   std::shared_ptr<c10::cuda::CUDAEventPool> events_;
+  const std::string sysfs_;
 };
 
 }  // namespace lowtide::device

@@ -35,7 +35,7 @@ void for_each_batch(const std::vector<Transfer>& transfers, std::int64_t most,
           batch.first_tile[i] + num_tiles(batch.transfers[i]);
     }
     const auto tiles = batch.first_tile[batch.count];
-    launch(batch, static_cast<unsigned>(std::min(tiles, most)));
+    launch(batch, std::min(tiles, most));
   }
 }
 

@@ -1,7 +1,8 @@
-// Norm and scaling: for the .cu of this name, and for the
-// test that runs it on host threads.
+// Norm and scaling, and their grids: for the .cu of this name, and for the test
+// that runs them on host threads.
 #pragma once
 
+#include "ops/cuda/launch.h"
 #include "ops/cuda/tiles.cuh"
 
 namespace lowtide::ops::cuda {
@@ -12,7 +13,7 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 
 // The sum over the group's threads, in thread 0.
 __device__ double sum_of_group(double value) {
-  __shared__ double warps[kTileThreads / kWarp];
+  LOWTIDE_SHARED(double, warps, kTileThreads / kWarp);
   for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
     value += __shfl_down_sync(kAllLanes, value, lanes);
   }
@@ -69,5 +70,44 @@ __global__ void __launch_bounds__(kTileThreads)
   });
 }
 
+namespace grids {
+
+std::int64_t groups(const std::vector<Transfer>& transfers) {
+  std::int64_t all = 0;
+  for_each_batch(transfers, resident_groups(),
+                 [&](const Batch&, std::int64_t groups) { all += groups; });
+  return all;
+}
+
+void square_sums(c10::ScalarType dtype, const std::vector<Transfer>& transfers,
+                 double* sums) {
+  const auto stream = current_stream();
+  for_dtype(dtype, [&](auto value) {
+    for_each_batch(transfers, resident_groups(),
+                   [&](const Batch& batch, std::int64_t groups) {
+                     launch(square_sums_kernel<decltype(value)>, groups,
+                            kTileThreads, stream, batch, sums);
+                     sums += groups;
+                   });
+  });
+}
+
+void norm(const double* sums, std::int64_t count, float* norm) {
+  launch(norm_kernel, 1, kTileThreads, current_stream(), sums, count, norm);
+}
+
+void scale(c10::ScalarType dtype, const std::vector<Transfer>& transfers,
+           const float* factor) {
+  const auto stream = current_stream();
+  for_dtype(dtype, [&](auto value) {
+    for_each_batch(transfers, resident_groups(),
+                   [&](const Batch& batch, std::int64_t groups) {
+                     launch(scale_kernel<decltype(value)>, groups, kTileThreads,
+                            stream, batch, factor);
+                   });
+  });
+}
+
+}  // namespace grids
 }  // namespace
 }  // namespace lowtide::ops::cuda

@@ -1,17 +1,36 @@
-// What launches of kernels share: the dtypes they exist for, and how many
-// groups of threads.
+// Every launch of a kernel is a call of `launch`; beside it what launches
+// share: the dtypes that kernels exist for, and how many groups of threads.
+//
+// Here are CUDA's forms, for nvcc.  A test that compiles kernels and their
+// grids for the host includes its own forms of `launch`, `Stream`,
+// `current_stream`, `resident_groups` and LOWTIDE_SHARED ahead of this file.
 #pragma once
 
 #include <c10/core/ScalarType.h>
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAStream.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Exception.h>
 #include <c10/util/Half.h>
 
 #include <cstdint>
 
+#ifdef __CUDACC__
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <type_traits>
+
+// `count` values that a group's threads share, where a kernel begins.
+#define LOWTIDE_SHARED(type, name, count) __shared__ type name[count]
+#endif
+
 namespace lowtide::ops::cuda {
+
+#ifdef __CUDACC__
+
+using Stream = c10::cuda::CUDAStream;
+
+// That of the current device.
+inline Stream current_stream() { return c10::cuda::getCurrentCUDAStream(); }
 
 // Groups of threads that fill the current device, each with several in flight.
 inline std::int64_t resident_groups() {
@@ -22,6 +41,19 @@ inline std::int64_t resident_groups() {
       &processors, cudaDevAttrMultiProcessorCount, device));
   return std::int64_t{8} * processors;
 }
+
+// Runs `kernel` on `stream`, 1 to 2^31 - 1 groups of `threads` threads.  Throws
+// c10::Error where CUDA takes no such launch.
+template <typename... Parameters>
+void launch(void (*kernel)(Parameters...), std::int64_t groups, int threads,
+            const Stream& stream,
+            const std::type_identity_t<Parameters>&... arguments) {
+  kernel<<<static_cast<unsigned>(groups), static_cast<unsigned>(threads), 0,
+           stream>>>(arguments...);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+#endif
 
 // Calls with(value of the C++ type).
 template <typename With>

@@ -1,7 +1,10 @@
-// Adds rows where an index says: for the .cu of this name, and for the
-// test that runs it on host threads.
+// Adds rows where an index says, and its grid: for the .cu of this name, and
+// for the test that runs them on host threads.
 #pragma once
 
+#include <algorithm>
+
+#include "ops/cuda/launch.h"
 #include "ops/cuda/rows_kernel.h"
 #include "ops/transfer.h"
 
@@ -53,5 +56,16 @@ __global__ void __launch_bounds__(kTileThreads)
   }
 }
 
+namespace grids {
+
+void rows(c10::ScalarType from, const RowAddition& rows) {
+  const auto groups = std::min(rows.num_from, resident_groups());
+  for_dtype(from, [&](auto value) {
+    launch(add_rows_kernel<decltype(value)>, groups, kTileThreads,
+           current_stream(), rows);
+  });
+}
+
+}  // namespace grids
 }  // namespace
 }  // namespace lowtide::ops::cuda

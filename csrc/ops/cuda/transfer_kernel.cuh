@@ -1,7 +1,8 @@
-// Copies and adds, tile by tile: for the .cu of this name, and for the
-// test that runs it on host threads.
+// Copies and adds, tile by tile, and their grids: for the .cu of this name, and
+// for the test that runs them on host threads.
 #pragma once
 
+#include "ops/cuda/launch.h"
 #include "ops/cuda/tiles.cuh"
 
 namespace lowtide::ops::cuda {
@@ -16,5 +17,25 @@ __global__ void __launch_bounds__(kTileThreads)
   });
 }
 
+namespace grids {
+
+template <typename Operation>
+void transfers(c10::ScalarType to, c10::ScalarType from,
+               const std::vector<Transfer>& transfers) {
+  const auto stream = current_stream();
+  for_dtype(to, [&](auto to_value) {
+    for_dtype(from, [&](auto from_value) {
+      using To = decltype(to_value);
+      using From = decltype(from_value);
+      for_each_batch(transfers, resident_groups(),
+                     [&](const Batch& batch, std::int64_t groups) {
+                       launch(transfer_kernel<To, From, Operation>, groups,
+                              kTileThreads, stream, batch);
+                     });
+    });
+  });
+}
+
+}  // namespace grids
 }  // namespace
 }  // namespace lowtide::ops::cuda

@@ -26,11 +26,8 @@ GradientStream::GradientStream(std::string root,
 
 // --- the sequence -----------------------------------------------------------
 
-void GradientStream::begin(const std::vector<UnitGradients*>& units) {
+void GradientStream::begin() {
   LOWTIDE_INVARIANT(next_ == entries_.size(), "one backward at a time");
-  for (auto* unit : units) {
-    append(*unit);
-  }
 }
 
 void GradientStream::append(UnitGradients& unit) {

@@ -51,10 +51,9 @@ class GradientStream {
   GradientStream(std::string root, std::shared_ptr<memory::DeviceMemory> memory,
                  StepLog& log);
 
-  // A backward begins; `units`: those that take part with sync, in the order
-  // their gradients are expected to complete, the same on every rank.
-  void begin(const std::vector<UnitGradients*>& units);
-  // A unit nobody expected, appended to the sequence.
+  void begin();  // a backward
+  // A unit that takes part with sync, behind the others in the sequence: in the
+  // order their gradients are expected to complete, the same on every rank.
   void append(UnitGradients& unit);
   bool contains(const UnitGradients& unit) const;
 

@@ -334,8 +334,33 @@ void UnitGradients::land(const Lane& lane, const std::vector<Piece>& pieces,
   }
   reduction_.finish(row, *group_);
   sharded_.land(pieces, row);
-  if (flags.defined() && !reduction_.unused_too && !used_all(lane)) {
-    used_elsewhere_.ask(lane.members, lane.members, flags);
+  if (flags.defined()) ask_who_used(lane.members, lane.members, flags);
+}
+
+// Those that this rank has a gradient of are known.
+void UnitGradients::ask_who_used(const std::vector<std::int32_t>& parameters,
+                                 const std::vector<std::int32_t>& columns,
+                                 const at::Tensor& flags) {
+  std::vector<std::int32_t> absent;
+  std::vector<std::int32_t> their_columns;
+  for (std::size_t k = 0; k < parameters.size(); ++k) {
+    if (used_here(parameters[k])) continue;
+    absent.push_back(parameters[k]);
+    their_columns.push_back(columns[k]);
+  }
+  if (!absent.empty() && !reduction_.unused_too) {
+    used_elsewhere_.ask(std::move(absent), std::move(their_columns), flags);
+  }
+}
+
+void UnitGradients::require_as_captured() const {
+  if (const auto i = used_elsewhere_.changed()) {
+    throw Error(base::error_text(
+        base::concat("parameter '", name_of(*i), "'"),
+        "gradients on the ranks that had one when the step was captured",
+        "a replay of the graph in which others have one",
+        "Capture the step anew where ranks use other parameters; the optimizer "
+        "has stepped without what this rank was not told of."));
   }
 }
 
@@ -346,15 +371,12 @@ void UnitGradients::land_sum(const at::Tensor& row,
   sharded_.land(pieces, row);
   std::vector<std::int32_t> summed;
   for (const auto& piece : pieces) summed.push_back(piece.parameter);
-  if (!reduction_.unused_too &&
-      !std::all_of(summed.begin(), summed.end(),
-                   [&](auto i) { return used_here(i); })) {
-    std::vector<std::int32_t> columns(summed.size());
-    std::iota(columns.begin(), columns.end(), 0);
-    const auto flags =
-        slice_of(row, flags_column, static_cast<std::int64_t>(columns.size()));
-    used_elsewhere_.ask(std::move(summed), std::move(columns), flags);
-  }
+  if (std::ranges::all_of(summed, [&](auto i) { return used_here(i); })) return;
+  std::vector<std::int32_t> columns(summed.size());
+  std::iota(columns.begin(), columns.end(), 0);
+  ask_who_used(
+      summed, columns,
+      slice_of(row, flags_column, static_cast<std::int64_t>(columns.size())));
 }
 
 void UnitGradients::all_landed(GradientRing& ring) {
@@ -466,11 +488,6 @@ bool UnitGradients::used_here(std::int32_t i) const {
   const auto& p = parameters_[static_cast<std::size_t>(i)];
   return p.produced() ||
          lanes_[static_cast<std::size_t>(p.lane)].slab.touched(i);
-}
-
-bool UnitGradients::used_all(const Lane& lane) const {
-  return std::all_of(lane.members.begin(), lane.members.end(),
-                     [&](auto i) { return used_here(i); });
 }
 
 bool UnitGradients::publish(const std::vector<bool>& in_any_case,

@@ -274,8 +274,9 @@ class UnitGradients {
   // Returns whether there are any.
   bool publish(const std::vector<bool>& in_any_case,
                const ShardedGradients::Wrap& wrap);
-  // Whether this rank did for all members of the lane.
-  bool used_all(const Lane& lane) const;
+  // Throws lowtide::Error where UsedElsewhere::changed() says so.
+  void require_as_captured() const;
+  // Whether this rank did.
   bool used_here(std::int32_t i) const;
   // What a gradient that does not exist is sent as.
   double missing() const { return reduction_.unused_too ? 0.0 : kNeutral; }
@@ -287,6 +288,10 @@ class UnitGradients {
   void abort();
 
  private:
+  // See UsedElsewhere::ask.
+  void ask_who_used(const std::vector<std::int32_t>& parameters,
+                    const std::vector<std::int32_t>& columns,
+                    const at::Tensor& flags);
   void add_lanes(const std::vector<bool>& takes_part,
                  std::int64_t budget_bytes);
   UnitName unit_;

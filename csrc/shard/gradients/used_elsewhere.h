@@ -4,6 +4,12 @@
 // copied to the host as they come, which nobody waits for, and read at the end
 // of the backward: there the host waits once for all units, and only on a rank
 // that left something out.
+//
+// [Note: Questions in a graph]
+// A graph captures no host that reads.  It repeats the step that warmed it up,
+// so what that one was told of the same parameters is taken for the answer.
+// Each replay copies its flags, too; when an optimizer has stepped those that
+// have come are compared with it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,7 +17,9 @@
 #include <c10/util/ArrayRef.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <vector>
 
@@ -26,29 +34,50 @@ class UsedElsewhere {
       : unit_(std::move(unit)), memory_(std::move(memory)) {}
 
   // A new backward: nothing has been asked.
-  void begin() { num_asked_ = 0; }
+  void begin() {
+    num_asked_ = 0;
+    taken_for_used_.clear();
+  }
   // flags[columns[k]], after the sum over ranks, is parameters[k]'s: copied on
-  // the current stream.  Throws lowtide::Error inside a graph capture, where
-  // the host can not read them.
+  // the current stream.  Throws lowtide::Error inside a graph capture if no
+  // backward in front of it has asked for the same parameters.
   void ask(std::vector<std::int32_t> parameters,
            std::vector<std::int32_t> columns, const at::Tensor& flags);
   // Of those asked for since `begin`.  Blocks the host until they have come, if
   // any have been asked for.
   std::set<std::int32_t> parameters();
+  // A parameter of which a graph that was replayed says another answer than
+  // the one it was captured with.  Does not wait for replays.
+  std::optional<std::int32_t> changed() const;
 
  private:
+  using Used = std::set<std::int32_t>;
   struct Asked {
     std::vector<std::int32_t> parameters;
     std::vector<std::int32_t> columns;
     at::Tensor flags;  // on the host, over `bytes`, which stay
     c10::DataPtr bytes;
     std::size_t capacity = 0;
+
+    void hold(const at::Tensor& like);
+    Used used() const;
   };
+  struct Captured {
+    Asked asked;
+    Used used;
+  };
+  void copy(const at::Tensor& flags, const Asked& asked);
+  void capture(std::vector<std::int32_t> parameters,
+               std::vector<std::int32_t> columns, const at::Tensor& flags);
 
   UnitName unit_;
   std::shared_ptr<memory::DeviceMemory> memory_;
   std::vector<Asked> asked_;  // the first num_asked_ in this backward
   std::size_t num_asked_ = 0;
+  // What was last said of parameters that were asked for together.
+  std::map<std::vector<std::int32_t>, Used> answers_;
+  std::vector<Captured> captured_;  // whose bytes replays write
+  Used taken_for_used_;             // in this backward
 };
 
 }  // namespace lowtide::shard

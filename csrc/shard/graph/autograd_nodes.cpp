@@ -3,9 +3,11 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "base/check.h"
@@ -216,6 +218,27 @@ void follow_current_stream(Node& gradient_node) {
 void set_gradient_dtype(Node& gradient_node,
                         std::optional<at::ScalarType> dtype) {
   gradient_node.mutable_input_metadata(0).set_grad_dtype(dtype);
+}
+
+bool are_made_of_leaves(const std::vector<at::Tensor>& inputs) {
+  constexpr std::size_t kMostNodes = 16;
+  std::vector<Node*> nodes;
+  const auto add = [&](Node* node) {
+    if (node != nullptr && std::ranges::find(nodes, node) == nodes.end()) {
+      nodes.push_back(node);
+    }
+  };
+  for (const auto& input : inputs) add(input.grad_fn().get());
+  for (std::size_t i = 0; i < nodes.size(); ++i) {
+    auto* const node = nodes[i];
+    const bool leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node);
+    if (nodes.size() > kMostNodes || (node->num_outputs() == 0 && !leaf) ||
+        dynamic_cast<InputsNode*>(node) != nullptr) {
+      return false;
+    }
+    for (const auto& edge : node->next_edges()) add(edge.function.get());
+  }
+  return true;
 }
 
 void watch_output(const at::Tensor& output,

@@ -85,6 +85,10 @@ void follow_current_stream(torch::autograd::Node& gradient_node);
 void set_gradient_dtype(torch::autograd::Node& gradient_node,
                         std::optional<at::ScalarType> dtype);
 
+// Whether what made `inputs`, all requiring grad, is a few nodes that end at
+// leaves, and no unit: they have been cut off from what was computed before.
+bool are_made_of_leaves(const std::vector<at::Tensor>& inputs);
+
 // Calls on_output_gradient(call) before the node that produced `output` runs.
 void watch_output(const at::Tensor& output,
                   std::weak_ptr<BackwardReceiver> receiver, std::int64_t call);

@@ -12,7 +12,7 @@ bool is_gone(const WeakNodePtr& call) { return call.expired(); }
 }  // namespace
 
 // The first module that is recorded is the one to watch; see [Note: Modules
-// sharded together] in unit.cpp.
+// sharded together] in unit_forward.cpp.
 bool ForwardCalls::enter(bool grad_mode, bool inside_recorded) {
   if (!grad_mode && inside_recorded) {
     ++without_grad_;

@@ -10,6 +10,7 @@
 #include <dlfcn.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sched.h>
 
 #include <cstdint>
 #include <memory>
@@ -20,8 +21,33 @@
 #include <thread>
 #include <vector>
 
+#include "device/fake_sysfs.h"
 #include "device/make_runtime.h"
+#include "device/on_stream.h"
 #include "device/stream_capture.h"
+
+// Those that the thread may run on.
+std::vector<int> allowed_cpus() {
+  cpu_set_t cpus;
+  EXPECT_EQ(sched_getaffinity(0, sizeof(cpus), &cpus), 0);
+  std::vector<int> all;
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (CPU_ISSET(cpu, &cpus)) all.push_back(cpu);
+  }
+  return all;
+}
+
+// From which CPUs the library has asked for page-locked memory last.
+std::vector<int> asked_from;
+
+extern "C" cudaError_t cudaHostAlloc(void** data, std::size_t bytes,
+                                     unsigned flags) {
+  asked_from = allowed_cpus();
+  using Function = cudaError_t (*)(void**, std::size_t, unsigned);
+  static const auto of_the_driver =
+      reinterpret_cast<Function>(dlsym(RTLD_NEXT, "cudaHostAlloc"));
+  return of_the_driver(data, bytes, flags);
+}
 
 namespace lowtide::device {
 namespace LOWTIDE_FILE {
@@ -227,6 +253,67 @@ TEST_F(CudaRuntimeTest, ReleasedBytesServeAtOnceWhateverStreamUsedThem) {
   bytes.clear();
   const StreamScope gather(runtime_, Stream::gather);
   EXPECT_EQ(runtime_.allocate(kBytes).get(), first);
+}
+
+// Their own stream waits for what the one that is current when they die has
+// enqueued: it is part of the capture again, which could not end otherwise.
+TEST_F(CudaRuntimeTest, BytesThatDieOnAnotherStreamComeHomeBehindItsWork) {
+  const c10::DataPtr host = runtime_.allocate_pinned(kBytes);
+  c10::DataPtr bytes = runtime_.allocate(kBytes);
+  const GraphCapture capture(user_);
+  const Event begin = runtime_.record(Stream::compute);
+  const c10::cuda::CUDAStreamGuard aside(getStreamFromPool());
+  runtime_.wait(Stream::compute, begin);
+  runtime_.copy(Stream::compute, host.get(), bytes.get(), kBytes,
+                Copy::to_host);
+  bytes.clear();
+}
+
+TEST_F(CudaRuntimeTest, BytesThatDieInACaptureDoNotBringTheirStreamIntoIt) {
+  c10::DataPtr bytes = runtime_.allocate(kBytes);
+  const CUDAStream aside = getStreamFromPool();
+  const GraphCapture capture(aside);
+  {
+    const c10::cuda::CUDAStreamGuard moved(aside);
+    bytes.clear();
+  }
+  EXPECT_THAT(captured(), IsEmpty());
+}
+
+TEST_F(CudaRuntimeTest, WhatRunsOnAnotherStreamIsJoinedAtBothEnds) {
+  const CUDAStream aside = getStreamFromPool();
+  {
+    const GraphCapture capture(user_);
+    const Event begin = runtime_.record(Stream::compute);
+    {
+      const c10::cuda::CUDAStreamGuard moved(aside);
+      runtime_.wait(Stream::compute, begin);
+    }
+    run_on(runtime_, aside.unwrap(), [&] {
+      EXPECT_EQ(getCurrentCUDAStream(), aside);
+      runtime_.record(Stream::compute);
+    });
+    EXPECT_EQ(getCurrentCUDAStream(), user_);
+  }
+  // Not across the border of a capture, and not without a stream.
+  const GraphCapture capture(user_);
+  for (const auto& stream :
+       {std::optional(aside.unwrap()), std::optional<c10::Stream>()}) {
+    run_on(runtime_, stream, [&] { EXPECT_EQ(getCurrentCUDAStream(), user_); });
+  }
+}
+
+// Where the thread may run on two CPUs at least.
+TEST_F(CudaRuntimeTest, PageLockedBytesAreAskedForNearTheDevice) {
+  const auto all = allowed_cpus();
+  char address[] = "00000000:00:00.0";
+  C10_CUDA_CHECK(cudaDeviceGetPCIBusId(address, sizeof(address), 0));
+  const FakeSysfs sysfs(address);
+  sysfs.write_cpus(std::to_string(all.back()) + "\n");
+  CudaRuntime near(runtime_.device(), sysfs.root());
+  EXPECT_NE(near.allocate_pinned(kBytes).get(), nullptr);
+  EXPECT_THAT(asked_from, ElementsAre(all.back()));
+  EXPECT_EQ(allowed_cpus(), all);
 }
 
 TEST_F(CudaRuntimeTest, PageLockedBytesAreAsManyAsAsked) {

@@ -1,11 +1,13 @@
-// The CUDA kernels, whole, on host threads: groups, warps, barriers, atomics.
-// transfer_test has every shape of a tile; results on a GPU are the other
-// tests', where there is one.
+// The CUDA kernels and what decides their grids, whole, on host threads: groups
+// that run at once, warps, barriers, atomics.  transfer_test has every shape of
+// a tile; results on a GPU are the other tests', where there is one.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <stdexcept>
 #include <vector>
 
 #include "ops/cuda_on_host.h"
@@ -19,7 +21,20 @@
 namespace lowtide::ops::cuda {
 namespace LOWTIDE_FILE {
 
-constexpr std::int64_t kMostGroups = 3;  // fewer than there are tiles
+using on_host::Launch;
+
+// What a device holds at once: one group, fewer than the tiles of a launch, so
+// that the last turn of the groups is a part, and more.
+constexpr std::int64_t kResident[] = {1, 4, 1000};
+
+class KernelsTest : public testing::Test {
+ protected:
+  KernelsTest() {
+    at::manual_seed(0);
+    on_host::resident = 4;
+    on_host::launches.clear();
+  }
+};
 
 // More of them than a launch takes, some with several tiles.
 std::vector<at::Tensor> small_integers(at::ScalarType dtype) {
@@ -47,97 +62,113 @@ double sum_of_squares(const std::vector<at::Tensor>& tensors) {
   return sum;
 }
 
-template <typename T>
-std::vector<double> square_sums(const std::vector<Transfer>& transfers) {
-  std::vector<double> sums;
-  for_each_batch(
-      transfers, kMostGroups, [&](const Batch& batch, unsigned groups) {
-        std::vector<double> of_batch(groups,
-                                     std::numeric_limits<double>::quiet_NaN());
-        on_host::launch(groups, kTileThreads,
-                        [&] { square_sums_kernel<T>(batch, of_batch.data()); });
-        sums.insert(sums.end(), of_batch.begin(), of_batch.end());
-      });
+std::vector<double> square_sums(at::ScalarType dtype,
+                                const std::vector<Transfer>& transfers) {
+  constexpr double kBeyond = 17;
+  const auto groups = static_cast<std::size_t>(grids::groups(transfers));
+  std::vector<double> sums(groups, std::numeric_limits<double>::quiet_NaN());
+  sums.push_back(kBeyond);
+  grids::square_sums(dtype, transfers, sums.data());
+  EXPECT_EQ(sums.back(), kBeyond);
+  sums.pop_back();
   return sums;
 }
 
 float norm_of(const std::vector<double>& sums) {
   float norm = -1;
-  on_host::launch(1, kTileThreads, [&] {
-    norm_kernel(sums.data(), static_cast<std::int64_t>(sums.size()), &norm);
-  });
+  grids::norm(sums.data(), static_cast<std::int64_t>(sums.size()), &norm);
   return norm;
 }
 
-TEST(KernelsTest, EveryElementIsInTheNormOnce) {
-  const auto check = [](auto type, at::ScalarType dtype) {
-    const auto tensors = small_integers(dtype);
-    const auto sums = square_sums<decltype(type)>(transfers(tensors, tensors));
-    EXPECT_GT(sums.size(), kMostGroups) << dtype;  // several launches
-    EXPECT_EQ(norm_of(sums),
-              static_cast<float>(std::sqrt(sum_of_squares(tensors))));
-  };
-  check(float{}, at::kFloat);
-  check(at::BFloat16{}, at::kBFloat16);
-  check(at::Half{}, at::kHalf);
+// Of one pass over these.
+std::vector<Launch> expected_launches(const std::vector<Transfer>& transfers) {
+  std::vector<Launch> launches;
+  for (std::size_t i = 0; i < transfers.size(); ++i) {
+    if (i % kMostTransfers == 0) launches.push_back({0, kTileThreads});
+    launches.back().groups = std::min(
+        launches.back().groups + num_tiles(transfers[i]), on_host::resident);
+  }
+  return launches;
 }
 
-TEST(KernelsTest, TheNormOfAnyNumberOfSums) {
+void expect_norm(const std::vector<at::Tensor>& tensors) {
+  const auto all = transfers(tensors, tensors);
+  on_host::launches.clear();
+  const auto sums = square_sums(tensors[0].scalar_type(), all);
+  EXPECT_EQ(on_host::launches, expected_launches(all));
+  EXPECT_EQ(norm_of(sums),
+            static_cast<float>(std::sqrt(sum_of_squares(tensors))))
+      << tensors[0].scalar_type() << ", " << on_host::resident << " groups";
+}
+
+TEST_F(KernelsTest, EveryElementIsInTheNormOnce) {
+  for (const auto dtype : kKernelTypes) expect_norm(small_integers(dtype));
+  for (const auto resident : kResident) {
+    on_host::resident = resident;
+    expect_norm({at::randint(-3, 4, {4 * kTileElements + 5}, at::kFloat),
+                 at::randint(-3, 4, {77}, at::kFloat)});
+  }
+}
+
+TEST_F(KernelsTest, TheNormOfAnyNumberOfSums) {
   for (const int count : {0, 1, 31, 256, 257, 1000}) {
     const std::vector<double> sums(static_cast<std::size_t>(count), 4.0);
     EXPECT_EQ(norm_of(sums), static_cast<float>(2 * std::sqrt(count)));
   }
 }
 
-TEST(KernelsTest, TheNormHasTheSameBitsWhateverThreadIsFirst) {
+TEST_F(KernelsTest, TheNormHasTheSameBitsWhateverThreadIsFirst) {
   const std::vector<at::Tensor> tensors{at::randn({3 * kTileElements + 5}),
                                         at::randn({77})};
   const auto all = transfers(tensors, tensors);
-  const auto sums = square_sums<float>(all);
+  const auto sums = square_sums(at::kFloat, all);
   for (int again = 0; again < 3; ++again) {
-    EXPECT_EQ(square_sums<float>(all), sums);
+    EXPECT_EQ(square_sums(at::kFloat, all), sums);
     EXPECT_EQ(norm_of(sums), norm_of(sums));
   }
 }
 
-template <typename T>
-void scale(const std::vector<Transfer>& transfers, float factor) {
-  for_each_batch(transfers, kMostGroups,
-                 [&](const Batch& batch, unsigned groups) {
-                   on_host::launch(groups, kTileThreads,
-                                   [&] { scale_kernel<T>(batch, &factor); });
-                 });
-}
-
-TEST(KernelsTest, ScalingMultipliesEachElementOnce) {
+TEST_F(KernelsTest, ScalingMultipliesEachElementOnce) {
   const auto tensors = small_integers(at::kBFloat16);
   std::vector<at::Tensor> expected;
   for (const auto& each : tensors) expected.push_back(each * 0.3f);
-  scale<at::BFloat16>(transfers(tensors, tensors), 0.3f);
+  const float factor = 0.3f;
+  const auto all = transfers(tensors, tensors);
+  grids::scale(at::kBFloat16, all, &factor);
+  EXPECT_EQ(on_host::launches, expected_launches(all));
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     ASSERT_TRUE(at::equal(bits(tensors[i]), bits(expected[i]))) << i;
   }
 }
 
-TEST(KernelsTest, AFactorOfOneWritesNothing) {
+TEST_F(KernelsTest, AFactorOfOneWritesNothing) {
   const auto nan = at::full({100}, 0x7f800001, at::kInt);  // signalling
   const auto tensor = nan.view(at::kFloat).clone();
-  scale<float>(transfers({tensor}, {tensor}), 1.0f);
+  const float one = 1;
+  grids::scale(at::kFloat, transfers({tensor}, {tensor}), &one);
   EXPECT_TRUE(at::equal(bits(tensor), nan));
 }
 
-TEST(KernelsTest, BatchesOfTransfersReachTheirTensors) {
+TEST_F(KernelsTest, BatchesOfTransfersReachTheirTensors) {
   const auto from = small_integers(at::kBFloat16);
-  std::vector<at::Tensor> to;
-  for (const auto& each : from) to.push_back(at::ones_like(each, at::kFloat));
-  for_each_batch(transfers(to, from), kMostGroups,
-                 [&](const Batch& batch, unsigned groups) {
-                   on_host::launch(groups, kTileThreads, [&] {
-                     transfer_kernel<float, at::BFloat16, Add>(batch);
-                   });
-                 });
-  for (std::size_t i = 0; i < to.size(); ++i) {
-    ASSERT_TRUE(at::equal(to[i], from[i].to(at::kFloat) + 1)) << i;
+  for (const auto resident : kResident) {
+    on_host::resident = resident;
+    on_host::launches.clear();
+    std::vector<at::Tensor> to;
+    for (const auto& each : from) {
+      to.push_back(at::empty_like(each, at::kFloat).fill_(NAN));
+    }
+    const auto all = transfers(to, from);
+    const auto expected = expected_launches(all);
+    // A race of copies of the same values shows under ThreadSanitizer only.
+    grids::transfers<Copy>(at::kFloat, at::kBFloat16, all);
+    EXPECT_EQ(on_host::launches, expected);
+    grids::transfers<Add>(at::kFloat, at::kBFloat16, all);
+    EXPECT_EQ(on_host::launches.size(), 2 * expected.size());
+    for (std::size_t i = 0; i < to.size(); ++i) {
+      ASSERT_TRUE(at::equal(to[i], from[i].to(at::kFloat) * 2))
+          << i << ", " << resident << " groups";
+    }
   }
 }
 
@@ -147,7 +178,6 @@ struct Rows {
   std::int64_t offset;  // of the first row, in elements
 };
 
-template <typename From>
 void expect_rows_added(at::ScalarType dtype, const Rows& rows) {
   constexpr std::int64_t kTo = 5;
   constexpr std::int64_t kFrom = 9;
@@ -170,7 +200,11 @@ void expect_rows_added(at::ScalarType dtype, const Rows& rows) {
                              stride,
                              stride,
                              2};
-  on_host::launch(4, kTileThreads, [&] { add_rows_kernel<From>(addition); });
+  on_host::launches.clear();
+  grids::rows(dtype, addition);
+  EXPECT_EQ(on_host::launches,
+            (std::vector<Launch>{
+                {std::min(kFrom, on_host::resident), kTileThreads}}));
 
   const auto row = index.slice(0, 0, index.numel(), 2);
   const auto valid = (row >= 0).logical_and(row < kTo).nonzero().squeeze(1);
@@ -183,14 +217,21 @@ void expect_rows_added(at::ScalarType dtype, const Rows& rows) {
       << rows.offset;
 }
 
-TEST(KernelsTest, RowsAreAddedWhereTheIndexSays) {
+TEST_F(KernelsTest, RowsAreAddedWhereTheIndexSays) {
   for (const auto& rows :
        {Rows{1, 0, 0}, Rows{3, 1, 0}, Rows{4, 0, 0}, Rows{64, 0, 0},
         Rows{64, 4, 4}, Rows{64, 3, 0}, Rows{64, 0, 1}, Rows{1030, 2, 0}}) {
-    expect_rows_added<float>(at::kFloat, rows);
-    expect_rows_added<at::BFloat16>(at::kBFloat16, rows);
-    expect_rows_added<at::Half>(at::kHalf, rows);
+    for (const auto dtype : kKernelTypes) expect_rows_added(dtype, rows);
   }
+  for (const auto resident : kResident) {
+    on_host::resident = resident;
+    expect_rows_added(at::kFloat, {64, 4, 4});
+  }
+}
+
+// As CUDA does: an empty grid is an error.
+TEST_F(KernelsTest, AGridHasGroups) {
+  EXPECT_THROW(grids::rows(at::kFloat, RowAddition{}), std::invalid_argument);
 }
 
 }  // namespace LOWTIDE_FILE

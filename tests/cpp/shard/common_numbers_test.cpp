@@ -29,7 +29,8 @@ TEST(CommonNumbersTest, WhatOneRankHasAllKnow) {
   const OwnNumbers none;
   const auto nothing = common({none, none});
   EXPECT_FALSE(nothing.saved_by_any || nothing.listened_by_any ||
-               nothing.calls_without_inputs_of_any);
+               nothing.calls_without_inputs_of_any || nothing.attached_on_any);
+  EXPECT_TRUE(common({none, {.attached = true}}).attached_on_any);
   EXPECT_EQ(nothing.graphs_of_any.kept, 0);
   EXPECT_EQ(nothing.graphs_of_any.recorded, 0);
   EXPECT_TRUE(common({none, {.saved = true}}).saved_by_any);

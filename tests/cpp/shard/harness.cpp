@@ -48,7 +48,7 @@ class Rank::View final : public ModuleView {
 };
 
 Rank::Rank(Exchange& exchange, std::int64_t rank,
-           const std::vector<UnitSpec>& units, bool offloaded)
+           const std::vector<UnitSpec>& units, bool offloaded, bool compared)
     : runtime(std::make_shared<device::ScriptedRuntime>()),
       waits(std::make_shared<SkippingRuntime>(runtime)),
       ledger(std::make_shared<memory::Ledger>()),
@@ -63,12 +63,13 @@ Rank::Rank(Exchange& exchange, std::int64_t rank,
   const auto host =
       offloaded ? std::make_shared<memory::HostMemory>(waits, pool, true)
                 : nullptr;
+  const UnitGroups groups{collectives, collectives,
+                          compared ? exchange.hosts().rank(rank) : nullptr};
   for (std::size_t u = 0; u < units.size(); ++u) {
     auto settings = std::make_shared<UnitSettings>();
     settings->host = host;
     auto unit = std::make_shared<Unit>(units[u].name, infos_of(units[u]),
-                                       UnitGroups{collectives, collectives},
-                                       memory, std::move(settings));
+                                       groups, memory, std::move(settings));
     unit->settings().encloses_units = units[u].encloses_units;
     unit->settings().leaf_module = units[u].leaf_module;
     std::vector<at::Tensor> shards;
@@ -281,7 +282,8 @@ void expect_naive_bits(const Scenario& scenario, std::int64_t world_size,
                        const std::function<void(Rank& rank)>& prepare) {
   const std::vector<NaiveStep> expected = train_naively(scenario, world_size);
   run_ranks(world_size, [&](Exchange& exchange, std::int64_t r) {
-    Rank rank(exchange, r, scenario.units, scenario.offloaded);
+    Rank rank(exchange, r, scenario.units, scenario.offloaded,
+              scenario.compared);
     if (prepare) prepare(rank);
     for (int step = 0; step < scenario.num_steps; ++step) {
       const auto losses = run_step(rank, scenario, step);

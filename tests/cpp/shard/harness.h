@@ -27,9 +27,11 @@ namespace lowtide::shard {
 
 class Rank final : public Layers {
  public:
-  // The exchange outlives the rank; `offloaded`: all units are.
+  // The exchange outlives the rank; `offloaded`: all units are; `compared`: it
+  // tells the others what it did.
   Rank(Exchange& exchange, std::int64_t rank,
-       const std::vector<UnitSpec>& units, bool offloaded = false);
+       const std::vector<UnitSpec>& units, bool offloaded = false,
+       bool compared = false);
   ~Rank() override;
 
   at::Tensor call(std::size_t unit, const at::Tensor& x,

@@ -15,6 +15,7 @@ struct Scenario {
   std::vector<bool> sync = {true};
   int num_steps = 2;
   bool offloaded = false;  // shards and gradients are on the host
+  bool compared = false;   // ranks tell each other what they did
 };
 
 // The order in which the wire adds what ranks contribute to `owner`'s slice.

@@ -21,7 +21,8 @@ class PeerLeft : public Error {
 
 Exchange::Exchange(std::int64_t world_size)
     : brought_(static_cast<std::size_t>(world_size)),
-      left_(static_cast<std::size_t>(world_size), false) {}
+      left_(static_cast<std::size_t>(world_size), false),
+      hosts_(world_size) {}
 
 void Exchange::bring(std::size_t rank, Input input) {
   const std::lock_guard lock(mutex_);

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "host_meeting.h"
 #include "testing/recording_collectives.h"
 
 namespace lowtide::shard {
@@ -33,6 +34,9 @@ class Exchange {
                                       const std::vector<std::int64_t>& values,
                                       const std::string& label);
 
+  // Where ranks compare what they did.
+  HostMeeting& hosts() { return hosts_; }
+
   // That rank will not come any more.
   void leave(std::int64_t rank);
 
@@ -50,6 +54,7 @@ class Exchange {
   std::condition_variable changed_;
   std::vector<std::vector<Input>> brought_;  // by rank
   std::vector<bool> left_;
+  HostMeeting hosts_;
 };
 
 // Runs `rank_main(exchange, rank)` for all ranks at once and waits for them;

@@ -75,7 +75,7 @@ TEST(ScheduleTest, AUnitCalledTwiceIsExpectedTwice) {
   Schedule schedule(3);
   forward(schedule, {0, 1, 0, 2});
   EXPECT_THAT(forward(schedule, {0, 1, 0, 2}), ElementsAre(1, 0, 2, none));
-  schedule.end_backward();
+  schedule.forget_forwards();
   forward(schedule, {0, 0, 1});
   EXPECT_THAT(backward(schedule, {1, 0, 0}), ElementsAre(0, 0, none));
 }
@@ -121,7 +121,7 @@ std::vector<Units> forward_of_blocks(Schedule& schedule) {
 TEST(ScheduleTest, WhoeverExpectsAUnitExpectsTheFirstInsideIt) {
   Schedule schedule(5);
   forward_of_blocks(schedule);  // who runs in whom is known from now on
-  schedule.end_backward();
+  schedule.forget_forwards();
   EXPECT_THAT(
       forward_of_blocks(schedule),
       ElementsAre(Units{1, 2}, Units{2}, Units{3, 4}, Units{4}, Units{}));
@@ -163,7 +163,7 @@ TEST(ScheduleTest, CompletionOrderCountsAUnitAtItsFirstCall) {
   EXPECT_THAT(schedule.completion_order(), IsEmpty());
   forward(schedule, {0, 1, 0, 2});
   EXPECT_THAT(schedule.completion_order(), ElementsAre(2, 1, 0));
-  schedule.end_backward();
+  schedule.forget_forwards();
   EXPECT_THAT(schedule.completion_order(), IsEmpty());
 }
 
@@ -220,7 +220,7 @@ TEST(ScheduleTest, AUnitIsOverWhenAnEarlierCallBegins) {
   EXPECT_FALSE(schedule.is_over(1, *one.place));
   EXPECT_FALSE(schedule.is_over(3, *one.place));  // not called
   EXPECT_TRUE(schedule.is_over(1, *schedule.enter_backward(0).place));
-  schedule.end_backward();
+  schedule.forget_forwards();
   EXPECT_FALSE(schedule.is_over(2, 0));
 }
 
@@ -235,6 +235,89 @@ TEST(ScheduleTest, AUnitAroundAnotherIsNotOverWhenThatBegins) {
   const auto inner = schedule.enter_backward(1);
   EXPECT_TRUE(inner.alone);
   EXPECT_FALSE(schedule.is_over(0, *inner.place));
+}
+
+// A model (0) of two layers (1, 2), and a head (3) on two chunks of what it
+// gave.
+void forward_by_chunks(Schedule& schedule) {
+  forward(schedule, {0, 1, 2});
+  for (const std::int64_t call : {1, 2}) {
+    schedule.begin_forward();
+    schedule.enter_forward(3);
+    schedule.leave_forward(3, /*recorded=*/true, call);
+    schedule.end_forward(/*detached=*/true);
+  }
+}
+
+TEST(ScheduleTest, ADetachedForwardHasABackwardOfItsOwn) {
+  Schedule schedule(4);
+  forward_by_chunks(schedule);
+  for (const std::int64_t call : {1, 2}) {
+    const auto chunk = schedule.detached_of(3, call);
+    ASSERT_TRUE(chunk);
+    EXPECT_THAT(schedule.completion_order(chunk), ElementsAre(3));
+    EXPECT_THAT(schedule.completion_order(), ElementsAre(3, 2, 1, 0));
+    const auto entered = schedule.enter_backward(3, call, chunk);
+    EXPECT_TRUE(entered.earliest);
+    EXPECT_THAT(entered.next, IsEmpty());
+    EXPECT_EQ(schedule.detached_of(3, call), std::nullopt);
+    schedule.end_backward();
+  }
+  EXPECT_EQ(schedule.open_forwards(), 1u);
+  EXPECT_THAT(schedule.completion_order(), ElementsAre(2, 1, 0));
+  EXPECT_EQ(schedule.detached_of(2, Schedule::kNoCall), std::nullopt);
+  EXPECT_FALSE(schedule.enter_backward(2).earliest);
+}
+
+// Where a rank has called it otherwise.
+TEST(ScheduleTest, WhatIsTakenForOneOfEverythingExpectsTheRest) {
+  Schedule schedule(4);
+  forward_by_chunks(schedule);
+  const auto entered = schedule.enter_backward(3, 1);
+  EXPECT_FALSE(entered.earliest);
+  EXPECT_THAT(entered.next, ElementsAre(2));
+}
+
+TEST(ScheduleTest, RowsThatAreReadBehindADetachedForwardAreNotInIt) {
+  Schedule schedule(4);
+  forward_by_chunks(schedule);
+  schedule.leave_forward(0, /*recorded=*/true);
+  schedule.enter_backward(3, 2);
+  schedule.end_backward();
+  EXPECT_EQ(schedule.open_forwards(), 3u);
+  EXPECT_THAT(schedule.completion_order(), ElementsAre(3, 2, 1, 0));
+}
+
+// However many forwards one backward goes through, and though a rank does not
+// use what one of its calls gave.
+TEST(ScheduleTest, AForwardWaitsForTheFirstBackwardThatComesToIt) {
+  Schedule schedule(5);
+  forward(schedule, {0, 1, 2});
+  forward(schedule, {3});
+  forward(schedule, {4});
+  EXPECT_EQ(schedule.open_forwards(), 3u);
+  EXPECT_THAT(schedule.enter_backward(4).next, ElementsAre(3));
+  schedule.enter_backward(2);
+  schedule.enter_backward(0);
+  schedule.end_backward();
+  EXPECT_EQ(schedule.open_forwards(), 1u);
+  EXPECT_THAT(schedule.completion_order(), ElementsAre(3));
+  EXPECT_FALSE(schedule.is_over(1, 0));
+  EXPECT_EQ(schedule.enter_backward(1).place, std::nullopt);
+  // Nothing that is over is expected.
+  const auto last = schedule.enter_backward(3);
+  EXPECT_THAT(last.next, IsEmpty());
+  EXPECT_TRUE(last.earliest);
+  schedule.end_backward();
+  EXPECT_EQ(schedule.open_forwards(), 0u);
+}
+
+TEST(ScheduleTest, ForwardsThatBeginWithAnotherUnitAreExpectedByThemselves) {
+  Schedule schedule(4);
+  forward(schedule, {0, 2, 1});
+  forward(schedule, {3, 2});
+  EXPECT_THAT(forward(schedule, {0, 2, 1}), ElementsAre(2, 1, none));
+  EXPECT_THAT(forward(schedule, {3, 2}), ElementsAre(2, none));
 }
 
 struct Call {
@@ -292,7 +375,9 @@ TEST(ScheduleTest, RandomForwardsComeBackInReverseAndSayWhatIsOver) {
         ASSERT_EQ(schedule.is_over(unit, place), over) << "seed " << seed;
       }
     }
+    EXPECT_EQ(schedule.open_forwards() == 0, left.empty());
     schedule.end_backward();
+    ASSERT_EQ(schedule.open_forwards(), 0u);
     ASSERT_TRUE(schedule.completion_order().empty()) << "seed " << seed;
   }
 }

@@ -8,76 +8,13 @@
 #include <utility>
 
 #include "base/check.h"
+#include "host_meeting.h"
 
 namespace lowtide::shard {
 namespace LOWTIDE_FILE {
 
 using testing::HasSubstr;
 using What = StepNote::What;
-
-// Ranks of one thread: what is posted meets when all have posted.
-class Meeting {
- public:
-  explicit Meeting(std::int64_t size) : posted_(size), texts_(size) {}
-
-  std::shared_ptr<comm::HostChannel> rank(std::int64_t rank) {
-    return std::make_shared<Channel>(*this, rank);
-  }
-  std::size_t num_posts(std::int64_t rank) const {
-    return posted_[static_cast<std::size_t>(rank)].size();
-  }
-  // What the ranks will say when they have differed.
-  void say(std::vector<std::string> texts) { texts_ = std::move(texts); }
-  const std::string& said(std::int64_t rank) const {
-    return said_.at(static_cast<std::size_t>(rank));
-  }
-
- private:
-  class Channel final : public comm::HostChannel {
-   public:
-    Channel(Meeting& meeting, std::int64_t rank)
-        : meeting_(meeting), rank_(rank) {}
-    std::int64_t rank() const override { return rank_; }
-    std::int64_t size() const override {
-      return static_cast<std::int64_t>(meeting_.posted_.size());
-    }
-    std::unique_ptr<Maximum> maximum(
-        std::vector<std::int64_t> numbers) override {
-      auto& posted = meeting_.posted_[static_cast<std::size_t>(rank_)];
-      posted.push_back(std::move(numbers));
-      return std::make_unique<Answer>(meeting_, posted.size() - 1);
-    }
-    std::vector<std::string> texts(const std::string& mine) override {
-      meeting_.said_.resize(meeting_.posted_.size());
-      meeting_.said_[static_cast<std::size_t>(rank_)] = mine;
-      auto all = meeting_.texts_;
-      all[static_cast<std::size_t>(rank_)] = mine;
-      return all;
-    }
-
-   private:
-    Meeting& meeting_;
-    std::int64_t rank_;
-  };
-  struct Answer final : comm::HostChannel::Maximum {
-    Answer(Meeting& meeting, std::size_t post) : meeting(meeting), post(post) {}
-    std::vector<std::int64_t> wait() override {
-      auto greatest = meeting.posted_.front().at(post);
-      for (const auto& posted : meeting.posted_) {
-        for (std::size_t i = 0; i < greatest.size(); ++i) {
-          greatest[i] = std::max(greatest[i], posted.at(post).at(i));
-        }
-      }
-      return greatest;
-    }
-    Meeting& meeting;
-    std::size_t post;
-  };
-
-  std::vector<std::vector<std::vector<std::int64_t>>> posted_;
-  std::vector<std::string> texts_;
-  std::vector<std::string> said_;
-};
 
 class StepLogTest : public testing::Test {
  protected:
@@ -109,7 +46,7 @@ class StepLogTest : public testing::Test {
     return "none";
   }
 
-  Meeting meeting{2};
+  HostMeeting meeting{2};
   std::deque<StepLog> logs;  // which do not move
 };
 

@@ -54,7 +54,8 @@ inline void for_each_step(const Scenario& scenario,
                           const std::function<void(const Step&)>& check,
                           const std::function<void(Rank&)>& prepare = {}) {
   run_ranks(2, [&](Exchange& exchange, std::int64_t r) {
-    Rank rank(exchange, r, scenario.units);
+    Rank rank(exchange, r, scenario.units, scenario.offloaded,
+              scenario.compared);
     if (prepare) prepare(rank);
     for (int step = 0; step < scenario.num_steps; ++step) {
       SCOPED_TRACE(base::concat("rank ", r, ", step ", step));

@@ -410,8 +410,9 @@ TEST_F(UnitTest, InvariantsAreChecked) {
   });
   on_two_ranks(chain_, [&](Rank& rank) {
     auto& stream = rank.root->stream();
-    stream.begin({&rank.unit(1).gradients()});
-    EXPECT_THAT([&] { stream.begin({&rank.unit(2).gradients()}); },
+    stream.begin();
+    stream.append(rank.unit(1).gradients());
+    EXPECT_THAT([&] { stream.begin(); },
                 ThrowsMessage<Error>(HasSubstr("one backward at a time")));
     rank.root->abort();
   });

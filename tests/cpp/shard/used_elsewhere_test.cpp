@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -75,10 +76,13 @@ TEST_F(UsedElsewhereTest, ABackwardBeginsWithNothing) {
   EXPECT_THAT(used_.parameters(), ElementsAre(2, 3));
 }
 
-TEST_F(UsedElsewhereTest, AGraphCanNotCaptureTheQuestion) {
+TEST_F(UsedElsewhereTest, AGraphCanNotCaptureAQuestionThatNobodyAsked) {
+  ask({0, 1}, {0, 1}, flags({1.0, 0.0}, at::kFloat));
+  used_.parameters();
+  used_.begin();
   runtime_->set_capture(7);
   try {
-    ask({0, 1}, {0, 1}, flags({1.0, 0.0}, at::kFloat));
+    ask({1}, {1}, flags({1.0, 0.0}, at::kFloat));
     FAIL() << "expected an error";
   } catch (const Error& error) {
     EXPECT_THAT(error.what(),
@@ -86,6 +90,46 @@ TEST_F(UsedElsewhereTest, AGraphCanNotCaptureTheQuestion) {
                                     "gradient of every parameter"));
     EXPECT_THAT(error.what(),
                 testing::HasSubstr("set_reduce_scatter_unused_params(True)"));
+  }
+}
+
+TEST_F(UsedElsewhereTest, AGraphTakesTheAnswerOfTheStepBeforeIt) {
+  for (const auto& said : {flags({0.0, 1.0, 9.0}, at::kFloat),
+                           flags({0.0, 0.0, 9.0}, at::kFloat)}) {
+    used_.begin();
+    ask({4, 5}, {0, 1}, said);
+    used_.parameters();
+  }
+  used_.begin();
+  ask({5}, {1}, flags({1.0, 1.0}, at::kFloat));
+  used_.parameters();
+  used_.begin();
+  runtime_->set_capture(7);
+  // The scripted copy comes at once, as with a first replay.
+  ask({4, 5}, {0, 1}, flags({0.0, 0.0, 9.0}, at::kFloat));
+  EXPECT_THAT(used_.parameters(), IsEmpty());
+  ask({5}, {1}, flags({0.0, 0.5}, at::kFloat));
+  EXPECT_THAT(used_.parameters(), ElementsAre(5));
+  EXPECT_EQ(used_.changed(), std::nullopt);
+  // What was captured outlives the next backward.
+  used_.begin();
+  EXPECT_THAT(used_.parameters(), IsEmpty());
+  EXPECT_EQ(used_.changed(), std::nullopt);
+}
+
+TEST_F(UsedElsewhereTest, AReplayThatSaysOtherwiseIsSeen) {
+  for (const bool used_first : {false, true}) {
+    runtime_->set_capture(0);
+    used_.begin();
+    ask({4, 6}, {0, 1}, flags({0.0, used_first ? 1.0 : 0.0}, at::kFloat));
+    used_.parameters();
+    used_.begin();
+    runtime_->set_capture(7);
+    EXPECT_EQ(used_.changed(), std::nullopt);
+    ask({4, 6}, {0, 1}, flags({0.0, used_first ? 0.0 : 1.0}, at::kFloat));
+    EXPECT_EQ(used_.changed(), 6);
+    used_ =
+        UsedElsewhere(std::make_shared<const std::string>("layers.0"), memory_);
   }
 }
 

@@ -73,8 +73,10 @@ def chunked_loss(head: Any, hidden: Any, labels: torch.Tensor) -> torch.Tensor:
     return _Known.apply(hidden, torch.cat(gradients, 1), total)
 
 
-def train(system_name: str, grouped: bool) -> Record:
-    """``grouped``: norm and head are one unit, of which the head runs alone."""
+def train(system_name: str, grouped: bool, late: bool) -> Record:
+    """``grouped``: norm and head are one unit, of which the head runs alone; ``late``:
+    layers reduce the gradients of a step's first microbatch with those of the second.
+    """
     system = get_system(system_name)
     torch.manual_seed(0)
     model: Any = Decoder()
@@ -95,6 +97,7 @@ def train(system_name: str, grouped: bool) -> Record:
             seed = 100 * step + 10 * microbatch + dist.get_rank()
             generator = torch.Generator().manual_seed(seed)
             tokens = torch.randint(0, WORDS, (2, 9), generator=generator)
+            model.set_requires_gradient_sync(microbatch == 1 or not late)
             loss = chunked_loss(model.head, model(tokens[:, :-1]), tokens[:, 1:])
             loss.backward()
             record.add("loss", loss)
@@ -107,13 +110,15 @@ def train(system_name: str, grouped: bool) -> Record:
     return record.values
 
 
-@pytest.mark.parametrize("grouped", [False, True])
-def test_training_equals_fsdp2(pool_of, grouped):
+@pytest.mark.parametrize(
+    ("grouped", "late"), [(False, False), (True, False), (False, True)]
+)
+def test_training_equals_fsdp2(pool_of, grouped, late):
     pool = pool_of(2)
     for mine, other in zip(
-        pool.run(train, "lowtide", grouped),
+        pool.run(train, "lowtide", grouped, late),
         # Of a list of modules FSDP2 2.11 wants all to run; units change no bits.
-        pool.run(train, "fsdp2", False),
+        pool.run(train, "fsdp2", False, late),
         strict=True,
     ):
         assert_same_records(mine, other)

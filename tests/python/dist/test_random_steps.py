@@ -4,11 +4,12 @@ A program is a sequence of operations that users mix: microbatches with and with
 sync, forwards whose backward comes later, twice or never, gradients of gradients, ranks
 with other numbers of rows, other unused parameters, other hooks, other inputs that want
 gradients and other graphs that they keep, units that run in another order, in part or
-beside the others, frozen parameters, cleared gradients, gathered units, weights kept
-too long, exceptions, ranks that disagree, tensors that say themselves how they travel,
-a zero-bubble schedule, parameters that a checkpoint's tensors replace. After each of
-them every output, parameter and gradient has the rule's bits, and every rank has asked
-the same of its communicators, in one order over all of them.
+beside the others, a head with a backward for each chunk, frozen parameters, cleared
+gradients, gathered units, weights kept too long, exceptions, ranks that disagree,
+tensors that say themselves how they travel, a zero-bubble schedule, parameters that a
+checkpoint's tensors replace. After each of them every output, parameter and gradient
+has the rule's bits, and every rank has asked the same of its communicators, in one
+order over all of them.
 
 LOWTIDE_RANDOM_SEED and LOWTIDE_RANDOM_PROGRAMS look further than a test run does;
 LOWTIDE_RANDOM_SHRINK=1 makes a program that fails short.
@@ -147,6 +148,19 @@ class Steps(RuleBasedStateMachine):
     ) -> None:
         self.forward(run)
         self.backward(self.open - 1, sync, False, kept)
+
+    @precondition(lambda self: self.setup.wrap == "group")
+    @rule(
+        run=passes,
+        syncs=st.lists(syncs, min_size=2, max_size=4),
+        together=st.booleans(),
+        partly=st.booleans(),
+    )
+    def chunked(
+        self, run: Pass, syncs: list[tuple[bool, ...]], together: bool, partly: bool
+    ) -> None:
+        run = replace(run, chunks=len(syncs) - 1, penalty=False)
+        self.then("chunked", run, syncs, together, partly)
 
     @precondition(lambda self: not self.open)
     @rule()

@@ -1,5 +1,5 @@
 """What nvcc makes of the kernels for an H100: loads and stores of 16 bytes, registers
-that hold everything. No GPU is needed."""
+that hold everything; and who launches them. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -14,6 +14,18 @@ from torch.utils.cpp_extension import include_paths
 
 KERNELS = Path(__file__).parents[3] / "csrc" / "ops" / "cuda"
 ARCH = "sm_90"
+SOURCES = (".h", ".cpp", ".cu", ".cuh")
+
+
+def test_one_function_launches_every_kernel() -> None:
+    """The tests of C++ replace it, to run what decides grids on host threads."""
+    sources = KERNELS.parents[1].rglob("*.*")
+    text = re.compile(r"<<<|cudaLaunchKernel")
+    launching = [
+        p for p in sources if p.suffix in SOURCES and text.search(p.read_text())
+    ]
+    product = [p for p in launching if "phantom" not in p.parts]
+    assert product == [KERNELS / "launch.h"]
 
 
 def entries(name: str, folder: Path) -> dict[str, tuple[str, str]]:

@@ -139,6 +139,27 @@ def outputs_and_loss(
     return out, loss, (loss, slope)
 
 
+class Chunks:
+    def __init__(
+        self, head: Any, out: Tensor, count: int, together: bool, wanted: bool
+    ) -> None:
+        self.head, self.out, self.together = head, out, together
+        parts = out.tensor_split(count)
+        self.cut = [part.detach().requires_grad_(wanted) for part in parts]
+
+    def loss(self, number: int) -> Tensor:
+        """Of a chunk, or behind all of them of what is in front of the head."""
+        if number < len(self.cut):
+            return self.head(self.cut[number]).float().square().sum()
+        loss = (self.out * self.gradient()).sum()
+        if not self.together:
+            return loss
+        return loss + self.head(self.cut[0]).float().square().sum()
+
+    def gradient(self) -> Tensor:
+        return torch.cat([p if p.grad is None else p.grad for p in self.cut]).detach()
+
+
 def block_of(name: str) -> int:
     """The number of a parameter's block, or REST."""
     _, found, rest = name.partition("blocks.")
@@ -304,15 +325,45 @@ class Session:
         loss, losses = self.open[which]
         if not retain:
             del self.open[which]
-        self.model.set_requires_gradient_sync(sync[REST])
-        if self.setup.wrap != "root":
-            for number, block in enumerate(self.model.blocks):
-                block.set_requires_gradient_sync(sync[number])
+        self.set_sync(sync)
         if loss.requires_grad:
             loss.backward(retain_graph=retain or kept[self.rank])
         for rank, theirs in enumerate(losses):
             self.rule.add(rank, theirs, retain, sync)
         self.rule.reduce(sync)
+
+    def set_sync(self, sync: tuple[bool, ...]) -> None:
+        self.model.set_requires_gradient_sync(sync[REST])
+        if self.setup.wrap != "root":
+            for number, block in enumerate(self.model.blocks):
+                block.set_requires_gradient_sync(sync[number])
+
+    def chunked(
+        self, run: Pass, syncs: list[tuple[bool, ...]], together: bool, partly: bool
+    ) -> None:
+        """A backward for the head on each chunk of what the model gave, cut off from
+        it, and one through the model; if ``together``, through the head once more.
+        ``partly``: only ranks whose inputs want gradients take the head's."""
+        rule = self.rule.compute
+        ours = self.model(self.data(run, self.rank), run, self.rank)
+        theirs = [rule(self.data(run, rank), run, rank) for rank in range(RANKS)]
+        wanted = [want or not partly for want in run.wanted]
+        mine = Chunks(self.model.head, ours, run.chunks, together, wanted[self.rank])
+        rules = [
+            Chunks(rule.head, out, run.chunks, together, want)
+            for out, want in zip(theirs, wanted, strict=True)
+        ]
+        for number, sync in enumerate(syncs):
+            if number == run.chunks:
+                same("gradient", mine.gradient(), rules[self.rank].gradient())
+            self.set_sync(sync)
+            mine.loss(number).backward()
+            for rank, chunks in enumerate(rules):
+                loss = chunks.loss(number)
+                self.rule.add(rank, loss, True, sync)
+                if number < run.chunks and chunks.cut[number].requires_grad:
+                    loss.backward(inputs=[chunks.cut[number]])
+            self.rule.reduce(sync)
 
     def step(self) -> None:
         self.optimizer.step()

@@ -1,0 +1,140 @@
+// A unit that is called by itself on what was cut off from the model, as the
+// head in a loss by chunks of tokens: its backward is its own.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "harness.h"
+#include "steps.h"
+
+namespace lowtide::shard {
+namespace LOWTIDE_FILE {
+
+using testing::ElementsAre;
+
+constexpr std::size_t kHead = 3;
+
+// "model" around "layers.0" and "layers.1"; "layers.2" is the head.
+std::vector<UnitSpec> with_head() { return model_of(3, dense()); }
+
+void set_sync_of_head(Layers& layers, bool sync) {
+  if (auto* const rank = dynamic_cast<Rank*>(&layers)) {
+    rank->unit(kHead).settings().gradient_sync = sync;
+  }
+}
+
+at::Tensor cut_off(const at::Tensor& y) {
+  return y.detach().set_requires_grad(true);
+}
+
+// The head's gradients leave with those of the last chunk; `wants`: what this
+// rank gives the head wants a gradient.
+Program by_chunks(std::int64_t num_chunks,
+                  std::function<bool(std::int64_t rank)> wants = {}) {
+  return [=](Layers& layers, const at::Tensor& x) {
+    const auto y = chain(2)(layers, x);
+    auto hidden = y.detach();
+    if (!wants || wants(layers.rank())) hidden.set_requires_grad(true);
+    // Of one tensor, so that not every input is a leaf.
+    const auto chunks = hidden.tensor_split(num_chunks);
+    set_sync_of_head(layers, false);
+    for (std::size_t i = 0; i < chunks.size(); ++i) {
+      if (i + 1 == chunks.size()) set_sync_of_head(layers, true);
+      loss_of(layers.call(kHead, chunks[i], layer())).backward();
+    }
+    // A loss whose gradient is what they left.
+    return y * (hidden.grad().defined() ? hidden.grad() : at::ones_like(y));
+  };
+}
+
+Scenario compared(Program program) {
+  return {
+      .units = with_head(), .program = std::move(program), .compared = true};
+}
+
+std::vector<std::string> reductions(const Step& step) {
+  return order_of(step, {"reduce-scatter model", "reduce-scatter layers.0",
+                         "reduce-scatter layers.1", "reduce-scatter layers.2"});
+}
+
+// What was called by itself meets the model in one backward, ahead of which
+// `again` goes through the former alone.
+Program in_one_backward(bool again) {
+  return [again](Layers& layers, const at::Tensor& x) {
+    const auto y = chain(2)(layers, x);
+    const auto cut = cut_off(y);
+    const auto aside = layers.call(kHead, cut, layer());
+    if (again) {
+      set_sync_of_head(layers, false);
+      loss_of(layers.call(kHead, cut, layer())).backward();
+      set_sync_of_head(layers, true);
+    }
+    return y + aside;
+  };
+}
+
+TEST(DetachedForwardsTest, AnswersOfChunksAreTheNaiveRules) {
+  expect_naive_bits(compared(by_chunks(2)), 2);
+  auto scenario = compared(by_chunks(3));
+  scenario.sync = {true, true};
+  scenario.num_steps = 3;
+  expect_naive_bits(scenario, 3);
+}
+
+TEST(DetachedForwardsTest, OneBackwardThroughSeveralForwards) {
+  for (const bool again : {false, true}) {
+    expect_naive_bits(compared(in_one_backward(again)), 2);
+  }
+}
+
+TEST(DetachedForwardsTest, OtherUnitsTakeNoPart) {
+  int steps = 0;
+  for_each_step(compared(by_chunks(3)), [&](const Step& step) {
+    EXPECT_THAT(
+        reductions(step),
+        ElementsAre("reduce-scatter layers.2", "reduce-scatter layers.1",
+                    "reduce-scatter layers.0", "reduce-scatter model"));
+    // Neither gathered ahead for a chunk nor let go of behind it.
+    for (const std::string unit : {"model", "layers.0", "layers.1"}) {
+      EXPECT_EQ(step.all("all-gather " + unit).size(), 2u) << unit;
+    }
+    ++steps;
+  });
+  EXPECT_EQ(steps, 4);  // of two ranks
+}
+
+// The exchange throws where ranks bring other calls.
+TEST(DetachedForwardsTest, AllTakePartWhereRanksDifferInTheirInputs) {
+  const auto first_alone = [](std::int64_t rank) { return rank == 0; };
+  for (const bool told : {true, false}) {
+    auto scenario = compared(by_chunks(2, first_alone));
+    scenario.compared = told;
+    expect_naive_bits(scenario, 2);
+    for_each_step(scenario, [](const Step& step) {
+      EXPECT_EQ(step.all("reduce-scatter layers.1").size(), 3u);
+    });
+  }
+}
+
+TEST(DetachedForwardsTest, AllTakePartWhereRanksAreNotCompared) {
+  auto scenario = compared(by_chunks(2));
+  scenario.compared = false;
+  expect_naive_bits(scenario, 2);
+  for_each_step(scenario, [](const Step& step) {
+    EXPECT_EQ(step.all("reduce-scatter layers.1").size(), 3u);
+  });
+}
+
+TEST(DetachedForwardsTest, TheModelsUnitsAreStillGatheredAhead) {
+  for_each_step(compared(by_chunks(2)), [](const Step& step) {
+    EXPECT_FALSE(step.leads(step.at("forward layers.0"),
+                            step.at("all-gather layers.1")));
+  });
+}
+
+}  // namespace LOWTIDE_FILE
+}  // namespace lowtide::shard
