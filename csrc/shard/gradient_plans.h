@@ -46,13 +46,6 @@ class GradientPlans {
 
  private:
   std::vector<RingUnit> ring_units() const;
-  // Of all units, their ranks and the bytes of their gradients on the wire.
-  struct Largest {
-    std::int64_t ranks = 1;
-    std::int64_t unit = 0;
-    std::int64_t experts = 0;
-  };
-  Largest largest() const;
   std::int64_t shared_ring_bytes() const;
 
   std::string root_;

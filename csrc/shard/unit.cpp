@@ -119,9 +119,10 @@ void Unit::replan() {
 
 // Until the root plans for all of its units.
 std::int64_t Unit::ring_bytes_alone(std::int64_t budget_bytes) const {
-  const auto wire = gradients_.wire_bytes();
-  return ring_bytes(budget_bytes, groups_.reduce->size(), wire,
-                    gradients_.of_experts() ? wire : 0);
+  const RingUnit alone{.ranks = groups_.reduce->size(),
+                       .wire_bytes = gradients_.wire_bytes(),
+                       .experts = gradients_.of_experts()};
+  return ring_bytes(alone, budget_bytes);
 }
 
 // --- parameters -------------------------------------------------------------
