@@ -71,15 +71,17 @@ class Cutter {
   std::int64_t used_ = 0;
 };
 
-std::int64_t uncut_columns(std::int64_t max_columns) {
-  return std::min(max_columns / 8, kUncutColumns);
-}
+struct Cut {
+  std::int64_t max_columns;
+  std::int64_t uncut;
+};
 
-// Of the parameters that no strips are fixed for.
-std::int64_t even_columns(const std::vector<std::int64_t>& shard_numel,
-                          const std::vector<std::int32_t>& order,
-                          std::int64_t max_columns,
-                          const std::vector<std::int64_t>& strips) {
+// Into as few chunks as `max_columns` allows, but for parameters with fixed
+// strips.  What stays whole may leave so much of a chunk empty as all of them
+// have to spare.
+Cut even_cut(const std::vector<std::int64_t>& shard_numel,
+             const std::vector<std::int32_t>& order, std::int64_t max_columns,
+             const std::vector<std::int64_t>& strips) {
   std::int64_t columns = 0;
   for (const auto parameter : order) {
     const auto p = static_cast<std::size_t>(parameter);
@@ -87,12 +89,14 @@ std::int64_t even_columns(const std::vector<std::int64_t>& shard_numel,
       columns += round_up(shard_numel[p], kPieceColumnMultiple);
     }
   }
-  const auto chunks = at::ceil_div(columns, max_columns);
-  return chunks < 2
-             ? max_columns
-             : std::min(max_columns, round_up(at::ceil_div(columns, chunks) +
-                                                  uncut_columns(max_columns),
-                                              kChunkColumnMultiple));
+  if (columns <= max_columns) {
+    return {max_columns, max_columns};
+  }
+  const auto uncut = std::min(max_columns / 8, kUncutColumns);
+  const auto even = at::ceil_div(columns, at::ceil_div(columns, max_columns));
+  max_columns =
+      std::min(max_columns, round_up(even + uncut, kChunkColumnMultiple));
+  return {max_columns, std::min(uncut, max_columns - even)};
 }
 
 }  // namespace
@@ -121,11 +125,9 @@ UnitPlan plan_unit(const std::vector<std::int64_t>& shard_numel,
     LOWTIDE_INVARIANT(parameter >= 0 && parameter < plan.num_parameters,
                       "gradient order names a parameter of the unit");
   }
-  if (evenly) {
-    max_columns = even_columns(shard_numel, order, max_columns, strips);
-  }
-  Cutter cutter(plan, max_columns,
-                evenly ? uncut_columns(max_columns) : max_columns);
+  const auto cut = evenly ? even_cut(shard_numel, order, max_columns, strips)
+                          : Cut{max_columns, max_columns};
+  Cutter cutter(plan, cut.max_columns, cut.uncut);
   for (const auto parameter : order) {
     const auto p = static_cast<std::size_t>(parameter);
     if (p < strips.size() && strips[p] > 0) {

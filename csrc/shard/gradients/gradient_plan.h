@@ -59,12 +59,12 @@ struct UnitPlan {
 // least one multiple.
 //
 // A parameter that fits in one chunk is never cut; a larger one is cut into
-// strips.  `evenly`: chunks are about equally wide, which may cut what has more
-// than kUncutColumns.  `strips[p]` > 0 fixes the strips of parameter p: that
-// many columns each, each at the start of a chunk, whatever `max_columns` says
-// (its gradient comes in rows, see row_stream.h).  Flags may make the last
-// chunk exceed `max_columns` by num_parameters columns, rounded to the
-// multiple.
+// strips.  `evenly`: as few chunks as may be, about equally wide, for which
+// what fits may be cut, up to kUncutColumns only where there is no room.
+// `strips[p]` > 0 fixes the strips of parameter p: that many columns each, each
+// at the start of a chunk, whatever `max_columns` says (its gradient comes in
+// rows, see row_stream.h).  Flags may make the last chunk exceed `max_columns`
+// by num_parameters columns, rounded to the multiple.
 UnitPlan plan_unit(const std::vector<std::int64_t>& shard_numel,
                    const std::vector<std::int32_t>& order,
                    std::int64_t max_columns,

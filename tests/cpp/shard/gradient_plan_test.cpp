@@ -46,6 +46,26 @@ std::string broken_promise(const Sizes& sizes, const Order& order,
       std::max<std::int64_t>(128, max_columns / 128 * 128);
   if (order.empty()) return plan.chunks.empty() ? "" : "chunks for nothing";
   if (plan.chunks.empty()) return "no chunk carries the flags";
+  std::int64_t whole = bound;
+  if (evenly) {
+    std::int64_t columns = 0;
+    for (const auto p : order) columns += round_up(sizes[p], 64);
+    const auto chunks =
+        std::max<std::int64_t>(1, (columns + bound - 1) / bound);
+    if (static_cast<std::int64_t>(plan.chunks.size()) != chunks) {
+      return "more chunks than needed";
+    }
+    if (chunks > 1) {
+      const auto little = std::min(bound / 16, kUncutColumns);
+      whole = columns / chunks + little < bound ? little : 64;
+    }
+    for (const auto& chunk : plan.chunks) {
+      if (chunk.columns - columns / chunks >
+          kUncutColumns + 128 + round_up(sizes.size(), 128)) {
+        return "a chunk wider than others";
+      }
+    }
+  }
   // Walks the pieces in the order they leave: they must be `order`, each
   // parameter whole before the next begins.
   std::size_t at = 0;
@@ -66,8 +86,6 @@ std::string broken_promise(const Sizes& sizes, const Order& order,
       if (piece.column < used) return "pieces overlap";
       if (piece.column % kPieceColumnMultiple != 0) return "a piece unaligned";
       const std::int64_t size = sizes[piece.parameter];
-      const std::int64_t whole =
-          evenly ? std::min(bound / 16, kUncutColumns) : bound;
       if (size <= whole && piece.size() != size) return "cut though it fits";
       used = piece.column + piece.size();
       done = piece.end;
