@@ -52,9 +52,14 @@ void GradientStream::append(UnitGradients& unit) {
   }
 }
 
+// Slabs have bytes of their own, but take turns as chunks in two slots do: when
+// one has landed compute waits for it.
 void GradientStream::add_entry(Entry entry) {
-  const auto slots = static_cast<std::size_t>(entry.parcel->unit().num_slots());
-  entry.slot = turn_++ % slots;
+  const auto slots = entry.parcel->unit().num_slots();
+  entry.slot =
+      turn_++ % static_cast<std::size_t>(entry.chunk == nullptr
+                                             ? std::max(slots, kRingSlots)
+                                             : slots);
   auto& last = last_in_slot_[entry.slot];
   entry.before = std::exchange(last, entries_.size());
   entry.opens_at = entry.before == kNone ? 0 : entry.before + 1;
