@@ -23,8 +23,10 @@ class Bar:
 
 OF_FSDP2_RESERVED = Bar(0.95)
 RESERVED_OF_ALLOCATED = Bar(1.05)
+DEFERRED_OF_FSDP2 = Bar(0.65)
 FLAT_OF_CAT = Bar(0.88)
 CASE2_DEVICE_GIB = Bar(5.6)
+OPTIMIZER_US = Bar(8)
 STEP_TIME = Bar(1.02)
 NONE = Bar(0)  # errors, differences
 NO_WORSE = Bar(1)

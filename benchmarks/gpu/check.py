@@ -35,6 +35,7 @@ import measure_ledger as ledger  # noqa: E402
 import measure_llama as llama  # noqa: E402
 import measure_parts as parts  # noqa: E402
 import measure_plan as plan  # noqa: E402
+import measure_trainer as trainer  # noqa: E402
 import results  # noqa: E402
 import tables  # noqa: E402
 from case import Row  # noqa: E402
@@ -168,6 +169,10 @@ def steps(scale: Scale) -> list[Step]:
             *(parts.host_units, parts.host_units_rows),
         ),
         Step(
+            *("optimizer", "host time of an optimizer's step"),
+            *(parts.optimizer, parts.optimizer_rows),
+        ),
+        Step(
             *("ledger", "ledger, and the same step dry"),
             *(ledger.ledger, ledger.ledger_rows),
         ),
@@ -178,6 +183,19 @@ def steps(scale: Scale) -> list[Step]:
         Step(
             *("frameworks", "examples of frameworks under lowtide run"),
             *(frameworks.frameworks, frameworks.frameworks_rows),
+        ),
+        *(
+            Step(
+                f"trainer-{mode}",
+                f"peaks and step time of torchtitan's trainer, {mode}",
+                partial(trainer.trainer, mode),
+                partial(trainer.trainer_rows, mode),
+            )
+            for mode in trainer.MODES
+        ),
+        Step(
+            *("models", "losses of torchtitan's models, ranks that share the GPU"),
+            *(trainer.models, trainer.models_rows),
         ),
         Step(
             *("addresses", "where memory lies"),

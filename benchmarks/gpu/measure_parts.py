@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from bars import row
+import bars
+from bars import row, with_bar
 from case import Row
 from figures import Figures, Programs
 from scale import Scale
@@ -88,3 +89,20 @@ def host_units_rows(figures: Figures) -> Iterator[Row]:
         outside = "host time per unit outside the process group"
         yield row(system, outside, added - group, "us", "measured")
     yield row("plain", "host time of an unsharded block", plain, "us", "measured")
+
+
+# -- optimizer ------------------------------------------------------------------------
+
+
+def optimizer(scale: Scale, programs: Programs) -> Figures:
+    return programs("optimizer_time.py", scale.host_steps)
+
+
+def optimizer_rows(figures: Figures) -> Iterator[Row]:
+    for variant, kinds in figures.items():
+        what = f"host time of AdamW, {variant}, per parameter"
+        for kind, seen in kinds.items():
+            yield row(kind, what, seen["us"], "us", "measured")
+    ours = figures["fused"]["lowtide"]["us"]
+    quantity = "host time of fused AdamW per parameter, as it stands"
+    yield from with_bar(quantity, ours, bars.OPTIMIZER_US, unit="us")

@@ -20,6 +20,8 @@ class Scale:
     rate_tokens: int
     recipes: int  # of benchmarks/gpu/measure_plan.py
     frameworks: tuple[str, ...]  # of examples/frameworks
+    trainer: tuple[str, ...]  # torchtitan's model, flavor and options
+    trained: tuple[str, ...]  # names of measure_trainer.MODELS
     host_layers: int
     rounds: int
     host_steps: int
@@ -43,6 +45,8 @@ FULL = Scale(
     rate_tokens=8192,
     recipes=9,
     frameworks=("accelerate", "transformers", "lightning", "peft"),
+    trainer=("llama3", "8B", "--training.seq_len", "8192"),
+    trained=("llama", "compiled", "float8", "tensor parallel", "experts"),
     host_layers=32,
     rounds=8,
     host_steps=30,
@@ -62,6 +66,8 @@ TINY = Scale(
     rate_tokens=128,
     recipes=0,
     frameworks=(),
+    trainer=("llama3", "debugmodel", "--training.seq_len", "64"),
+    trained=(),
     host_layers=2,
     rounds=2,
     host_steps=2,

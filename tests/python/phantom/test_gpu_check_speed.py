@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    steps = ("speed-plain", "speed-chunked", "links", "kernels", "host")
+    steps = ("speed-plain", "speed-chunked", "links", "kernels", "host", "optimizer")
     return check_dry(tmp_path_factory.mktemp("dry"), *steps)[0]
 
 
@@ -63,3 +63,12 @@ def test_host_time_of_the_group_is_told_apart(seen: dict[str, Any]) -> None:
     assert sum(host["lowtide"]["calls"].values()) == gathers + 1
     for system in ("fsdp2", "lowtide"):
         assert host[system]["group"] > 0
+
+
+def test_an_optimizers_step_is_of_four_kinds_of_parameters(
+    seen: dict[str, Any],
+) -> None:
+    kinds = {"plain", "fsdp2", "lowtide", "local_parameters"}
+    for variant in seen["optimizer"].values():
+        assert set(variant) == kinds
+        assert min(kind["us"] for kind in variant.values()) > 0

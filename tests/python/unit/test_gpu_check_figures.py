@@ -18,6 +18,7 @@ import measure_ledger
 import measure_llama
 import measure_parts
 import measure_plan
+import measure_trainer
 import pytest
 import results
 from figures import spread
@@ -287,6 +288,41 @@ def test_figures_of_another_run_are_read_without_a_gpu(tmp_path: Path) -> None:
     assert result.environment == {"GPU": "of another machine"}
     assert [r.value for r in result.rows] == [1.0, 2.0, 2.5]
     assert "of another machine" in (out / "gpu_check.md").read_text()
+
+
+def test_a_trainer_is_held_beside_the_dry_one_and_beside_fsdp2s() -> None:
+    def of(reserved: float) -> dict[str, Any]:
+        return {"CUDA": peaks(reserved, reserved), "dry": peaks(1, 1)}
+
+    names = list(measure_trainer.SYSTEMS)
+    figures = dict(zip(names, map(of, (100, 96, 64)), strict=True))
+    rows = list(measure_trainer.trainer_rows("eager", figures))
+    assert missed(rows) == ["of FSDP2's reserved"]
+    (too_much,) = bars.missed(rows)
+    assert too_much.endswith("eager, lowtide")
+
+
+def test_a_models_training_differs_by_a_loss_a_norm_or_a_parameter() -> None:
+    said = {"steps": [[1.0, 2.0], [0.5, 1.0]], "parameters": "ab"}
+    changed = {
+        "a loss": said | {"steps": [[1.0, 2.0], [0.25, 1.0]]},
+        "a norm": said | {"steps": [[1.0, 2.5], [0.5, 1.0]]},
+        "a step": said | {"steps": said["steps"][:1]},
+        "a parameter": said | {"parameters": "ac"},
+    }
+    for ours in changed.values():
+        figures = {"llama": {"fsdp2": said, "fsdp2 again": said, "lowtide": ours}}
+        ours_and_theirs = list(measure_trainer.models_rows(figures))
+        assert [r.value for r in ours_and_theirs if r.system == "lowtide"] == [1]
+        assert [r.value for r in ours_and_theirs if r.system == "fsdp2"] == [0]
+
+
+def test_an_optimizers_step_has_a_bar() -> None:
+    def of(us: float) -> dict[str, Any]:
+        return {"fused": {"plain": {"us": 5.0}, "lowtide": {"us": us}}}
+
+    assert missed(measure_parts.optimizer_rows(of(9.0)))
+    assert not missed(measure_parts.optimizer_rows(of(8.0)))
 
 
 # -- the command, with programs that only say that they were called --------------------
