@@ -112,10 +112,12 @@ and how long the third takes on H100s ([time.md](time.md)); routers are taken to
 every expert equally often. *deferred logits*: under `lowtide run --defer-logits`.
 *bar*: what we set out to reach.
 
-Missed bars: of transformers' networks, whose blocks send 2.4 and 5.8 GB of gradients
-and compute for little longer than that takes. FSDP2 pays a ring's latency once a block
-and hides it behind copies, which count as computing. Default segments waste 4 to 6 GiB
-of Mixtral's, 7 of FSDP2's, between blocks of 0.9 and 1.8 GiB.
+Missed bar: of transformers' Qwen3, whose blocks send 2.4 GB of gradients and compute
+for little longer than that takes. FSDP2 pays a ring's latency once a block and hides it
+behind copies, which count as computing. Chunks of half a GiB and more, instead of 320
+MiB at most, save its step 43 ms and cost Mixtral's 10, whose copies run beside products
+longer, and up to 0.6 GiB. Default segments waste 4 to 5 GiB of Mixtral's, 7 of FSDP2's,
+between blocks of 0.9 and 1.8 GiB.
 
 Clone and packages are looked for in the folder that `LOWTIDE_FOREIGN` names, as for
 published.""",

@@ -147,7 +147,7 @@ out to reach.
 FSDP2 beside lowtide is computed by the same rules. lowtide's gradients leave in more
 collectives than FSDP2's, each of which pays the ring's latency and waits behind a
 product's blocks: communication is busy 1.04 times as long at 8 ranks, 1.26 at 64 and
-1.24 at 256, where it was 1.33, 1.65 and 1.37 with a ring of 64 MiB (256 MiB at 256
+1.04 at 256, where it was 1.33, 1.65 and 1.37 with a ring of 64 MiB (256 MiB at 256
 ranks). Longer chunks cost reserved bytes; [gradients.md](design/gradients.md) has the
 table. In forward the first block's gather is hidden by the copies that FSDP2 makes of
 what it gathered before and lowtide does not. With the loss by chunks of tokens the

@@ -50,10 +50,11 @@ void GradientPlans::expect(std::vector<std::int32_t> order) {
 
 void GradientPlans::set_budget(std::int64_t bytes) {
   if (bytes <= 0) {
-    throw InvalidArgument(
-        base::error_text(base::concat("gradient budget of '", root_, "'"),
-                         "a positive number of bytes", base::concat(bytes),
-                         "The default is 64 MiB."));
+    throw InvalidArgument(base::error_text(
+        base::concat("gradient budget of '", root_, "'"),
+        "a positive number of bytes", base::concat(bytes),
+        base::concat("The default for its units is ",
+                     default_ring_budget(ring_units()), " bytes.")));
   }
   budget_ = bytes;
   planned_ = false;
@@ -113,37 +114,29 @@ std::vector<RingUnit> GradientPlans::ring_units() const {
 }
 
 std::int64_t GradientPlans::budget() const {
-  std::int64_t ranks = 1;
-  std::int64_t largest = 0;
-  std::int64_t experts = 0;
-  for (const auto& unit : ring_units()) {
-    ranks = std::max(ranks, unit.ranks);
-    largest = std::max(largest, unit.wire_bytes);
-    if (unit.experts) experts = std::max(experts, unit.wire_bytes);
-  }
-  return budget_.value_or(default_ring_budget(ranks, largest, experts));
+  return budget_.value_or(default_ring_budget(ring_units()));
 }
 
 std::int64_t GradientPlans::shared_ring_bytes() const {
-  std::int64_t largest = 0;
-  for (const auto& unit : ring_units()) {
-    largest = std::max(largest, unit.wire_bytes);
-  }
-  return ring_bytes(budget(), largest);
+  return ring_bytes(ring_units(), budget());
 }
 
 void GradientPlans::plan_of(Unit& unit) {
-  const auto shared = shared_ring_bytes();
+  auto& gradients = unit.gradients();
+  const auto units = ring_units();
+  const auto budget = budget_.value_or(default_ring_budget(units));
+  const auto shared = ring_bytes(units, budget);
   const auto bytes =
-      ring_bytes_of(ring_units(), order_, unit.number(), budget(), shared);
+      ring_bytes_of(units, order_, unit.number(), budget, shared);
+  const auto ranks = unit.groups().reduce->size();
   const bool own = bytes > shared;
-  unit.gradients().set_own_slots(own);
+  gradients.set_slots(own ? own_ring_slots(ranks) : ring_slots(units, shared),
+                      own);
   constexpr auto kItemsize = static_cast<std::int64_t>(sizeof(float));
-  unit.gradients().plan(
+  gradients.plan(
       unit.parameters().leaves().trainable(),
       own ? ring_bytes_of_equal_chunks(
-                bytes, unit.gradients().wire_bytes(),
-                unit.groups().reduce->size(),
+                bytes, gradients.wire_bytes(), ranks,
                 unit.parameters().buffers().slice(0).inner * kItemsize)
           : shared);
 }

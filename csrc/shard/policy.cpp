@@ -17,8 +17,14 @@ constexpr std::int64_t kWorthARing = 4;
 constexpr std::int64_t kVeryManyRanks = 128;
 
 constexpr std::int64_t kLargestUnitOverRing = 11;
-constexpr std::int64_t kExpertsOverRing = 4;
+// They have no ring of their own.
+constexpr std::int64_t kLargeExperts = 640 * kMiB;
 constexpr std::int64_t kMostRingOfExperts = 640 * kMiB;
+constexpr std::int64_t kMostRingOfExpertsAmongMany = 1280 * kMiB;
+// What leaves by one slot in the time of one rank's latency, see
+// [Note: One slot].
+constexpr std::int64_t kOneSlotPerRank = 5 * kMiB;
+constexpr std::int64_t kSlotsForRows = 3;
 
 constexpr std::int64_t kPackedInANode = std::int64_t{64} << 10;
 constexpr std::int64_t kPackedPerRank = std::int64_t{24} << 10;
@@ -34,6 +40,41 @@ constexpr double kSlowestLatencyNs = 200'000;
 
 std::int64_t received_bytes(std::int64_t bytes, std::int64_t ranks) {
   return bytes / ranks * (ranks - 1);
+}
+
+// Bytes of a ring that holds one `part`-th of a unit's gradients, with a row
+// for each chunk's result.
+std::int64_t part_of(std::int64_t bytes, std::int64_t part,
+                     std::int64_t ranks) {
+  return bytes / part + bytes / part / ranks + kMiB;
+}
+
+// Of a ring that all units share.
+std::int64_t most_ranks(c10::ArrayRef<RingUnit> units) {
+  std::int64_t most = 1;
+  for (const auto& unit : units) most = std::max(most, unit.ranks);
+  return most;
+}
+
+template <typename Bytes>
+std::int64_t most_bytes(c10::ArrayRef<RingUnit> units, Bytes bytes) {
+  std::int64_t most = 0;
+  for (const auto& unit : units) most = std::max(most, bytes(unit));
+  return most;
+}
+
+// By two slots in eight chunks, among many ranks in four.
+std::int64_t ring_of_experts(const RingUnit& unit) {
+  if (!unit.experts) return 0;
+  return unit.ranks < kManyRanks
+             ? std::min(unit.wire_bytes / 4, kMostRingOfExperts)
+             : std::min(part_of(unit.wire_bytes, 2, unit.ranks),
+                        kMostRingOfExpertsAmongMany);
+}
+
+std::int64_t ring_of_largest(const RingUnit& unit) {
+  return unit.ranks < kVeryManyRanks ? unit.wire_bytes / 4
+                                     : part_of(unit.wire_bytes, 3, unit.ranks);
 }
 
 // Numbers of units whose gradients leave, but not of the outermost: these are
@@ -71,25 +112,44 @@ std::int64_t packed_bytes(std::int64_t ranks) {
                                 : std::min(kPackedPerRank * ranks, kMostPacked);
 }
 
-std::int64_t ring_slots(std::int64_t ranks, bool own) {
-  return own && ranks < kManyRanks ? kMostRingSlots : kRingSlots;
+std::int64_t ring_slots(c10::ArrayRef<RingUnit> units,
+                        std::int64_t ring_bytes) {
+  const auto ranks = most_ranks(units);
+  return ranks < kVeryManyRanks || ring_bytes > ranks * kOneSlotPerRank
+             ? kRingSlots
+             : 1;
 }
 
-std::int64_t default_ring_budget(std::int64_t ranks,
-                                 std::int64_t largest_unit_bytes,
-                                 std::int64_t largest_experts_bytes) {
-  return std::max(
-      {kDefaultRingBudget, ranks * kRingBudgetPerRank,
-       largest_unit_bytes / kLargestUnitOverRing,
-       std::min(largest_experts_bytes / kExpertsOverRing, kMostRingOfExperts)});
+std::int64_t own_ring_slots(std::int64_t ranks) {
+  return ranks < kManyRanks ? kMostRingSlots : kRingSlots;
 }
 
-std::int64_t ring_bytes(std::int64_t budget_bytes,
-                        std::int64_t largest_unit_bytes) {
-  if (largest_unit_bytes <= kMiB) {
+std::int64_t slots_for_rows(std::int64_t slots) {
+  return slots == 1 ? kSlotsForRows : slots;
+}
+
+bool cuts_evenly(std::int64_t ranks) { return ranks >= kVeryManyRanks; }
+
+std::int64_t default_ring_budget(c10::ArrayRef<RingUnit> units) {
+  const auto ranks = most_ranks(units);
+  const auto least =
+      ranks < kVeryManyRanks ? kDefaultRingBudget : kRingBudgetOfVeryMany;
+  const auto largest =
+      most_bytes(units, [](const auto& unit) { return unit.wire_bytes; });
+  return std::max({least, ranks * kRingBudgetPerRank,
+                   largest / kLargestUnitOverRing,
+                   most_bytes(units, ring_of_experts)});
+}
+
+std::int64_t ring_bytes(c10::ArrayRef<RingUnit> units,
+                        std::int64_t budget_bytes) {
+  if (most_bytes(units, [](const auto& unit) { return unit.wire_bytes; }) <=
+      kMiB) {
     return std::min(budget_bytes, kRingSlots * 2 * kMiB);
   }
-  return std::min(budget_bytes, std::max(2 * kMiB, largest_unit_bytes / 4));
+  return std::min(budget_bytes,
+                  std::max({2 * kMiB, most_bytes(units, ring_of_largest),
+                            most_bytes(units, ring_of_experts)}));
 }
 
 std::int64_t ring_bytes_of(c10::ArrayRef<RingUnit> units,
@@ -97,8 +157,7 @@ std::int64_t ring_bytes_of(c10::ArrayRef<RingUnit> units,
                            std::int32_t number, std::int64_t budget_bytes,
                            std::int64_t ring_bytes) {
   const auto& unit = at(units, number);
-  const bool large_experts =
-      unit.experts && unit.wire_bytes > kMostRingOfExperts;
+  const bool large_experts = unit.experts && unit.wire_bytes > kLargeExperts;
   if (budget_bytes < kDefaultRingBudget || large_experts ||
       unit.wire_bytes <= kWorthARing * ring_bytes) {
     return ring_bytes;
@@ -125,7 +184,7 @@ std::int64_t ring_bytes_of_equal_chunks(std::int64_t ring_bytes,
                                         std::int64_t wire_bytes,
                                         std::int64_t ranks,
                                         std::int64_t row_bytes) {
-  const auto slots = ring_slots(ranks, /*own=*/true);
+  const auto slots = own_ring_slots(ranks);
   const auto of_a_rank = wire_bytes / ranks;
   const auto in_slot =
       std::max<std::int64_t>(1, ring_bytes / (slots * (ranks + 1)));

@@ -38,36 +38,19 @@ inline constexpr std::size_t kSmallGradientBytes = std::size_t{64} << 10;
 // [Note: Latency of a ring]
 // A reduce-scatter pays its group's latency beside its bytes: on the phantom's
 // clock, which has NCCL's tuning model, 0.025 ms of 8 H100s and about 0.2 ms of
-// 64.  So gradients leave in few chunks: two slots, one written as one leaves,
-// of 96 MiB each, longer ones among very many ranks.  For a Llama 8B that
-// leaves what is reserved within 3 % of a ring of 64 MiB at 8, 64 and 256
-// ranks; docs/design/gradients.md has the table.
+// 64.  So gradients leave in few chunks: in two slots of 96 MiB, one written as
+// one leaves, among very many ranks in one of 288 MiB, which Llama 8B's blocks
+// leave by in three chunks of equal size: for a chunk that is computed
+// meanwhile its source waits, in the dtype of compute, and that is less than a
+// second slot.  docs/design/gradients.md has the table.
 inline constexpr std::int64_t kDefaultRingBudget = std::int64_t{192} << 20;
-inline constexpr std::int64_t kRingBudgetPerRank = std::int64_t{3} << 19;
+inline constexpr std::int64_t kRingBudgetOfVeryMany = std::int64_t{288} << 20;
+inline constexpr std::int64_t kRingBudgetPerRank = std::int64_t{9} << 17;
 inline constexpr std::int64_t kManyRanks = 32;
 // A ring of a unit of its own is so long that few ranks fit it into more holes
 // of the allocator with four shorter slots.
 inline constexpr std::int64_t kRingSlots = 2;
 inline constexpr std::int64_t kMostRingSlots = 4;
-
-// `own`: a ring that one unit has for itself.
-std::int64_t ring_slots(std::int64_t ranks, bool own);
-// `largest_unit_bytes`: of the gradients that one unit sends.  Where that is
-// many times the ring its chunks would be all latency, and the ring is a small
-// part of what the unit's gradients take anyway.  `largest_experts_bytes`: the
-// same of units that are experts for the most part.  Little computing hides
-// theirs, so latency counts: chunks of up to 320 MiB, which take eight times
-// the latency of 64 ranks.
-std::int64_t default_ring_budget(std::int64_t ranks,
-                                 std::int64_t largest_unit_bytes,
-                                 std::int64_t largest_experts_bytes);
-
-// The ring that units share: the budget, but no more than a quarter of the
-// largest unit's gradients on the wire (a longer ring would hold chunks that
-// have landed).  Small models are not cut up: at least 2 MiB, and slots that
-// hold whole units of up to 1 MiB.
-std::int64_t ring_bytes(std::int64_t budget_bytes,
-                        std::int64_t largest_unit_bytes);
 
 // A unit as the rings see it.
 struct RingUnit {
@@ -78,6 +61,38 @@ struct RingUnit {
   bool streams_rows = false;        // see row_stream.h
   bool experts = false;             // most of its elements are stacked experts'
 };
+
+// Where a unit's gradients are many times the ring its chunks would be all
+// latency, and the ring is a small part of what they take anyway.  Little
+// computing hides those of experts, so latency counts: chunks of up to 320 MiB,
+// among many ranks of 640, which take ten times the latency of 64 ranks.
+std::int64_t default_ring_budget(c10::ArrayRef<RingUnit> units);
+
+// The ring that units share: the budget, but no more than a quarter of the
+// largest unit's gradients on the wire, among very many ranks a third (a longer
+// ring would hold chunks that have landed), of experts what the default budget
+// has of them.  Small models are not cut up: at least 2 MiB, and slots that
+// hold whole units of up to 1 MiB.
+std::int64_t ring_bytes(c10::ArrayRef<RingUnit> units,
+                        std::int64_t budget_bytes);
+
+// [Note: One slot]
+// While a slot is on the wire nothing is written to it, so where the wire is
+// what is waited for, it stands still for a copy of each chunk: three bytes
+// through memory for two that leave, 1.8 TB/s of an H100.  A second slot of
+// half the length costs a latency for each chunk instead: 3 us a rank.  Among
+// many ranks one slot pays up to the bytes at which both are equal.  All units
+// share it, those over few ranks too: a second one would be as long as what
+// the others need.
+std::int64_t ring_slots(c10::ArrayRef<RingUnit> units, std::int64_t ring_bytes);
+// Of a ring that one unit has for itself.
+std::int64_t own_ring_slots(std::int64_t ranks);
+// A block of a parameter that comes in rows is there, and the next one, beside
+// the slots: a part of the ring as long as this many slots.
+std::int64_t slots_for_rows(std::int64_t slots);
+// Among very many ranks a unit's chunks are of equal size, and a parameter is
+// cut for that: a short chunk at the end would be all latency.
+bool cuts_evenly(std::int64_t ranks);
 
 // The bytes of the ring for gradients of units[number]: more than `ring_bytes`
 // is a ring of its own.  `order`: numbers in the order in which the units'

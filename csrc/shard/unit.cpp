@@ -68,10 +68,9 @@ void Unit::attach(std::vector<at::Tensor> shards, std::vector<at::Tensor> full,
   gradients_.sharded().set_parameters(std::move(parameters));
   parameters_.watch_shards(leaves().shards(), locals);
   if (!gradients_.accumulating()) {
-    gradients_.plan(
-        leaves().trainable(),
-        ring_bytes(root_ ? root_->gradient_budget() : kDefaultRingBudget,
-                   gradients_.wire_bytes()));
+    gradients_.plan(leaves().trainable(),
+                    ring_bytes_alone(root_ ? root_->gradient_budget()
+                                           : kDefaultRingBudget));
   }
 }
 
@@ -114,9 +113,16 @@ void Unit::replan() {
   if (root_) {
     root_->replan(*this);
   } else {
-    gradients_.plan(leaves().trainable(),
-                    ring_bytes(kDefaultRingBudget, gradients_.wire_bytes()));
+    gradients_.plan(leaves().trainable(), ring_bytes_alone(kDefaultRingBudget));
   }
+}
+
+// Until the root plans for all of its units.
+std::int64_t Unit::ring_bytes_alone(std::int64_t budget_bytes) const {
+  const RingUnit alone{.ranks = groups_.reduce->size(),
+                       .wire_bytes = gradients_.wire_bytes(),
+                       .experts = gradients_.of_experts()};
+  return ring_bytes(alone, budget_bytes);
 }
 
 // --- parameters -------------------------------------------------------------

@@ -210,6 +210,7 @@ class Unit final : public BackwardReceiver,
   // Rows of the unit's output whose gradients come in its call's backward.
   std::int64_t tokens_of_gradients() const;
   bool wire_outlasts() const;
+  std::int64_t ring_bytes_alone(std::int64_t budget_bytes) const;
   std::int64_t lingering_bytes() const;
   void linger_inside(std::int64_t bytes);  // of a unit inside this one
   Unit* enter_backward(std::int64_t call);

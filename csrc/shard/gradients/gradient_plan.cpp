@@ -14,15 +14,16 @@ using at::round_up;
 // Fills chunks one after another.
 class Cutter {
  public:
-  Cutter(UnitPlan& plan, std::int64_t max_columns)
-      : plan_(plan), max_columns_(max_columns) {}
+  // Parameters of up to `uncut` columns stay whole.
+  Cutter(UnitPlan& plan, std::int64_t max_columns, std::int64_t uncut)
+      : plan_(plan), max_columns_(max_columns), uncut_(uncut) {}
 
   void add(std::int32_t parameter, std::int64_t numel) {
-    const bool fits_in_one = numel <= max_columns_;
+    const bool stays_whole = numel <= uncut_;
     std::int64_t begin = 0;
     while (begin < numel) {
       const std::int64_t room = plan_.chunks.empty() ? 0 : max_columns_ - used_;
-      if (room <= 0 || (fits_in_one && numel > room)) {
+      if (room <= 0 || (stays_whole && numel > room)) {
         open();
         continue;
       }
@@ -66,8 +67,37 @@ class Cutter {
 
   UnitPlan& plan_;
   std::int64_t max_columns_;
+  std::int64_t uncut_;
   std::int64_t used_ = 0;
 };
+
+struct Cut {
+  std::int64_t max_columns;
+  std::int64_t uncut;
+};
+
+// Into as few chunks as `max_columns` allows, but for parameters with fixed
+// strips.  What stays whole may leave so much of a chunk empty as all of them
+// have to spare.
+Cut even_cut(const std::vector<std::int64_t>& shard_numel,
+             const std::vector<std::int32_t>& order, std::int64_t max_columns,
+             const std::vector<std::int64_t>& strips) {
+  std::int64_t columns = 0;
+  for (const auto parameter : order) {
+    const auto p = static_cast<std::size_t>(parameter);
+    if (p >= strips.size() || strips[p] == 0) {
+      columns += round_up(shard_numel[p], kPieceColumnMultiple);
+    }
+  }
+  if (columns <= max_columns) {
+    return {max_columns, max_columns};
+  }
+  const auto uncut = std::min(max_columns / 8, kUncutColumns);
+  const auto even = at::ceil_div(columns, at::ceil_div(columns, max_columns));
+  max_columns =
+      std::min(max_columns, round_up(even + uncut, kChunkColumnMultiple));
+  return {max_columns, std::min(uncut, max_columns - even)};
+}
 
 }  // namespace
 
@@ -82,7 +112,7 @@ std::int64_t UnitPlan::max_columns() const {
 UnitPlan plan_unit(const std::vector<std::int64_t>& shard_numel,
                    const std::vector<std::int32_t>& order,
                    std::int64_t max_columns,
-                   const std::vector<std::int64_t>& strips) {
+                   const std::vector<std::int64_t>& strips, bool evenly) {
   UnitPlan plan;
   plan.num_parameters = static_cast<std::int64_t>(shard_numel.size());
   if (order.empty()) {
@@ -91,10 +121,14 @@ UnitPlan plan_unit(const std::vector<std::int64_t>& shard_numel,
   max_columns =
       std::max(kChunkColumnMultiple,
                max_columns / kChunkColumnMultiple * kChunkColumnMultiple);
-  Cutter cutter(plan, max_columns);
   for (const auto parameter : order) {
     LOWTIDE_INVARIANT(parameter >= 0 && parameter < plan.num_parameters,
                       "gradient order names a parameter of the unit");
+  }
+  const auto cut = evenly ? even_cut(shard_numel, order, max_columns, strips)
+                          : Cut{max_columns, max_columns};
+  Cutter cutter(plan, cut.max_columns, cut.uncut);
+  for (const auto parameter : order) {
     const auto p = static_cast<std::size_t>(parameter);
     if (p < strips.size() && strips[p] > 0) {
       cutter.add_in_strips(parameter, shard_numel[p], strips[p]);

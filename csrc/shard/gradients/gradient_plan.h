@@ -25,6 +25,10 @@ inline constexpr std::int64_t kChunkColumnMultiple = 128;
 // from the next parameter's.
 inline constexpr std::int64_t kPieceColumnMultiple = 64;
 
+// What would leave as a piece of a few packets is not cut for the sake of even
+// chunks.
+inline constexpr std::int64_t kUncutColumns = 1024;
+
 // Columns [begin, end) of parameter `parameter`'s shard stand at
 // [column, column + end - begin) of the chunk.
 struct Piece {
@@ -55,15 +59,17 @@ struct UnitPlan {
 // least one multiple.
 //
 // A parameter that fits in one chunk is never cut; a larger one is cut into
-// strips.  `strips[p]` > 0 fixes the strips of parameter p: that many columns
-// each, every one at the start of a chunk, whatever `max_columns` says (its
-// gradient comes in blocks of rows, see row_stream.h).  Flags may make the last
-// chunk exceed `max_columns` by up to num_parameters columns rounded to the
-// multiple, never by more. No trainable parameter: no chunks.
+// strips.  `evenly`: as few chunks as may be, about equally wide, for which
+// what fits may be cut, up to kUncutColumns only where there is no room.
+// `strips[p]` > 0 fixes the strips of parameter p: that many columns each, each
+// at the start of a chunk, whatever `max_columns` says (its gradient comes in
+// rows, see row_stream.h).  Flags may make the last chunk exceed `max_columns`
+// by num_parameters columns, rounded to the multiple.
 UnitPlan plan_unit(const std::vector<std::int64_t>& shard_numel,
                    const std::vector<std::int32_t>& order,
                    std::int64_t max_columns,
-                   const std::vector<std::int64_t>& strips = {});
+                   const std::vector<std::int64_t>& strips = {},
+                   bool evenly = false);
 
 // The largest `max_columns` for which `num_slots` chunks of [world_size + 1,
 // columns] elements of `itemsize` bytes fit in `budget_bytes` (the extra row

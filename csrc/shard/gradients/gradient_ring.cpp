@@ -59,6 +59,15 @@ void GradientRing::zero(const c10::Storage& slot) {
       .zero_();
 }
 
+void GradientRing::retire_slots(std::size_t i) {
+  for (; i < slots_.size(); ++i) {
+    if (slots_[i].use_count() == 1) {
+      const auto bytes = static_cast<std::int64_t>(slots_[i].nbytes());
+      retire({std::exchange(slots_[i], {})}, bytes);
+    }
+  }
+}
+
 void GradientRing::drop_slots() {
   catch_up_compute();
   std::fill(slots_.begin(), slots_.end(), c10::Storage());

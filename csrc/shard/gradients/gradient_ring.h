@@ -34,6 +34,9 @@ class GradientRing {
   // zeroed on `reduce`, or checks of what is sent would find NaN in them.
   const c10::Storage& slot(std::size_t i, std::int64_t bytes,
                            at::ScalarType dtype);
+  // Slots from i on that nothing is on its way from are retired: units that had
+  // more than i are over.
+  void retire_slots(std::size_t i);
   // All slots go back in the compute stream's order; nothing is on its way from
   // them.
   void drop_slots();

@@ -52,9 +52,14 @@ void GradientStream::append(UnitGradients& unit) {
   }
 }
 
+// Slabs have bytes of their own, but take turns as chunks in two slots do: when
+// one has landed compute waits for it.
 void GradientStream::add_entry(Entry entry) {
-  const auto slots = static_cast<std::size_t>(entry.parcel->unit().num_slots());
-  entry.slot = turn_++ % slots;
+  const auto slots = entry.parcel->unit().num_slots();
+  entry.slot =
+      turn_++ % static_cast<std::size_t>(entry.chunk == nullptr
+                                             ? std::max(slots, kRingSlots)
+                                             : slots);
   auto& last = last_in_slot_[entry.slot];
   entry.before = std::exchange(last, entries_.size());
   entry.opens_at = entry.before == kNone ? 0 : entry.before + 1;
@@ -222,8 +227,9 @@ void GradientStream::write(std::size_t place,
 // compute waits for their copies once a unit, as FSDP2's waits for the
 // reduce-scatter before: for most of them when the unit's backward begins, for
 // those that came last only at the first gradient, after the recomputation.
-// The newest, of a slot's bytes, may stay: a small unit whose turn in the ring
-// has just come is copied behind the reduction that had the slot.
+// The newest, of a slot's bytes, may stay, of a third of an only slot, which is
+// as much longer: a small unit whose turn in the ring has just come is copied
+// behind the reduction that had the slot.
 //
 // A unit with a much larger output than input, a head that was called as a
 // module, leaves room when its backward is over: its own sources and slots stay
@@ -234,6 +240,11 @@ void GradientStream::write(std::size_t place,
 // backward]) compute would stand still until gradients have left that its next
 // unit could hide.  There those of one unit may stay until the next one's
 // backward is over.
+static std::int64_t newest_bytes(const UnitGradients& unit) {
+  const auto slots = unit.num_slots();
+  return unit.slot_bytes() * slots / slots_for_rows(slots);
+}
+
 void GradientStream::expects(UnitGradients& unit) {
   if (producing_ != &unit) {
     if (producing_ != nullptr && producing_->own_slots() &&
@@ -241,7 +252,7 @@ void GradientStream::expects(UnitGradients& unit) {
       land_until(next_);
       ring_.drop_slots();
     }
-    const auto keep = std::max({unit.source_bytes() / 4, unit.slot_bytes(),
+    const auto keep = std::max({unit.source_bytes() / 4, newest_bytes(unit),
                                 room_, unit.lingering_bytes()});
     land_in_place(keep);
     ring_.reclaim(keep);
@@ -255,7 +266,7 @@ void GradientStream::expects(UnitGradients& unit) {
 void GradientStream::produces(const UnitGradients& unit) {
   if (producing_ != &unit) {
     const auto keep =
-        std::max({unit.slot_bytes(), room_, unit.lingering_bytes()});
+        std::max({newest_bytes(unit), room_, unit.lingering_bytes()});
     land_in_place(keep);
     ring_.reclaim(keep);
     producing_ = &unit;

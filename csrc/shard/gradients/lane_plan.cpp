@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "shard/policy.h"
+
 namespace lowtide::shard {
 
 std::vector<PlannedLane> plan_lanes(c10::ArrayRef<GradientShape> gradients,
@@ -39,7 +41,8 @@ std::vector<PlannedLane> plan_lanes(c10::ArrayRef<GradientShape> gradients,
         static_cast<std::int64_t>(c10::elementSize(lane.dtype));
     lane.plan = plan_unit(
         shard_numel, lane.in_place ? std::vector<std::int32_t>() : lane.members,
-        columns_for_budget(budget_bytes, num_slots, ranks, itemsize), strips);
+        columns_for_budget(budget_bytes, num_slots, ranks, itemsize), strips,
+        cuts_evenly(ranks));
   }
   return lanes;
 }

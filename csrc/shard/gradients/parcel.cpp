@@ -49,6 +49,7 @@ std::size_t ChunkParcel::gradients_for(
 
 void ChunkParcel::open(std::size_t slot) {
   const auto dtype = lane().dtype;
+  ring_.retire_slots(static_cast<std::size_t>(unit_.num_slots()));
   const auto& storage = ring_.slot(slot, unit_.slot_bytes(), dtype);
   const auto numel = unit_.group().size() * plan().columns;
   input_ = flat_view(storage, dtype, 0, numel);

@@ -67,8 +67,8 @@ void UnitGradients::plan(const std::vector<bool>& trainable,
     if (parameter.rows.numel > 0) {
       // A block fills a chunk, so that its gradient leaves when it is there.
       const auto columns =
-          columns_for_budget(budget_bytes, num_slots(), group_->size(),
-                             itemsize(infos_[i].reduce_dtype));
+          columns_for_budget(budget_bytes, slots_for_rows(num_slots()),
+                             group_->size(), itemsize(infos_[i].reduce_dtype));
       parameter.rows.at_once =
           std::max<std::int64_t>(1, columns / parameter.rows.numel);
     }
@@ -149,10 +149,6 @@ void UnitGradients::add_lanes(const std::vector<bool>& takes_part,
                       {},
                       planned.in_place});
   }
-}
-
-std::int64_t UnitGradients::num_slots() const {
-  return ring_slots(group_->size(), own_slots_);
 }
 
 std::int64_t UnitGradients::num_blocks(std::int32_t i) const {

@@ -26,6 +26,7 @@
 #include "shard/gradients/sharded_gradients.h"
 #include "shard/gradients/used_elsewhere.h"
 #include "shard/parameter_info.h"
+#include "shard/policy.h"
 #include "shard/unit_name.h"
 
 namespace lowtide::shard {
@@ -188,11 +189,14 @@ class UnitGradients {
   std::int64_t num_chunks() const;
   // Bytes of one chunk slot: [N + 1, max columns] of the widest lane.
   std::int64_t slot_bytes() const;
-  // Its slots are longer than other units' and leased when its own gradients
-  // come; takes effect with the next backward.
-  void set_own_slots(bool own) { own_slots_ = own; }
+  // `own`: they are longer than other units' and leased when its own gradients
+  // come; ahead of a plan, takes effect with the next backward.
+  void set_slots(std::int64_t number, bool own) {
+    num_slots_ = number;
+    own_slots_ = own;
+  }
   bool own_slots() const { return own_slots_; }
-  std::int64_t num_slots() const;
+  std::int64_t num_slots() const { return num_slots_; }
   // How many bytes fewer are there once the unit's backward is over than while
   // it ran, its parameters and their gradients aside.
   void set_room(std::int64_t bytes) { room_ = bytes; }
@@ -307,6 +311,7 @@ class UnitGradients {
   std::int32_t number_ = -1;
   std::int64_t source_bytes_ = 0;
   std::int64_t room_ = 0;
+  std::int64_t num_slots_ = kRingSlots;
   bool own_slots_ = false;
   std::int64_t lingering_bytes_ = 0;
   bool sync_ = true;

@@ -174,6 +174,9 @@ RandomProgram random_program(std::uint32_t seed) {
   program.budget = kBudgets[pick(3)];
   program.replicas = pick(3) == 0;
   program.reshard = pick(4) > 0;
+  if (pick(2) == 0) {  // one slot
+    program.scenario = with_bystander(std::move(program.scenario));
+  }
   return program;
 }
 

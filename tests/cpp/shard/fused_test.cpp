@@ -10,6 +10,7 @@
 
 #include "harness.h"
 #include "shard/graph/linear_node.h"
+#include "steps.h"
 
 namespace lowtide::shard {
 namespace LOWTIDE_FILE {
@@ -344,6 +345,30 @@ TEST(FusedOrder, EveryWeightLeavesOnItsOwn) {
     EXPECT_EQ(reductions(true), 5);
     EXPECT_EQ(reductions(false), 3);
   });
+}
+
+// A unit's second gradient leaves while its first is on its way, whether the
+// ring, which neither needs, has two slots or one.
+TEST(FusedOrderTest, ComputeDoesNotWaitForTheGradientBefore) {
+  auto scenario = scenario_of({true});
+  // Room for both ([Note: Room for a gradient in place]).
+  scenario.units[2].parameters.push_back({{2048}});
+  for (const bool one_slot : {false, true}) {
+    for_each_step(
+        one_slot ? with_bystander(scenario) : scenario,
+        [](const Step& step) {
+          const auto end = step.at("backward end layers.1");
+          EXPECT_EQ(step.all("reduce-scatter layers.1").size(), 3u);
+          EXPECT_LT(step.at("reduce-scatter layers.1", 1), end);
+          EXPECT_FALSE(step.leads(step.at("reduce-scatter layers.1"), end));
+        },
+        [](Rank& rank) {
+          for (const std::size_t p : {0, 2}) {
+            torch::autograd::impl::clear_hooks(rank.leaf(2, p));
+          }
+          rank.unit(2).fuse_gradients({true, false, true, false, false});
+        });
+  }
 }
 
 }  // namespace LOWTIDE_FILE

@@ -40,11 +40,32 @@ std::vector<Order> orders_of(std::int32_t count) {
 
 // What every plan promises; empty if it holds, else the first broken promise.
 std::string broken_promise(const Sizes& sizes, const Order& order,
-                           std::int64_t max_columns, const UnitPlan& plan) {
+                           std::int64_t max_columns, const UnitPlan& plan,
+                           bool evenly = false) {
   const std::int64_t bound =
       std::max<std::int64_t>(128, max_columns / 128 * 128);
   if (order.empty()) return plan.chunks.empty() ? "" : "chunks for nothing";
   if (plan.chunks.empty()) return "no chunk carries the flags";
+  std::int64_t whole = bound;
+  if (evenly) {
+    std::int64_t columns = 0;
+    for (const auto p : order) columns += round_up(sizes[p], 64);
+    const auto chunks =
+        std::max<std::int64_t>(1, (columns + bound - 1) / bound);
+    if (static_cast<std::int64_t>(plan.chunks.size()) != chunks) {
+      return "more chunks than needed";
+    }
+    if (chunks > 1) {
+      const auto little = std::min(bound / 16, kUncutColumns);
+      whole = columns / chunks + little < bound ? little : 64;
+    }
+    for (const auto& chunk : plan.chunks) {
+      if (chunk.columns - columns / chunks >
+          kUncutColumns + 128 + round_up(sizes.size(), 128)) {
+        return "a chunk wider than others";
+      }
+    }
+  }
   // Walks the pieces in the order they leave: they must be `order`, each
   // parameter whole before the next begins.
   std::size_t at = 0;
@@ -65,7 +86,7 @@ std::string broken_promise(const Sizes& sizes, const Order& order,
       if (piece.column < used) return "pieces overlap";
       if (piece.column % kPieceColumnMultiple != 0) return "a piece unaligned";
       const std::int64_t size = sizes[piece.parameter];
-      if (size <= bound && piece.size() != size) return "cut though it fits";
+      if (size <= whole && piece.size() != size) return "cut though it fits";
       used = piece.column + piece.size();
       done = piece.end;
     }
@@ -134,7 +155,39 @@ TEST(GradientPlanTest, HoldsForRandomUnits) {
     ASSERT_EQ(
         broken_promise(sizes, order, bound, plan_unit(sizes, order, bound)), "")
         << "seed " << seed;
+    const UnitPlan even = plan_unit(sizes, order, bound, {}, /*evenly=*/true);
+    ASSERT_EQ(broken_promise(sizes, order, bound, even, /*evenly=*/true), "")
+        << "seed " << seed;
   }
+}
+
+// A block of Llama 8B on 64 ranks, in columns: 832 MiB in fp32.
+TEST(GradientPlanTest, EvenChunksAreOfOneWidthAndNoMoreThanNeeded) {
+  const Sizes block = {917504, 917504, 917504, 262144, 65536,
+                       65536,  262144, 64,     64};
+  Order order(block.size());
+  std::iota(order.begin(), order.end(), 0);
+  constexpr std::int64_t kMost = 1161600;  // a slot of 288 MiB
+  EXPECT_EQ(plan_unit(block, order, kMost).chunks.size(), 4u);
+  const UnitPlan even = plan_unit(block, order, kMost, {}, /*evenly=*/true);
+  ASSERT_EQ(even.chunks.size(), 3u);
+  for (const Chunk& chunk : even.chunks) {
+    EXPECT_NEAR(static_cast<double>(chunk.columns), 3408000 / 3.0, 4096);
+  }
+  // One is enough, and as wide as what it holds.
+  const UnitPlan one = plan_unit(block, order, 4 * kMost, {}, /*evenly=*/true);
+  ASSERT_EQ(one.chunks.size(), 1u);
+  EXPECT_LT(one.max_columns(), 3408000 + 512);
+}
+
+TEST(GradientPlanTest, EvenlyAParameterOfLittleStaysWhole) {
+  // Four columns of the second would fill the first chunk of 1024.
+  const UnitPlan plan =
+      plan_unit({960, 100, 600}, {0, 1, 2}, 1024, {}, /*evenly=*/true);
+  ASSERT_EQ(plan.chunks.size(), 2u);
+  EXPECT_EQ(plan.chunks[0].pieces.size(), 1u);
+  ASSERT_EQ(plan.chunks[1].pieces.size(), 2u);
+  EXPECT_EQ(plan.chunks[1].pieces[0].size(), 100);
 }
 
 TEST(GradientPlanTest, ChunksAreFilledBeforeTheNextOpens) {

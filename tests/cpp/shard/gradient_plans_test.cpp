@@ -35,7 +35,8 @@ TEST(GradientPlansTest, ABudgetIsWhatWasSet) {
     EXPECT_THAT([&] { plans.set_budget(0); },
                 ThrowsMessage<InvalidArgument>(HasSubstr(
                     "gradient budget of 'model': expected a positive number of "
-                    "bytes, got 0. The default is 64 MiB.")));
+                    "bytes, got 0. The default for its units is 201326592 "
+                    "bytes.")));
   });
 }
 

@@ -105,6 +105,20 @@ TEST_F(GradientRingTest, ALongerSlotThanIsNeededGoesBehindItsLastUse) {
   EXPECT_TRUE(compute_is_behind(use));
 }
 
+TEST_F(GradientRingTest, SlotsThatNoUnitHasAnyMoreGoBehindTheirLastUse) {
+  ring_.fit(100);
+  for (const std::size_t i : {0, 1, 3}) slot(i, 100);
+  const auto on_its_way = values(slot(3, 100));
+  const auto use = runtime_->mark(Stream::reduce, "chunk");
+  ring_.retire_slots(1);
+  EXPECT_EQ(ring_.retired_bytes(), 100);
+  EXPECT_EQ(live(), 300);
+  EXPECT_FALSE(compute_is_behind(use));
+  ring_.reclaim(0);
+  EXPECT_EQ(live(), 200);
+  EXPECT_TRUE(compute_is_behind(use));
+}
+
 // A unit with slots of its own begins: they take the place of the others.
 TEST_F(GradientRingTest, AShorterSlotGoesBeforeALongerOneIsLeased) {
   ring_.fit(100);

@@ -68,8 +68,15 @@ Rank::Rank(Exchange& exchange, std::int64_t rank,
   for (std::size_t u = 0; u < units.size(); ++u) {
     auto settings = std::make_shared<UnitSettings>();
     settings->host = host;
-    auto unit = std::make_shared<Unit>(units[u].name, infos_of(units[u]),
-                                       groups, memory, std::move(settings));
+    auto of_unit = groups;
+    if (units[u].ranks > 0) {
+      of_unit.gather = of_unit.reduce =
+          std::make_shared<comm::RecordingCollectives>(rank, units[u].ranks,
+                                                       runtime);
+    }
+    auto unit =
+        std::make_shared<Unit>(units[u].name, infos_of(units[u]),
+                               std::move(of_unit), memory, std::move(settings));
     unit->settings().encloses_units = units[u].encloses_units;
     unit->settings().leaf_module = units[u].leaf_module;
     std::vector<at::Tensor> shards;
@@ -181,6 +188,14 @@ void stand_in_pairs(Rank& rank) {
     rank.unit(first + 1).settings().beside = {
         rank.unit(first).weak_from_this()};
   }
+}
+
+Scenario with_bystander(Scenario scenario) {
+  scenario.units.push_back(
+      {.name = "bystander",
+       .parameters = {{.sizes = {kWidth}, .trainable = false}},
+       .ranks = 128});
+  return scenario;
 }
 
 void Rank::set_sync(bool sync) {

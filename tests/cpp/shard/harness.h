@@ -102,6 +102,12 @@ class Rank final : public Layers {
 // call over two meshes.
 void stand_in_pairs(Rank& rank);
 
+// [Note: A bystander]
+// What units share is made for the most ranks that any of them has.  A unit
+// more, frozen and never called, has 128 in tests of two or three, and the ring
+// has one slot.
+Scenario with_bystander(Scenario scenario);
+
 // One step of the scenario on that rank without the optimizer; what it returns
 // is the losses by microbatch.
 std::vector<at::Tensor> run_step(Rank& rank, const Scenario& scenario,

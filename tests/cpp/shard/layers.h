@@ -24,6 +24,8 @@ struct UnitSpec {
   std::vector<ParameterSpec> parameters;
   bool encloses_units = false;
   bool leaf_module = false;
+  // Sharded over so many ranks instead, who send what each rank sends.
+  std::int64_t ranks = 0;
 };
 
 // What a program runs on.

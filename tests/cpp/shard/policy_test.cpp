@@ -23,35 +23,90 @@ TEST(PackedBytesTest, GrowWithTheRing) {
   EXPECT_EQ(packed_bytes(1024), 4 * kMiB);
 }
 
+// A unit as large as that, and a small one.
+std::vector<RingUnit> model(std::int64_t ranks, std::int64_t wire_bytes,
+                            bool experts = false) {
+  return {{.ranks = ranks, .wire_bytes = 4096},
+          {.ranks = ranks, .wire_bytes = wire_bytes, .experts = experts}};
+}
+
 TEST(RingBytesTest, TheBudgetGrowsWithTheRanks) {
-  EXPECT_EQ(default_ring_budget(8, kGiB, 0), 192 * kMiB);
-  EXPECT_EQ(default_ring_budget(128, kGiB, 0), 192 * kMiB);
-  EXPECT_EQ(default_ring_budget(256, kGiB, 0), 384 * kMiB);
+  EXPECT_EQ(default_ring_budget({}), 192 * kMiB);
+  EXPECT_EQ(default_ring_budget(model(8, kGiB)), 192 * kMiB);
+  EXPECT_EQ(default_ring_budget(model(127, kGiB)), 192 * kMiB);
+  EXPECT_EQ(default_ring_budget(model(128, kGiB)), 288 * kMiB);
+  EXPECT_EQ(default_ring_budget(model(256, kGiB)), 288 * kMiB);
+  EXPECT_EQ(default_ring_budget(model(512, kGiB)), 576 * kMiB);
 }
 
 TEST(RingBytesTest, TheBudgetGrowsWithAUnitOfManyChunks) {
-  EXPECT_EQ(default_ring_budget(64, 2 * kGiB, 0), 192 * kMiB);
-  EXPECT_EQ(default_ring_budget(64, 11 * kGiB, 0), kGiB);
+  EXPECT_EQ(default_ring_budget(model(64, 2 * kGiB)), 192 * kMiB);
+  EXPECT_EQ(default_ring_budget(model(64, 11 * kGiB)), kGiB);
 }
 
 TEST(RingBytesTest, TheBudgetOfExpertsIsLargerButBounded) {
-  EXPECT_EQ(default_ring_budget(8, 2 * kGiB, 512 * kMiB), 192 * kMiB);
-  EXPECT_EQ(default_ring_budget(8, 2 * kGiB, 2 * kGiB), 512 * kMiB);
-  EXPECT_EQ(default_ring_budget(64, 6 * kGiB, 6 * kGiB), 640 * kMiB);
+  const auto budget = [](std::int64_t ranks, std::int64_t wire_bytes) {
+    return default_ring_budget(model(ranks, wire_bytes, /*experts=*/true));
+  };
+  EXPECT_EQ(budget(8, 512 * kMiB), 192 * kMiB);
+  EXPECT_EQ(budget(31, 2 * kGiB), 512 * kMiB);
+  EXPECT_EQ(budget(8, 6 * kGiB), 640 * kMiB);
+  // Half of them and a result of each chunk, for four chunks in two slots.
+  EXPECT_EQ(budget(64, 2 * kGiB), kGiB + 16 * kMiB + kMiB);
+  EXPECT_EQ(budget(64, 6 * kGiB), 1280 * kMiB);
+}
+
+// A mesh of their own, of few ranks, in which little latency is to be saved.
+TEST(RingBytesTest, ExpertsOverFewRanksAreCutAsAmongFew) {
+  std::vector<RingUnit> units = {
+      {.ranks = 256, .wire_bytes = 512 * kMiB},
+      {.ranks = 8, .wire_bytes = 2 * kGiB, .experts = true}};
+  EXPECT_EQ(default_ring_budget(units), 512 * kMiB);
+  EXPECT_EQ(ring_bytes(units, kGiB), 512 * kMiB);
+  // All share one slot.
+  EXPECT_EQ(ring_slots(units, 512 * kMiB), 1);
 }
 
 TEST(RingBytesTest, AmongFewRanksARingOfAUnitsOwnHasMoreSlots) {
-  EXPECT_EQ(ring_slots(8, /*own=*/false), 2);
-  EXPECT_EQ(ring_slots(64, /*own=*/false), 2);
-  EXPECT_EQ(ring_slots(31, /*own=*/true), 4);
-  EXPECT_EQ(ring_slots(32, /*own=*/true), 2);
+  EXPECT_EQ(ring_slots(model(8, kGiB), kMiB), 2);
+  EXPECT_EQ(own_ring_slots(31), 4);
+  EXPECT_EQ(own_ring_slots(32), 2);
+  EXPECT_EQ(own_ring_slots(128), 2);
 }
 
-TEST(RingBytesTest, ARingIsAQuarterOfTheLargestUnitAtMost) {
-  EXPECT_EQ(ring_bytes(64 * kMiB, 40 * kMiB), 10 * kMiB);
-  EXPECT_EQ(ring_bytes(64 * kMiB, 400 * kMiB), 64 * kMiB);
-  EXPECT_EQ(ring_bytes(64 * kMiB, 4 * kMiB), 2 * kMiB);
-  EXPECT_EQ(ring_bytes(64 * kMiB, kMiB), 4 * kMiB);
+TEST(RingBytesTest, AmongVeryManyRanksOneSlotUntilItsCopiesOutweighALatency) {
+  EXPECT_EQ(ring_slots(model(127, kGiB), kMiB), 2);
+  EXPECT_EQ(ring_slots(model(128, kGiB), 640 * kMiB), 1);
+  EXPECT_EQ(ring_slots(model(128, kGiB), 641 * kMiB), 2);
+}
+
+TEST(RingBytesTest, BlocksOfRowsAreShorterThanOneSlot) {
+  EXPECT_EQ(slots_for_rows(1), 3);
+  EXPECT_EQ(slots_for_rows(2), 2);
+  EXPECT_EQ(slots_for_rows(4), 4);
+}
+
+TEST(RingBytesTest, ARingIsAPartOfTheLargestUnitAtMost) {
+  EXPECT_EQ(ring_bytes(model(8, 40 * kMiB), 64 * kMiB), 10 * kMiB);
+  EXPECT_EQ(ring_bytes(model(8, 400 * kMiB), 64 * kMiB), 64 * kMiB);
+  EXPECT_EQ(ring_bytes(model(8, 4 * kMiB), 64 * kMiB), 2 * kMiB);
+  EXPECT_EQ(ring_bytes(model(8, kMiB), 64 * kMiB), 4 * kMiB);
+  EXPECT_EQ(ring_bytes(model(127, 384 * kMiB), 640 * kMiB), 96 * kMiB);
+  EXPECT_EQ(ring_bytes(model(128, 384 * kMiB), 640 * kMiB),
+            (128 + 1 + 1) * kMiB);
+  EXPECT_EQ(ring_bytes(model(64, 384 * kMiB, /*experts=*/true), 640 * kMiB),
+            (192 + 3 + 1) * kMiB);
+}
+
+// Llama 8B's blocks, 832 MiB, leave in three chunks among 128 ranks and more.
+TEST(RingBytesTest, TheDefaultHoldsAThirdOfABlockAndItsResult) {
+  for (const std::int64_t ranks : {128, 256}) {
+    const auto units = model(ranks, 2 * kGiB);
+    const auto ring = ring_bytes(units, default_ring_budget(units));
+    EXPECT_EQ(ring_slots(units, ring), 1) << ranks;
+    EXPECT_GE(ring / (ranks + 1) * ranks, 832 * kMiB / 3) << ranks;
+    EXPECT_LE(ring, 292 * kMiB) << ranks;
+  }
 }
 
 // Llama 8B's embedding: 128256 rows of 4096 in fp32, 2004 MiB.
@@ -161,17 +216,20 @@ TEST(RingBytesTest, HoldsForRandomUnits) {
     };
     const std::int64_t ranks = 1 + static_cast<std::int64_t>(random() % 300);
     std::vector<RingUnit> units(1 + random() % 12);
-    std::int64_t largest = 0;
     for (auto& unit : units) {
-      unit = {ranks, bytes(), bytes(), random() % 4 == 0, random() % 4 == 0};
-      largest = std::max(largest, unit.wire_bytes);
+      unit = {ranks,
+              bytes(),
+              bytes(),
+              random() % 4 == 0,
+              random() % 4 == 0,
+              random() % 4 == 0};
     }
     std::vector<std::int32_t> order(units.size());
     std::iota(order.begin(), order.end(), 0);
     std::shuffle(order.begin(), order.end(), random);
     order.resize(random() % (order.size() + 1));
     const auto budget = 1 + bytes();
-    const auto shared = ring_bytes(budget, largest);
+    const auto shared = ring_bytes(units, budget);
     ASSERT_LE(shared, budget) << "seed " << seed;
     for (std::size_t u = 0; u < units.size(); ++u) {
       const auto own = ring_bytes_of(units, order, static_cast<std::int32_t>(u),
@@ -183,7 +241,7 @@ TEST(RingBytesTest, HoldsForRandomUnits) {
         4 * (1 + static_cast<std::int64_t>(random() % 9000));
     const auto wire =
         ranks * row * (1 + static_cast<std::int64_t>(random() % 999));
-    const auto slots = ring_slots(ranks, /*own=*/true);
+    const auto slots = own_ring_slots(ranks);
     const auto equal = ring_bytes_of_equal_chunks(shared, wire, ranks, row);
     ASSERT_EQ(equal % (slots * (ranks + 1)), 0) << "seed " << seed;
     // A chunk a slot each, with a row to spare.

@@ -298,7 +298,8 @@ TEST_F(UnitTest, ABudgetIsAPositiveNumberOfBytes) {
     EXPECT_THAT([&] { rank.root->set_gradient_budget(0); },
                 ThrowsMessage<InvalidArgument>(StrEq(
                     "lowtide: gradient budget of 'model': expected a positive "
-                    "number of bytes, got 0. The default is 64 MiB.")));
+                    "number of bytes, got 0. The default for its units is "
+                    "201326592 bytes.")));
     EXPECT_EQ(rank.root->gradient_budget(), kDefaultRingBudget);
   });
 }

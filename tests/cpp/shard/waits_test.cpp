@@ -138,6 +138,12 @@ TEST(WaitsTest, AllMatterWithManyChunksPerUnit) {
   }));
 }
 
+TEST(WaitsTest, AllMatterWithOneSlot) {
+  expect_all_matter(
+      training(with_bystander(chain_of_layers({true})),
+               [](Rank& rank) { rank.root->set_gradient_budget(1); }));
+}
+
 TEST(WaitsTest, AllMatterWhenGradientsAreAddedToOlderOnes) {
   expect_all_matter(training(chain_of_layers({true, true})));
 }
