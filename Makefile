@@ -7,16 +7,17 @@
 # make wheels    wheels of every torch, Python and with CUDA or not, tried, in dist
 #                (TORCH=2.15, PYTHON=3.12, CUDA=ON|OFF for some of them)
 #
-# Reads: TORCH (2.15, say: that version of torch, in .venv-2.15 and build-2.15), JOBS,
+# Reads: TORCH (2.13, say: that version of torch, in .venv-2.13 and build-2.13), JOBS,
 #   LOWTIDE_CUDA (AUTO|ON|OFF), LOWTIDE_CUDA_ARCHS, LOWTIDE_UNITY, LOWTIDE_WERROR.
-# Needs: Debian with g++, make, python3-dev and python3-venv (Python >= 3.10).
+# Needs: Debian with g++, make, python3-dev and python3-venv (Python >= 3.11; 3.10 with
+#   torch up to 2.14).
 
 PYTHON ?= python3
 JOBS ?= $(shell nproc)
 # What is developed with has .venv, build and python/lowtide; every other version has an
 # environment, a build and, in the build, the package: links to its sources.
-TORCH ?= 2.11
-OTHER := $(filter-out 2.11,$(TORCH))
+TORCH ?= 2.15
+OTHER := $(filter-out 2.15,$(TORCH))
 VENV := .venv$(OTHER:%=-%)
 BUILD ?= build$(OTHER:%=-%)
 PREFIX := $(if $(OTHER),$(BUILD)/python,python)
@@ -29,7 +30,7 @@ LOWTIDE_WERROR ?= $(if $(CI),ON,OFF)
 
 # Without what they depend on; torchtitan from 0.3 on needs torch 2.12.
 FRAMEWORKS := requirements/frameworks.txt \
-  requirements/torchtitan-$(if $(OTHER),0.3,0.2).txt
+  requirements/torchtitan-$(if $(filter 2.11,$(TORCH)),0.2,0.3).txt
 
 BIN := $(VENV)/bin
 CMAKE := $(BIN)/cmake

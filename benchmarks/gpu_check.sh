@@ -14,7 +14,7 @@ unset CUDA_LAUNCH_BLOCKING NVIDIA_TF32_OVERRIDE PYTORCH_ALLOC_CONF \
   PYTORCH_CUDA_ALLOC_CONF PYTORCH_NO_CUDA_MEMORY_CACHING TORCH_ALLOW_TF32_CUBLAS_OVERRIDE
 
 arch=$("$python" -c 'import torch; print("%d.%d" % torch.cuda.get_device_capability())') || {
-  echo "lowtide: gpu_check: expected torch 2.11 for CUDA 13 and a GPU that it can use," \
+  echo "lowtide: gpu_check: expected torch for CUDA 13 and a GPU that it can use," \
     "got the error above. Set PYTHON." >&2
   exit 2
 }

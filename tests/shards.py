@@ -3,7 +3,8 @@
     tests/shards.py                       all
     tests/shards.py NAME ...              these
     tests/shards.py --list
-    tests/shards.py --minutes 50 --turn N as many as fit, beginning where turn N begins
+    tests/shards.py --minutes 50 --turn N as many as fit, beginning where turn N begins:
+                                          first `make test` with an older torch
 
 Each shard's duration below is what two cores take, or more. With `--minutes` one starts
 only if its duration fits with half as much again, and is ended where the time is over:
@@ -50,6 +51,13 @@ def sanitized(name: str, minutes: float, *, takes_turns: bool = True) -> Shard:
     return Shard(name, minutes, command, takes_turns)
 
 
+def older_torch(version: str) -> Shard:
+    """`make test` with another torch than the one that is developed with."""
+    command = ("make", "test", f"TORCH={version}")
+    return Shard(f"torch-{version}", 28, command)
+
+
+OLDER = tuple(map(older_torch, ("2.11", "2.12", "2.13", "2.14")))
 SHARDS = (
     *(pytest_shard(f"dist-{i}", minutes) for i, minutes in enumerate((5, 5, 10), 1)),
     pytest_shard("rest", 6),
@@ -106,7 +114,7 @@ def run_all(shards: Sequence[Shard], minutes: float) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    by_name = {shard.name: shard for shard in SHARDS}
+    by_name = {shard.name: shard for shard in (*SHARDS, *OLDER)}
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -116,15 +124,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--turn", type=int)
     options = parser.parse_args(arguments)
     if options.list:
-        for shard in SHARDS:
+        for shard in by_name.values():
             print(f"{shard.name:<10}{shard.minutes:>5.0f} minutes")
         return 0
     if unknown := sorted(set(options.name) - set(by_name)):
         parser.error(f"expected {', '.join(by_name)}, got {', '.join(unknown)}")
     if options.turn is None:
-        wanted = [by_name[name] for name in options.name or by_name]
+        wanted = [by_name[name] for name in options.name] or SHARDS
     else:
-        wanted = in_turn(SHARDS, options.turn)
+        older = OLDER[options.turn % len(OLDER)]
+        wanted = [older, *in_turn(SHARDS, options.turn)]
     became = run_all(wanted, options.minutes)
     print("\nShards of make test-all:")
     for name, result in sorted(became.items()):

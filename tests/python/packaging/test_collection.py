@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -90,6 +91,17 @@ def test_shards_take_turns() -> None:
     assert all({shard.name for shard in turn} == all_of_them for turn in turns)
     alone = {shard.name for shard in shards.SHARDS} - all_of_them
     assert alone == {"figures", "thread"}
+
+
+def test_every_older_torch_has_its_turn() -> None:
+    """The newest is what `make test` is run with."""
+    cmake = (ROOT / "cmake" / "TorchFromPython.cmake").read_text()
+    (minors,) = re.findall(r"LOWTIDE_TORCH_MINORS ([\d. ]+)\)", cmake)
+    *older, newest = minors.split()
+    assert [shard.command for shard in shards.OLDER] == [
+        ("make", "test", f"TORCH={version}") for version in older
+    ]
+    assert f"\nTORCH ?= {newest}\n" in (ROOT / "Makefile").read_text()
 
 
 def test_a_shard_starts_only_if_it_fits() -> None:
