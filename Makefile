@@ -33,6 +33,7 @@ FRAMEWORKS := requirements/frameworks.txt \
   requirements/torchtitan-$(if $(filter 2.11,$(TORCH)),0.2,0.3).txt
 
 BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.torch-$(TORCH)
 CMAKE := $(BIN)/cmake
 OPTIONS := $(foreach name,LOWTIDE_CUDA LOWTIDE_CUDA_ARCHS LOWTIDE_UNITY LOWTIDE_WERROR,\
   $(if $($(name)),'-D$(name)=$($(name))','-U$(name)'))
@@ -65,7 +66,7 @@ test-all: test
 	$(BIN)/python tests/shards.py
 
 # The C++ tests under SANITIZE=address (and undefined) or thread, in a build of their own.
-sanitize: $(VENV)/.dev
+sanitize: $(INSTALLED)
 	$(CMAKE) -S . -B $(BUILD)/$(SANITIZE) -G Ninja -DLOWTIDE_SANITIZE=$(SANITIZE) \
 	  -DLOWTIDE_TESTS=ON -DLOWTIDE_CUDA=OFF -DLOWTIDE_UNITY=ON \
 	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
@@ -94,8 +95,9 @@ wheels:
 clean:
 	rm -rf $(BUILD) dist python/lowtide/*.so python/lowtide/_built_for.py
 
-# An existing environment is reused; a changed requirements file updates it.
-$(VENV)/.dev: requirements/build.txt requirements/dev.txt \
+# An existing environment is reused; a changed requirements file, or another torch to
+# develop with, updates it.
+$(INSTALLED): requirements/build.txt requirements/dev.txt \
     requirements/torch-$(TORCH).txt $(FRAMEWORKS)
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || { echo \
 	  "lowtide: $(VENV): expected Python >= 3.10 with venv, got an error from" \
@@ -106,9 +108,10 @@ $(VENV)/.dev: requirements/build.txt requirements/dev.txt \
 	  $(patsubst %,-r %,$(FRAMEWORKS))
 	$(BIN)/python -c "import pathlib, sysconfig; pathlib.Path(\
 	sysconfig.get_path('purelib'), 'lowtide-dev.pth').write_text('$(CURDIR)/$(PREFIX)\n')"
+	rm -f $(VENV)/.torch-*
 	touch $@
 
-$(CONFIGURED): $(VENV)/.dev
+$(CONFIGURED): $(INSTALLED)
 	rm -f $(BUILD)/.configured-*
 	$(CMAKE) -S . -B $(BUILD) -G Ninja $(OPTIONS) \
 	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
