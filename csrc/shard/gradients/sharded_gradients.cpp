@@ -147,9 +147,11 @@ void ShardedGradients::land(const std::vector<Piece>& pieces,
       ++last;
     }
     const auto numel = pieces[last].column + pieces[last].size() - piece.column;
-    write(flat_view(generation_, parameter.dtype,
-                    place * itemsize(parameter.dtype), numel),
-          slice_of(result, piece.column, numel), /*add=*/false);
+    if (numel > 0) {
+      write(flat_view(generation_, parameter.dtype,
+                      place * itemsize(parameter.dtype), numel),
+            slice_of(result, piece.column, numel), /*add=*/false);
+    }
     first = last + 1;
   }
 }

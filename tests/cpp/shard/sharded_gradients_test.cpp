@@ -102,6 +102,20 @@ TEST_F(ShardedGradientsTest, AStripLandsWhereItBelongsWithoutItsPadding) {
       grad(0).view({-1}).equal(at::tensor({0.f, 0.f, 0.f, 0.f, 64.f, 65.f})));
 }
 
+// A sum over replicas has a piece of it all the same.
+TEST_F(ShardedGradientsTest, WithoutElementsThereIsNothingToLandIn) {
+  add({0, 4}, 0, at::kFloat);
+  gradients_.set_parameters(parameters_);
+  gradients_.prepare({3});
+  EXPECT_EQ(live(), 0);
+  const at::Tensor row = at::zeros({128});
+  runtime_->adopt(row.const_data_ptr(), row.nbytes(), "row");
+  gradients_.land({{3, 0, 0, 0}}, row);
+  publish({3});
+  EXPECT_EQ(grad(3).sizes(), (std::vector<std::int64_t>{0, 4}));
+  EXPECT_THAT(runtime_->violations(), IsEmpty());
+}
+
 TEST_F(ShardedGradientsTest, ALaterBackwardAddsInPlace) {
   gradients_.prepare(all_);
   land(3, 5);
