@@ -479,6 +479,9 @@ class Session:
         assert self.pipeline is not None
         made = {rank: self.data(run, rank) for rank in range(RANKS)}
         self.model.set_requires_gradient_sync(True)
+        if VERSION >= (2, 15):
+            # A new stage learns its shapes from a backward, and clears gradients.
+            self.rule.clear([name for name, _ in self.model.named_parameters()], True)
         run_zero_bubble(
             self.model, self.pipeline.get_group("stages"), made[self.rank], run
         )
