@@ -150,8 +150,12 @@ class Training:
         precision = lowtide.MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32
         )
+        # What runs twice: from torch 2.15 on FSDP2 rounds the sum of what several uses
+        # give, or does not, by what is there to add to.
+        twice = lowtide.MixedPrecisionPolicy(param_dtype=torch.float32)
         for unit in (first, second, self.model):
-            lowtide.fully_shard(unit, mesh=self.dp, mp_policy=precision)
+            policy = twice if unit is first else precision
+            lowtide.fully_shard(unit, mesh=self.dp, mp_policy=policy)
             # A sum: its bits do not depend on how many ranks there are.
             unit.set_gradient_divide_factor(1.0)
         # Of DTensors torch would keep an entry of its cache for every step: the step

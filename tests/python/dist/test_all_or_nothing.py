@@ -24,7 +24,7 @@ import lowtide
 from lowtide.integrations import all_or_nothing
 from lowtide.integrations.session import Options, Session
 from lowtide.stepping import StepUndone
-from support import loops
+from support import loops, titan_on_cpus
 from support.bits import assert_same_tensors
 from support.bombs import Boom
 from support.breaking import BreaksAt, boom, interrupt
@@ -114,8 +114,12 @@ def train(
 ) -> tuple[str, dict[str, Any], dict[str, Any], dict[str, int]]:
     """What was raised, the state then, the one before the step that broke off, and what
     was counted."""
-    # There the others are in a collective already: Lightning clips in the closure.
-    everywhere = (framework, where) == ("lightning", "backward")
+    # There the others are in a collective already: Lightning clips in the closure, and
+    # torchtitan's loss has another chunk's backward from 0.3 on.
+    everywhere = where == "backward" and (
+        framework == "lightning"
+        or (framework == "torchtitan" and titan_on_cpus.HAS_CONFIGS)
+    )
     watched, raised = Watched(where, how, everywhere), ""
     all_or_nothing.counts = all_or_nothing.Counts()
     session = None if in_program else Session(Options(all_or_nothing=True))
