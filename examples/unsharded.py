@@ -15,12 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+# Up to torch 2.14 FSDP2 has a gradient rounded to the parameter dtype before it is
+# reduced in fp32; since then it is reduced as it was computed, a norm's in fp32.
+ROUNDED = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
+
 
 class UnshardedReplicas(nn.Module):
-    """Behaves like `module` whose parameters are cast for every use.
+    """Behaves like `module` whose parameters are cast for every forward.
 
-    Autograd turns the cast around: gradients in the parameter dtype are widened
-    to fp32 and added to `.grad`, microbatch by microbatch.
+    Gradients of the casts are widened to fp32 and added to `.grad`, microbatch by
+    microbatch.
     """
 
     def __init__(
@@ -32,8 +36,22 @@ class UnshardedReplicas(nn.Module):
         self.param_dtype = param_dtype
 
     def forward(self, *args: Any) -> Any:
-        cast = {n: p.to(self.param_dtype) for n, p in self.module.named_parameters()}
+        cast = {n: self._cast(p) for n, p in self.module.named_parameters()}
         return functional_call(self.module, cast, args)
+
+    def _cast(self, parameter: nn.Parameter) -> Tensor:
+        cast = parameter.detach().to(self.param_dtype).requires_grad_()
+        if not ROUNDED:
+            cast.grad_dtype = None
+
+        def widen(cast: Tensor) -> None:
+            gradient, cast.grad = cast.grad.to(parameter.dtype), None
+            if parameter.grad is not None:
+                gradient = parameter.grad + gradient
+            parameter.grad = gradient
+
+        cast.register_post_accumulate_grad_hook(widen)
+        return cast
 
     def accumulate(self, one_rank: Callable[[int], Tensor]) -> list[Tensor]:
         """Run `one_rank`, which calls backward, as every rank; average `.grad`.
