@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from checkpoint import Checkpoint
 from comparison import continues, same_bits
 from evaluate import generate, parameters_sha256, printable
 from llama import CONFIGS, Llama, init_weights
+from lowtide._torch_version import VERSION
 from options import parse_args
 from unsharded import UnshardedReplicas
 
@@ -60,6 +62,28 @@ def test_replicas_compute_in_the_parameter_dtype_and_add_in_fp32():
 
     replicas.accumulate(one_rank)
     assert torch.equal(model.weight.grad, torch.ones(4, 8))  # bf16 would give 0
+
+
+class InFp32(torch.autograd.Function):
+    """As a norm's kernel gives the gradient of a weight in bf16."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight.float().sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return torch.full((4,), 1 + 2**-12)
+
+
+def test_replicas_round_a_gradient_as_fsdp2_of_this_torch():
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.ones(4))
+    module.forward = lambda: InFp32.apply(module.weight)
+    replicas = UnshardedReplicas(module, num_ranks=1, param_dtype=torch.bfloat16)
+    replicas.accumulate(lambda rank: replicas().backward())
+    exact = VERSION >= (2, 15)
+    assert module.weight.grad.tolist() == 4 * [1 + 2**-12 if exact else 1]
 
 
 def test_replicas_clip_to_the_norm_of_all_gradients():
