@@ -98,7 +98,9 @@ alone*: the same batches on two shards throughout, and nothing else. What is com
 with it, every 100 steps and on every rank, are parameters and optimizer states. One
 rank alone has the bits of two where it takes two microbatches: it adds the same two
 gradients. Gradients are summed, not averaged, and every shard is whole vectors of the
-processor.
+processor. The layer that runs twice computes in fp32, since FSDP2 of torch 2.15 rounds
+the sum of what several uses give, or does not, by what is there to add to; in the
+figures below it still computed in bf16.
 
 torch 2.11 itself keeps something of every DTensor operator (pytorch issues 178276 and
 181761). So the optimizer has `local_parameters` and nothing is clipped on these CPUs,
