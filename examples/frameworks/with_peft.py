@@ -6,6 +6,7 @@ after four steps, and four more follow from what was saved.
 """
 
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -72,6 +73,7 @@ def main(folder: str) -> None:
     train(model, optimizer, seed=0)
     saved = get_state_dict(model, optimizer, options=ADAPTERS)
     if dist.get_rank() == 0:
+        Path(folder).mkdir(parents=True, exist_ok=True)
         torch.save(saved, f"{folder}/adapters.pt")
     dist.barrier()
     model, optimizer = make(seed=2)

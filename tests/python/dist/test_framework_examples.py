@@ -51,7 +51,6 @@ def skip_other_titan(name: str) -> None:
 
 def run(name: str, folder: Path, *options: str) -> tuple[list[str], list[str]]:
     """What rank 0 prints of the training, and what is said on the standard error."""
-    folder.mkdir()
     launcher = CASES[name].launcher
     done = subprocess.run(
         [
