@@ -100,7 +100,7 @@ clean:
 $(INSTALLED): requirements/build.txt requirements/dev.txt \
     requirements/torch-$(TORCH).txt $(FRAMEWORKS)
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || { echo \
-	  "lowtide: $(VENV): expected Python >= 3.10 with venv, got an error from" \
+	  "lowtide: $(VENV): expected Python >= 3.11 with venv, got an error from" \
 	  "$(PYTHON). Run \`apt install python3-venv python3-dev\`." >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  $(patsubst %,-r %,$(filter-out $(FRAMEWORKS),$^))

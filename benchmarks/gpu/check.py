@@ -104,16 +104,26 @@ class Step:
     read: Callable[[Any], Iterator[Row]]
 
 
+def of_each(
+    name: str,
+    what: str,
+    each: Mapping[str, str],
+    measure: Callable[..., Any],
+    read: Callable[..., Iterator[Row]],
+) -> Iterator[Step]:
+    """Steps that differ in the first argument, by what their names end in."""
+    for end, argument in each.items():
+        of = (partial(measure, argument), partial(read, argument))
+        yield Step(f"{name}-{end}", what.format(argument), *of)
+
+
 def steps(scale: Scale) -> list[Step]:
     return [
-        *(
-            Step(
-                f"memory-{checkpoint}",
-                f"peaks of the slice at world 8, checkpoint {checkpoint}",
-                partial(llama.llama_memory, checkpoint),
-                partial(llama.llama_memory_rows, checkpoint),
-            )
-            for checkpoint in llama.CHECKPOINTS
+        *of_each(
+            "memory",
+            "peaks of the slice at world 8, checkpoint {}",
+            {checkpoint: checkpoint for checkpoint in llama.CHECKPOINTS},
+            *(llama.llama_memory, llama.llama_memory_rows),
         ),
         Step(
             *("bits", "losses and parameters beside FSDP2's"),
@@ -127,14 +137,11 @@ def steps(scale: Scale) -> list[Step]:
             *("graphs", "losses and parameters of CUDA graphs"),
             *(llama.graphs, llama.variants_rows),
         ),
-        *(
-            Step(
-                f"speed-{name}",
-                f"step time of the slice, NCCL, loss {loss}",
-                partial(llama.llama_speed, loss),
-                partial(llama.llama_speed_rows, loss),
-            )
-            for name, loss in llama.losses(scale).items()
+        *of_each(
+            "speed",
+            "step time of the slice, NCCL, loss {}",
+            llama.losses(scale),
+            *(llama.llama_speed, llama.llama_speed_rows),
         ),
         Step(
             *("links", "bandwidth to and from the host"),
@@ -184,14 +191,11 @@ def steps(scale: Scale) -> list[Step]:
             *("frameworks", "examples of frameworks under lowtide run"),
             *(frameworks.frameworks, frameworks.frameworks_rows),
         ),
-        *(
-            Step(
-                f"trainer-{mode}",
-                f"peaks and step time of torchtitan's trainer, {mode}",
-                partial(trainer.trainer, mode),
-                partial(trainer.trainer_rows, mode),
-            )
-            for mode in trainer.MODES
+        *of_each(
+            "trainer",
+            "peaks of torchtitan's trainer, {}",
+            {mode: mode for mode in trainer.MODES},
+            *(trainer.trainer, trainer.trainer_rows),
         ),
         Step(
             *("models", "losses of torchtitan's models, ranks that share the GPU"),

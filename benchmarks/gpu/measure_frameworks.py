@@ -7,10 +7,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import bars
 from bars import with_bar
@@ -63,11 +64,16 @@ def of_training(lines: Sequence[str]) -> list[str]:
 
 def frameworks_rows(figures: Figures) -> Iterator[Row]:
     for name, said in figures.items():
-        theirs = said["fsdp2"]
-        for how, lines in said.items():
-            if how == "fsdp2":
-                continue
-            different = sum(a != b for a, b in zip_longest(lines, theirs))
-            quantity = f"{name}, {how}: lines of {len(theirs)} that differ from FSDP2's"
-            system = "lowtide" if how == "lowtide" else "fsdp2"
-            yield from with_bar(quantity, different, bars.NONE, system=system)
+        yield from differing(name, said)
+
+
+def differing(name: str, said: Mapping[str, Sequence[Any]]) -> Iterator[Row]:
+    """Lines that are not those of ``said["fsdp2"]``, by how it ran."""
+    theirs = said["fsdp2"]
+    for how, lines in said.items():
+        if how == "fsdp2":
+            continue
+        different = sum(a != b for a, b in zip_longest(lines, theirs))
+        quantity = f"{name}, {how}: lines of {len(theirs)} that differ from FSDP2's"
+        system = "lowtide" if how == "lowtide" else "fsdp2"
+        yield from with_bar(quantity, different, bars.NONE, system=system)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import zip_longest
 
 import bars
+import measure_frameworks as frameworks
 import measure_llama as llama
 from bars import row, with_bar
 from case import Row
@@ -132,18 +132,10 @@ def models(scale: Scale, programs: Programs) -> Figures:
 
 
 def models_rows(figures: Figures) -> Iterator[Row]:
+    """Of a training, the first line is the parameters, others a step's loss and norm."""
     for name, said in figures.items():
-        theirs = said["fsdp2"]
-        for how, ours in said.items():
-            if how == "fsdp2":
-                continue
-            steps = zip_longest(ours["steps"], theirs["steps"])
-            different = sum(mine != other for mine, other in steps)
-            different += ours["parameters"] != theirs["parameters"]
-            ranks = MODELS[name][0]
-            quantity = (
-                f"torchtitan's {name}, {ranks} ranks on one GPU, {how}: losses, norms "
-                "and parameters that differ from FSDP2's"
-            )
-            system = "lowtide" if how == "lowtide" else "fsdp2"
-            yield from with_bar(quantity, different, bars.NONE, system=system)
+        where = f"torchtitan's {name}, {MODELS[name][0]} ranks on one GPU"
+        lines = {
+            how: [seen["parameters"], *seen["steps"]] for how, seen in said.items()
+        }
+        yield from frameworks.differing(where, lines)

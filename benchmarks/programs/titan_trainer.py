@@ -1,4 +1,4 @@
-"""torchtitan's own trainer on tokens drawn by step and rank: run by unedited.py.
+"""torchtitan's own trainer (0.2) on tokens drawn by step and rank: run by unedited.py.
 
 titan_trainer.py MODEL FLAVOR [--fake RANKS] [torchtitan's option ...]
 
@@ -10,19 +10,24 @@ torch's `fake` group.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from support.titan_on_cpus import stand_in_for_absent
+from support.titan_on_cpus import HAS_CONFIGS, Batches, stand_in_for_absent
 
+if HAS_CONFIGS:
+    sys.exit(
+        "lowtide: titan_trainer: expected torchtitan 0.2, got a later one. Install "
+        "requirements/torchtitan-0.2.txt beside torch 2.11."
+    )
 stand_in_for_absent()
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
 from torchtitan.config import ConfigManager  # noqa: E402
@@ -32,6 +37,8 @@ from torchtitan.protocols.train_spec import (  # noqa: E402
 )
 from torchtitan.train import Trainer  # noqa: E402
 
+from frameworks.bits import digest  # noqa: E402
+
 PLACES = {
     "RANK": "0",
     "LOCAL_RANK": "0",
@@ -39,19 +46,6 @@ PLACES = {
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "29511",
 }
-
-
-class Tokens:
-    def __init__(self, rank: int, batch: int, length: int, vocabulary: int) -> None:
-        self.rank, self.size, self.vocabulary = rank, (batch, length + 1), vocabulary
-
-    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        step = 0
-        while True:
-            generator = torch.Generator().manual_seed(1000 * step + self.rank)
-            tokens = torch.randint(0, self.vocabulary, self.size, generator=generator)
-            yield {"input": tokens[:, :-1]}, tokens[:, 1:]
-            step += 1
 
 
 class Metrics(MetricsProcessor):
@@ -84,13 +78,13 @@ def main(model: str, flavor: str, options: list[str]) -> None:
     )
     spec = get_train_spec(model)
     training, vocabulary = config.training, spec.model_args[flavor].vocab_size
-    size = (training.local_batch_size, training.seq_len, vocabulary)
+    size = (training.local_batch_size, training.seq_len + 1)
     register_train_spec(
         config.model.name + "_on_tokens",
         dataclasses.replace(
             spec,
             build_tokenizer_fn=None,
-            build_dataloader_fn=lambda dp_rank, **_: Tokens(dp_rank, *size),
+            build_dataloader_fn=lambda dp_rank, **_: Batches(dp_rank, size, vocabulary),
             build_metrics_processor_fn=Metrics,
             state_dict_adapter=None,
         ),
@@ -99,26 +93,16 @@ def main(model: str, flavor: str, options: list[str]) -> None:
     config.metrics.log_freq = 1
     trainer = Trainer(config)
     trainer.train()
+    parameters = [p for part in trainer.model_parts for p in part.parameters()]
     said = {
         "steps": trainer.metrics_processor.steps,
-        "parameters": digest(trainer.model_parts),
+        # No other rank of a fake group has the rest.
+        "parameters": "" if dist.get_backend() == "fake" else digest(parameters),
     }
     if dist.get_rank() == 0:
         print(json.dumps(said), flush=True)
     trainer.close()
     dist.destroy_process_group()
-
-
-def digest(parts: list[torch.nn.Module]) -> str:
-    """Of the bits of whole parameters, "" where no other rank has them."""
-    if dist.get_backend() == "fake":
-        return ""
-    bits = hashlib.sha256()
-    for part in parts:
-        for parameter in part.parameters():
-            whole = getattr(parameter, "full_tensor", lambda p=parameter: p)()
-            bits.update(whole.detach().cpu().contiguous().view(torch.uint8).numpy())
-    return bits.hexdigest()[:16]
 
 
 if __name__ == "__main__":

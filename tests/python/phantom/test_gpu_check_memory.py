@@ -3,18 +3,12 @@ allocator over the dry driver: kernels compute nothing there."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import check
-import launch
 import measure_parts
-import measure_trainer
 import pytest
-from scale import FULL
 
-from lowtide.phantom.dry.launch import Machine
-from support import titan_on_cpus
 from support.gpu_check import ROOT, check_dry
 
 pytestmark = pytest.mark.slow
@@ -56,14 +50,3 @@ def test_the_ledger_has_what_the_allocator_has(seen: dict[str, Any]) -> None:
     assert 0 <= rest < 16 * 512  # sizes are rounded to 512 bytes
     assert 0 < ledger["of it in the ledger"] < ledger["ledger's peak"]
     assert ledger["ledger's peak"] <= ledger["ledger's planned peak"]
-
-
-@pytest.mark.skipif(
-    titan_on_cpus.HAS_CONFIGS, reason="torchtitan 0.3 and later have other options"
-)
-@pytest.mark.parametrize("system", measure_trainer.SYSTEMS)
-def test_torchtitans_trainer_takes_what_an_h200_took(system: str) -> None:
-    call = measure_trainer.call_of(system, "eager", FULL)
-    said = launch.run(*map(str, call), machine=Machine(gpu="h200"), timeout=400)
-    dry = measure_trainer.peaks_of(json.loads(said.splitlines()[-1]))
-    assert dry == check.kept(STORED, "trainer-eager")[system]["CUDA"]
