@@ -132,7 +132,7 @@ def models(scale: Scale, programs: Programs) -> Figures:
 
 
 def models_rows(figures: Figures) -> Iterator[Row]:
-    """Of a training, the first line is the parameters, others a step's loss and norm."""
+    """Of a training, a line is the parameters, and others a step's loss and norm."""
     for name, said in figures.items():
         where = f"torchtitan's {name}, {MODELS[name][0]} ranks on one GPU"
         lines = {

@@ -113,18 +113,22 @@ std::vector<RingUnit> GradientPlans::ring_units() const {
   return seen;
 }
 
-std::int64_t GradientPlans::budget() const {
-  return budget_.value_or(default_ring_budget(ring_units()));
+std::int64_t GradientPlans::budget_of(
+    const std::vector<RingUnit>& units) const {
+  return budget_.value_or(default_ring_budget(units));
 }
 
+std::int64_t GradientPlans::budget() const { return budget_of(ring_units()); }
+
 std::int64_t GradientPlans::shared_ring_bytes() const {
-  return ring_bytes(ring_units(), budget());
+  const auto units = ring_units();
+  return ring_bytes(units, budget_of(units));
 }
 
 void GradientPlans::plan_of(Unit& unit) {
   auto& gradients = unit.gradients();
   const auto units = ring_units();
-  const auto budget = budget_.value_or(default_ring_budget(units));
+  const auto budget = budget_of(units);
   const auto shared = ring_bytes(units, budget);
   const auto bytes =
       ring_bytes_of(units, order_, unit.number(), budget, shared);

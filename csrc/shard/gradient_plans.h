@@ -46,6 +46,7 @@ class GradientPlans {
 
  private:
   std::vector<RingUnit> ring_units() const;
+  std::int64_t budget_of(const std::vector<RingUnit>& units) const;
   std::int64_t shared_ring_bytes() const;
 
   std::string root_;

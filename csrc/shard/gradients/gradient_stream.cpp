@@ -14,6 +14,16 @@ namespace lowtide::shard {
 
 using device::Stream;
 
+namespace {
+
+// That may stay of the unit before, see [Note: Sources of the unit before].
+std::int64_t newest_bytes(const UnitGradients& unit) {
+  const auto slots = unit.num_slots();
+  return unit.slot_bytes() * slots / slots_for_rows(slots);
+}
+
+}  // namespace
+
 GradientStream::GradientStream(std::string root,
                                std::shared_ptr<memory::DeviceMemory> memory,
                                StepLog& log)
@@ -240,11 +250,6 @@ void GradientStream::write(std::size_t place,
 // backward]) compute would stand still until gradients have left that its next
 // unit could hide.  There those of one unit may stay until the next one's
 // backward is over.
-static std::int64_t newest_bytes(const UnitGradients& unit) {
-  const auto slots = unit.num_slots();
-  return unit.slot_bytes() * slots / slots_for_rows(slots);
-}
-
 void GradientStream::expects(UnitGradients& unit) {
   if (producing_ != &unit) {
     if (producing_ != nullptr && producing_->own_slots() &&
