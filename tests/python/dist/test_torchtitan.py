@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lowtide._torch_version import STORES_ANNOTATED
 from support import titan_on_cpus
 from support.ranks import RankPool
 from support.recorder import Record, Recorder, assert_same_records
@@ -71,6 +72,21 @@ def assert_equal(ranks: int, folder: Path, settings: dict[str, Any]) -> dict[str
 
 def test_trains_and_resumes_bit_equal_to_fsdp2(tmp_path):
     assert_equal(2, tmp_path, {"checkpointing": "full"})
+
+
+@pytest.mark.skipif(
+    STORES_ANNOTATED or not titan_on_cpus.HAS_CONFIGS,
+    reason="FSDP2 has what torchtitan 0.3 wants by default from torch 2.15 on",
+)
+def test_its_default_trains_where_fsdp2_refuses_it(tmp_path):
+    records = []
+    for backend in ("partial_dtensor", "spmd_types"):
+        with RankPool(2) as pool:
+            settings = {"spmd_backend": backend, "saves": False}
+            found = pool.run(train, "lowtide", tmp_path / backend, STEPS, settings)
+        records.append(found)
+    for (plain, *_), (default, *_) in zip(*records, strict=True):
+        assert_same_records(default, plain)
 
 
 ON_FOUR_RANKS: dict[str, dict[str, Any]] = {

@@ -22,6 +22,7 @@ from torchtitan.models.common.attention import (
     ScaledDotProductAttention,
 )
 
+from lowtide._torch_version import STORES_ANNOTATED
 from support import titan_on_cpus
 
 CHECKPOINTING = {"none": None, "full": FullAC.Config, "selective": SelectiveAC.Config}
@@ -130,6 +131,8 @@ def trainer_of(
     if settings.pop("whole_logits", False):
         config.loss = config.loss.loss_fn
         config.training.mixed_precision_param = "float32"
+    if not STORES_ANNOTATED:  # FSDP2 refuses the parameters of torchtitan's default
+        config.parallelism.spmd_backend = "partial_dtensor"
     for name, value in settings.items():
         setattr(config.parallelism, name, value)
     return config.build()
