@@ -178,6 +178,11 @@ class Network:
     channels_of_pair_in_node: int = 32
     channels_of_pair_between_nodes: int = 2
     channel_bandwidth: float = 25 * _GIGA  # most that one carries
+    # Bytes of a connection on the sender's and the receiver's device in a node, and on
+    # each one's between nodes: [Note: Buffers of a connection] in nccl_buffers.py.
+    send_buffer: int = 2 << 20
+    receive_buffer: int = 10 << 20
+    network_buffer: int = 10 << 20
 
 
 @dataclass(frozen=True)
@@ -295,7 +300,12 @@ def _nvlink(of: _Generation, link: float, card: float, channel: float) -> Networ
 # Cards: InfiniBand HDR and NDR, 24 of 25 and 48 of 50 GB/s in src/graph/search.cc, one
 # a GPU as in DGX A100, H100 and B200. Pairs, ncclTopoComputeP2pChannels in
 # src/graph/paths.cc: two channels a link, up to all; two a card.
-DGX_A100 = _nvlink(_AMPERE, link=12 * 20, card=24, channel=12.5)
+# GPUs of an A100's kind read from their peers (ncclTopoCheckP2p in src/graph/paths.cc).
+DGX_A100 = dataclasses.replace(
+    _nvlink(_AMPERE, link=12 * 20, card=24, channel=12.5),
+    send_buffer=6 << 20,
+    receive_buffer=6 << 20,
+)
 DGX = _nvlink(_HOPPER, link=18 * 20.6, card=48, channel=25)
 DGX_B200 = _nvlink(_BLACKWELL, link=18 * 40.1, card=48, channel=25)
 # GPUs on PCIe 4.0 x16: 24 GB/s in NCCL (src/graph/topo.cc), 20 the next lower speed of

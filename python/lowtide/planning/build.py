@@ -8,6 +8,7 @@ from typing import Any
 
 from lowtide.memory import memory_report
 from lowtide.phantom.clock import StepTime
+from lowtide.phantom.nccl_buffers import Communicator
 from lowtide.planning.analysis import Analysis, Life
 from lowtide.planning.categories import CATEGORIES
 from lowtide.planning.history import Replayed
@@ -27,6 +28,7 @@ def build_plan(
     device_memory: int | None,
     step_time: StepTime | None,
     pinned: int | None,
+    communicators: list[Communicator],
     notes: list[str],
     seconds: float,
 ) -> Plan:
@@ -60,6 +62,7 @@ def build_plan(
         timeline=_timeline(analysis, steps[-1]),
         step_time=step_time,
         pinned=pinned,
+        communicators=communicators,
         notes=notes,
         seconds=seconds,
         host_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,

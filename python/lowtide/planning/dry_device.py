@@ -13,6 +13,7 @@ import torch
 from lowtide.phantom import machines
 from lowtide.phantom.clock import StepTime, timeline
 from lowtide.phantom.dry import (
+    calls,
     driver,
     launch,
     lone_rank,
@@ -22,6 +23,7 @@ from lowtide.phantom.dry import (
     values,
 )
 from lowtide.phantom.dry.untraced import untraced
+from lowtide.phantom.nccl_buffers import Communicator, communicators
 from lowtide.planning import snapshot, step_times
 from lowtide.planning.decisions import lines_that_decide
 from lowtide.planning.history import Entry, History, Replayed, Settings, of_journal
@@ -137,6 +139,10 @@ class DryDevice:
         """Bytes of the GPU that the program sees."""
         total: int = torch.cuda.get_device_properties(self.device).total_memory
         return total
+
+    def communicators(self) -> list[Communicator]:
+        network = machines.network_of(self._request.gpu)
+        return communicators(calls.collect(), network)
 
     def pinned(self) -> int | None:
         return driver.peak_pinned()

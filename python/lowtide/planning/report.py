@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.phantom.clock import StepTime
+from lowtide.phantom.nccl_buffers import Communicator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +85,7 @@ class Plan:
     timeline: Timeline
     step_time: StepTime | None  # of the last step, simulated; None: not asked for
     pinned: int | None  # bytes of page-locked host memory; None: not known
+    communicators: list[Communicator]  # with several ranks
     notes: list[str]
     seconds: float
     host_memory: int  # peak RSS of the simulation
@@ -93,8 +95,16 @@ class Plan:
         """Reserved beyond what is allocated, at the peak of each."""
         return self.peak_reserved - self.peak_allocated
 
+    @property
+    def nccl_buffers(self) -> int:
+        """Of all communicators; arithmetic, beside what is reserved."""
+        return sum(each.bytes for each in self.communicators)
+
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self) | {"fragmentation": self.fragmentation}
+        return dataclasses.asdict(self) | {
+            "fragmentation": self.fragmentation,
+            "nccl_buffers": self.nccl_buffers,
+        }
 
     def write(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")

@@ -104,6 +104,9 @@ def _verdict(plan: Plan) -> Text:
     text.append(gib(plan.peak_allocated), style="bold")
     text.append(f" (in {plan.peak_moment}, step {plan.peak_step}); fragmentation ")
     text.append(f"{gib(plan.fragmentation)}\n")
+    if plan.communicators:
+        names = ", ".join(f"{c.group} {gib(c.bytes)}" for c in plan.communicators)
+        text.append(f"beside it NCCL's buffers, by arithmetic: {names}\n", style="dim")
     if plan.fits is not None and plan.device_memory is not None:
         size = gib(plan.device_memory)
         if not plan.fits:

@@ -96,6 +96,7 @@ def run(request: Request, progress: Callable[[int], None]) -> Plan:
         device_memory=device.memory(),
         step_time=step_time,
         pinned=device.pinned(),
+        communicators=device.communicators(),
         notes=notes,
         seconds=time.perf_counter() - begin,
     )
