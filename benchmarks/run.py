@@ -32,6 +32,7 @@ RESULTS = BENCHMARKS / "results"
 # In the order of the tables.
 CASES = (
     "memory_llama",
+    "torch_versions",
     "time_llama",
     "live_bytes",
     "allocations",

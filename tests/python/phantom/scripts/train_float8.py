@@ -6,6 +6,7 @@ SYSTEM: fsdp2 or lowtide. RECIPE: tensorwise, gathered in float8 with scales in 
 or rowwise.
 """
 
+import os
 import sys
 
 import torch
@@ -33,8 +34,8 @@ class Block(nn.Module):
         return x + self.down(nn.functional.silu(self.up(self.norm(x))))
 
 
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 dist.init_process_group("nccl")
-torch.cuda.set_device(0)
 if SYSTEM == "lowtide":
     from lowtide import fully_shard
 else:
