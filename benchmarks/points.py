@@ -56,7 +56,7 @@ class Points:
         if self._file is not None and self._file.exists():
             for line in self._file.read_text().splitlines():
                 point = json.loads(line)
-                if point["program"] == program:
+                if (point["program"], point.get("world")) == (program, world):
                     self._known[tuple(point["arguments"])] = point["figures"]
 
     def all_of(self, rows: Callable[[Each], Rows]) -> Rows:
@@ -89,7 +89,8 @@ class Points:
         with self._lock:
             self._known[arguments] = figures
             if self._file is not None:
-                point = {"program": self._program, "arguments": arguments}
+                point = {"program": self._program, "world": self._world}
+                point |= {"arguments": arguments}
                 with self._file.open("a") as file:
                     file.write(json.dumps(point | {"figures": figures}) + "\n")
         return figures

@@ -54,6 +54,7 @@ CASES = (
     "peers",
     "published",
     "unedited_trainer",
+    "configured_trainer",
     "experts",
     "foreign_scripts",
     "soak",

@@ -35,7 +35,7 @@ def build_plan(
     peak = analysis.peak()
     live = analysis.live_at(peak)
     steps = analysis.steps()
-    fits, retries = _fits(analysis, device_memory)
+    fits, retries = _fits(analysis, device_memory, sum(c.bytes for c in communicators))
     settings = analysis.history.settings
     return Plan(
         program=program,
@@ -69,10 +69,13 @@ def build_plan(
     )
 
 
-def _fits(analysis: Analysis, device_memory: int | None) -> tuple[bool | None, int]:
+def _fits(
+    analysis: Analysis, device_memory: int | None, nccl_buffers: int
+) -> tuple[bool | None, int]:
     if device_memory is None:
         return None, 0
-    found = analysis.history.replay(analysis.history.settings, device_memory)
+    left = max(1, device_memory - nccl_buffers)
+    found = analysis.history.replay(analysis.history.settings, left)
     return found.fits, found.retries
 
 

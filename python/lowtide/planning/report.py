@@ -78,7 +78,7 @@ class Plan:
     by_category: dict[str, int]  # when most is allocated
     moments: dict[str, Moment]
     largest: list[Tensors]
-    fits: bool | None  # None: no device_memory was given
+    fits: bool | None  # beside NCCL's buffers; None: no device_memory was given
     retries: int  # flushes of the cache on a device of that size
     savings: list[Saving]
     lowtide: dict[str, Any] | None  # lowtide.memory_report(model)

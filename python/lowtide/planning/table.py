@@ -109,6 +109,7 @@ def _verdict(plan: Plan) -> Text:
         text.append(f"beside it NCCL's buffers, by arithmetic: {names}\n", style="dim")
     if plan.fits is not None and plan.device_memory is not None:
         size = gib(plan.device_memory)
+        size += " less NCCL's buffers" if plan.communicators else ""
         if not plan.fits:
             text.append(f"does not fit into {size}", style="bold red")
         elif plan.retries:
@@ -212,5 +213,5 @@ def _notes(plan: Plan) -> Iterator[str]:
     yield from (f"note: {note}" for note in plan.notes)
     yield (
         f"simulated in {plan.seconds:.1f} s with {gib(plan.host_memory)} of host "
-        "memory; CUDA's context and NCCL's buffers come on top"
+        "memory; CUDA's context and kernels come on top"
     )

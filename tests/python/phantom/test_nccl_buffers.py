@@ -123,3 +123,31 @@ def test_a_plan_has_them(capsys):
     shown = capsys.readouterr().out.splitlines()
     (line,) = [each for each in shown if each.startswith("beside it NCCL's buffers")]
     assert "lowtide_reduce 288 MiB" in line
+
+
+PROGRAM = """
+import torch
+import torch.distributed as dist
+
+torch.cuda.set_device(0)
+dist.init_process_group("nccl")
+weight = torch.nn.Parameter(torch.zeros(64 << 20, device="cuda"))
+optimizer = torch.optim.SGD([weight])
+for _ in range(3):
+    weight.sum().backward()
+    dist.all_reduce(weight.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_what_fits_has_room_for_them(tmp_path):
+    plan = planned.plan_text(tmp_path, PROGRAM, world=8)
+    assert plan.nccl_buffers == 24 * 22 * MIB
+    enough = plan.peak_reserved + plan.nccl_buffers
+    exact, tight = (
+        planned.plan_text(tmp_path, PROGRAM, world=8, device_memory=enough - less)
+        for less in (0, 1)
+    )
+    assert (exact.fits, exact.retries) == (True, 0)
+    assert not tight.fits

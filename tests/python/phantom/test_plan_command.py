@@ -62,7 +62,7 @@ def test_table_says_what_was_found(written):
     assert "Largest tensors at the peak" in out
     for category in plan_in(directory)["by_category"]:
         assert category.replace("_", " ") in out
-    assert "CUDA's context and NCCL's buffers come on top" in out
+    assert "CUDA's context and kernels come on top" in out
 
 
 def test_json_has_everything(written, plan):
