@@ -31,6 +31,7 @@ LOWTIDE_WERROR ?= $(if $(CI),ON,OFF)
 # Without what they depend on; torchtitan from 0.3 on needs torch 2.12.
 FRAMEWORKS := requirements/frameworks.txt \
   requirements/torchtitan-$(if $(filter 2.11,$(TORCH)),0.2,0.3).txt
+VERL := requirements/verl.txt
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.torch-$(TORCH)
@@ -98,14 +99,18 @@ clean:
 # An existing environment is reused; a changed requirements file, or another torch to
 # develop with, updates it.
 $(INSTALLED): requirements/build.txt requirements/dev.txt \
-    requirements/torch-$(TORCH).txt $(FRAMEWORKS)
+    requirements/torch-$(TORCH).txt $(FRAMEWORKS) $(VERL)
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || { echo \
 	  "lowtide: $(VENV): expected Python >= 3.11 with venv, got an error from" \
 	  "$(PYTHON). Run \`apt install python3-venv python3-dev\`." >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  $(patsubst %,-r %,$(filter-out $(FRAMEWORKS),$^))
+	  $(patsubst %,-r %,$(filter-out $(FRAMEWORKS) $(VERL),$^))
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  $(patsubst %,-r %,$(FRAMEWORKS))
+	rm -rf $(VENV)/verl
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	  --target $(VENV)/verl -r $(VERL)
+	rm -rf $(VENV)/verl/tests
 	$(BIN)/python -c "import pathlib, sysconfig; pathlib.Path(\
 	sysconfig.get_path('purelib'), 'lowtide-dev.pth').write_text('$(CURDIR)/$(PREFIX)\n')"
 	rm -f $(VENV)/.torch-*

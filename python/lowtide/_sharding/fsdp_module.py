@@ -18,6 +18,7 @@ from lowtide._sharding.buffers_of_group import (
     GroupBuffers,
     SymmetricBuffers,
 )
+from lowtide._sharding.conversions import converted
 from lowtide._sharding.groups import one_communicator
 from lowtide._sharding.unit import UnitState, unit_state, units_of
 
@@ -362,20 +363,8 @@ class FSDPModule(TorchFSDPModule):
         return state
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        self.reshard()
-        states = self._states(recurse=False)
-        gradients = []
-        for state in states:
-            gradients += state.take_gradients_of_their_own_dtype()
-            state.detach()
-        try:
+        with converted(self._states(recurse=False)):
             return nn.Module._apply(self, *args, **kwargs)  # type: ignore[arg-type]
-        finally:
-            for state in states:
-                state.refresh()
-            for parameter, gradient in gradients:
-                shard = parameter.shard
-                shard.grad = gradient.to(shard.device)
 
 
 def _refused(name: str) -> Callable[..., NoReturn]:

@@ -25,6 +25,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from lowtide import _C
 from lowtide._base.classes import class_name, original_class
 from lowtide._base.memory import device_memory, host_memory
+from lowtide._sharding.conversions import watch_conversions
 from lowtide._sharding.embedding import EmbeddingRows, wants_rows
 from lowtide._sharding.extension import Extensions
 from lowtide._sharding.fused import FusedWeights
@@ -101,6 +102,8 @@ class UnitState:
         self.instead = "shard the module that reads it and not this one"
         self.chosen_by_wrap = False
         self.explains_errors = False  # as the root
+        # Gradients that wait for the end of a conversion; None without one.
+        self._unconverted: list[tuple[UnitParameter, Any]] | None = None
         self.parameters: list[UnitParameter] = []
         self.groups = groups_of(mesh, device)
         self.unit: _C.Unit | None = None
@@ -171,6 +174,8 @@ class UnitState:
         for item in managed:
             if (owner := owner_of(item.parameter)) is not None:
                 owner.tie(item.slots)
+                for unit in [unit for unit in alive if owner in unit.parameters]:
+                    watch_conversions([module for module, _ in item.slots], unit)
                 continue
             check_shardable(item)
             module, name = item.slots[0]
@@ -198,10 +203,12 @@ class UnitState:
             self.parameters.append(parameter)
         self.refresh()
         self.choose_fused()
-        self._watch_state_dicts(self.parameters)
+        self._watch_modules(self.parameters)
 
-    def _watch_state_dicts(self, parameters: list[UnitParameter]) -> None:
-        for module in {slot[0] for p in parameters for slot in p.slots}:
+    def _watch_modules(self, parameters: list[UnitParameter]) -> None:
+        modules = {slot[0] for p in parameters for slot in p.slots}
+        watch_conversions(modules, self)
+        for module in modules:
             module.register_state_dict_pre_hook(self._show_shards)
             module._register_load_state_dict_pre_hook(self._show_shards)
             module.register_load_state_dict_post_hook(self._after_load)
@@ -215,7 +222,7 @@ class UnitState:
     def take(self, parameter: UnitParameter) -> None:
         self.parameters.append(parameter)
         self._forget_unit()
-        self._watch_state_dicts([parameter])
+        self._watch_modules([parameter])
 
     def _forget_unit(self) -> None:
         """The next `refresh` makes another, with the parameters there are then."""
@@ -432,22 +439,33 @@ class UnitState:
             extension=self.extensions.calls if self.extensions is not None else None,
         )
 
-    def detach(self) -> None:
-        """Drops the C++ unit's references, so that ``nn.Module._apply`` may swap
-        the tensors inside the parameters."""
-        if self.unit is not None:
-            self.unit.detach()
+    # -- conversions (see conversions.py) ----------------------------------------
 
-    def take_gradients_of_their_own_dtype(self) -> list[tuple[UnitParameter, Any]]:
-        """The `.grad`s that a conversion of the parameters leaves as they are."""
-        taken = [
+    @property
+    def is_converted(self) -> bool:
+        return self._unconverted is not None
+
+    def begin_conversion(self) -> None:
+        """Drops the C++ unit's references to the parameters."""
+        if self.unit is not None:
+            self.unit.reshard()
+        # The `.grad`s that a conversion of the parameters leaves as they are.
+        self._unconverted = [
             (parameter, parameter.shard.grad)
             for parameter in self.parameters
             if parameter.grad_dtype != OWN and parameter.shard.grad is not None
         ]
-        for parameter, _ in taken:
+        for parameter, _ in self._unconverted:
             parameter.shard.grad = None
-        return taken
+        if self.unit is not None:
+            self.unit.detach()
+
+    def end_conversion(self) -> None:
+        taken, self._unconverted = self._unconverted, None
+        self.refresh()
+        for parameter, gradient in taken or ():
+            shard = parameter.shard
+            shard.grad = gradient.to(shard.device)
 
     # -- settings ---------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """lowtide in other people's programs: ``bind`` puts its ``fully_shard`` where torch's
-stands; ``accelerate``, ``lightning`` and ``torchtitan`` are such bindings for one
-framework each (docs/frameworks.md)."""
+stands; ``accelerate``, ``lightning``, ``torchtitan`` and ``verl`` are such bindings for
+one framework each (docs/frameworks.md)."""
 
 from lowtide.integrations.binding import Binding, bind
 

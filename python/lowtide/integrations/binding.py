@@ -85,6 +85,11 @@ def bind(around: Callable[..., Any] | None = None) -> Binding:
     return Binding(fully_shard)
 
 
+def is_bound() -> bool:
+    """Whether lowtide's function stands in the place of torch's."""
+    return _torch.fully_shard is not _of_torch
+
+
 def _replace(one: Callable[..., Any], other: Callable[..., Any]) -> list[str]:
     places = []
     for module, name in list(_holders(one)):

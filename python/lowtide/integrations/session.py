@@ -226,8 +226,8 @@ def _refuse_fsdp1() -> Callable[[], None]:
             "lowtide: run: FullyShardedDataParallel: expected fully_shard, got FSDP1 "
             f"around {type(module).__name__}. Ask the framework for FSDP2 (accelerate: "
             "fsdp_version 2; transformers: fsdp_config version 2; Lightning: "
-            "ModelParallelStrategy), see docs/migration_from_fsdp1.md, or run the "
-            "program without lowtide."
+            "ModelParallelStrategy; verl: strategy fsdp2), see "
+            "docs/migration_from_fsdp1.md, or run the program without lowtide."
         )
 
     FullyShardedDataParallel.__init__ = refuse  # type: ignore[method-assign]

@@ -1,8 +1,8 @@
 """examples/frameworks under `python -m lowtide run`, unedited, beside FSDP2: what they
 print, the digest of their parameters among it, and what is reported of them.
 
-accelerate and torchtitan take an accelerator for granted; programs of support/ take
-CPUs for one before they run the script.
+accelerate, torchtitan and verl take an accelerator for granted; programs of support/
+take CPUs for one before they run the script.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from support import verl_on_cpus
 from support.commands import ENVIRONMENT, one_agent
 from support.titan_on_cpus import HAS_CONFIGS
 
@@ -40,16 +41,21 @@ CASES = {
     "torchtitan": Example("Transformer", 4, "titan_on_cpus.py"),
     "torchtitan_0_3": Example("Llama3Model", 4, "titan_on_cpus.py", models=1),
     "peft": Example("PeftModel", 8),
+    "verl": Example("Qwen2ForCausalLM", 8, "verl_on_cpus.py"),
 }
 TITANS = {"torchtitan": False, "torchtitan_0_3": True}
 
 
-def skip_other_titan(name: str) -> None:
+def skip_what_is_not_here(name: str) -> None:
+    if name == "verl" and not verl_on_cpus.is_here():
+        pytest.skip(verl_on_cpus.MISSING)
     if TITANS.get(name, HAS_CONFIGS) is not HAS_CONFIGS:
         pytest.skip("another torchtitan is installed")
 
 
-def run(name: str, folder: Path, *options: str) -> tuple[list[str], list[str]]:
+def run(
+    name: str, folder: Path, *options: str, **environment: str
+) -> tuple[list[str], list[str]]:
     """What rank 0 prints of the training, and what is said on the standard error."""
     launcher = CASES[name].launcher
     done = subprocess.run(
@@ -65,7 +71,7 @@ def run(name: str, folder: Path, *options: str) -> tuple[list[str], list[str]]:
         capture_output=True,
         text=True,
         timeout=240,
-        env=os.environ | ENVIRONMENT,
+        env=os.environ | ENVIRONMENT | environment,
     )
     assert done.returncode == 0, done.stderr[-6000:]
     printed = [
@@ -99,7 +105,7 @@ def test_every_example_is_here():
 @pytest.mark.slow("frameworks")
 @pytest.mark.parametrize("name", CASES)
 def test_runs_unedited_with_the_bits_of_fsdp2(tmp_path, with_fsdp2, name):
-    skip_other_titan(name)
+    skip_what_is_not_here(name)
     theirs = with_fsdp2(name)
     ours, said = run(name, tmp_path / "lowtide", "-m", "lowtide", "run")
     assert sum(" " in line and "loss" in line for line in ours) == CASES[name].lines
@@ -108,6 +114,17 @@ def test_runs_unedited_with_the_bits_of_fsdp2(tmp_path, with_fsdp2, name):
     # On rank 0 alone.
     assert said.count(f"lowtide: run: {CASES[name].root}") == CASES[name].models
     assert said.count("lowtide memory on cpu (this rank)") == CASES[name].models
+
+
+@pytest.mark.slow("frameworks")
+def test_verl_imports_lowtide_by_itself(tmp_path, with_fsdp2):
+    skip_what_is_not_here("verl")
+    theirs = with_fsdp2("verl")
+    module = "lowtide.integrations.verl"
+    ours, said = run("verl", tmp_path / "lowtide", VERL_USE_EXTERNAL_MODULES=module)
+    assert ours == theirs
+    assert said.count("lowtide: run: fully_shard of verl.utils.fsdp_utils was") == 1
+    assert said.count("lowtide: run: Qwen2ForCausalLM") == 2
 
 
 def numbers_of(lines: list[str]) -> list[float]:
@@ -120,7 +137,7 @@ def numbers_of(lines: list[str]) -> list[float]:
 def test_logits_are_deferred_unedited(tmp_path, with_fsdp2, name):
     """Some of them compute in bf16, in which a step later the last bit differs.
     torchtitan's from 0.3 on come by chunks, of a head with a forward of its own."""
-    skip_other_titan(name)
+    skip_what_is_not_here(name)
     theirs = with_fsdp2(name)
     options = ("-m", "lowtide", "run", "--defer-logits")
     ours, said = run(name, tmp_path / "lowtide", *options)

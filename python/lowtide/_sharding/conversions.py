@@ -1,0 +1,58 @@
+"""Conversions of modules: ``to``, ``float``, ``to_empty`` and whatever else calls
+``nn.Module._apply``, which swaps the tensors inside the parameters. It refuses where
+somebody in C++ has them: units let go of them, and take over what has come.
+
+A program may convert any module, a norm among the root's, say, or the model inside of
+an adapter's: every module that has parameters of units has an `_apply` of its own."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import nn
+
+
+class Unit(Protocol):
+    """What a conversion needs of a unit's state."""
+
+    @property
+    def is_converted(self) -> bool: ...
+    def begin_conversion(self) -> None: ...
+    def end_conversion(self) -> None: ...
+
+
+class _Conversion:
+    """The `_apply` of one module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self.units: weakref.WeakSet[Unit] = weakref.WeakSet()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None
+        with converted(self.units):
+            return type(module)._apply(module, *args, **kwargs)
+
+
+def watch_conversions(modules: Iterable[nn.Module], unit: Unit) -> None:
+    """``unit``: it has parameters of theirs."""
+    for module in modules:
+        module.__dict__.setdefault("_apply", _Conversion(module)).units.add(unit)
+
+
+@contextmanager
+def converted(units: Iterable[Unit]) -> Iterator[None]:
+    """Within, the parameters of these units may be swapped. Those of a conversion
+    around this one are left to it."""
+    units = [unit for unit in units if not unit.is_converted]
+    for unit in units:
+        unit.begin_conversion()
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.end_conversion()
