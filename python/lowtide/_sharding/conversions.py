@@ -7,6 +7,7 @@ an adapter's: every module that has parameters of units has an `_apply` of its o
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,12 @@ class _Conversion:
         assert module is not None
         with converted(self.units):
             return type(module)._apply(module, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        """A copy of the module is of no unit."""
+        module = self._module()
+        assert module is not None
+        return functools.partial, (type(module)._apply, module)
 
 
 def watch_conversions(modules: Iterable[nn.Module], unit: Unit) -> None:

@@ -596,6 +596,10 @@ class UnitState:
     def _after_load(self, *args: Any, **kwargs: Any) -> None:
         self.refresh()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "UnitState":
+        """A copied module is of no unit; only its hooks hold one, and ask this one."""
+        return self
+
 
 def local_of(parameter: nn.Parameter) -> torch.Tensor:
     assert isinstance(parameter, DTensor)

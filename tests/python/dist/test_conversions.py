@@ -3,6 +3,7 @@ parameters of units inside."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,7 +11,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from support.recorder import Record, Recorder, assert_same_records
+from support.recorder import (
+    Record,
+    Recorder,
+    assert_same_records,
+    assert_trains_as_fsdp2,
+)
 from support.systems import get_system
 
 
@@ -109,3 +115,22 @@ def rounded(part: str, tied: bool) -> list[torch.Tensor]:
 def test_values_of_a_conversion_inside_a_unit_are_the_units(pool_of, part, tied):
     (losses,) = pool_of(1).run(rounded, part, tied)
     assert torch.equal(torch.stack(losses[3:]), torch.stack(losses[:3]))
+
+
+def copied(system_name: str) -> Record:
+    """A copy of a part of a unit is converted, and trained with, alone."""
+    around = make(get_system(system_name).fully_shard)
+    optimizer = torch.optim.SGD(around.parameters(), lr=0.1)
+    step(around, optimizer, 0)
+    norm = copy.deepcopy(around.model.norm)
+    norm.to(torch.bfloat16)
+    norm.load_state_dict(norm.state_dict())
+    record = Recorder()
+    record.add("loss", step(around, optimizer, 1))
+    record.add_model(norm)
+    record.add_model(around)
+    return record.values
+
+
+def test_a_copy_of_a_part_of_a_unit_is_alone(pool_of):
+    assert_trains_as_fsdp2(pool_of(2), copied)
