@@ -98,6 +98,8 @@ class MemoryReport:
     fused: FusedReport | None = None  # of units with grads="fused"
     host: "HostReport | None" = None  # of units with CPUOffloadPolicy
     accelerator: DeviceReport | None = None  # None on CPUs
+    # Parameters have left the device (``model.to("cpu")``): nothing is planned.
+    is_away: bool = False
 
     def to_dict(self) -> dict[str, object]:
         return dataclasses.asdict(self)
@@ -126,8 +128,9 @@ def memory_report(model: nn.Module, *, reset_peaks: bool = False) -> MemoryRepor
     device = states[0].device if states else device_of(model)
     book = ledger(device)
     live, peak, at_peak = book.live(), book.peak(), book.at_total_peak()
-    units = [state.materialized() for state in states]
-    planned = _C.planned_peaks(units, _inside(states))
+    is_away = any(state.is_away for state in states)
+    units = {} if is_away else {state: state.materialized() for state in states}
+    planned = _C.planned_peaks(list(units.values()), _inside(list(units)))
     host = _host(states, planned, reset_peaks)
     planned["activations"] = activations.planned_bytes(model)
     report = MemoryReport(
@@ -136,13 +139,14 @@ def memory_report(model: nn.Module, *, reset_peaks: bool = False) -> MemoryRepor
             name: CategoryBytes(live[name], peak[name], at_peak[name], planned[name])
             for name in CATEGORIES
         },
-        units={s.name: u.plan() for s, u in zip(states, units, strict=True)},
+        units={state.name: unit.plan() for state, unit in units.items()},
         total_live=book.total_live,
         total_peak=book.total_peak,
         activations=activation_report,
         fused=_fused(states),
         host=host,
         accelerator=_accelerator(device),
+        is_away=is_away,
     )
     if reset_peaks:
         book.reset_peaks()
@@ -227,7 +231,8 @@ def _lines(report: MemoryReport) -> Iterator[str]:
     yield f"{'category':<18}{'live':>12}{'peak':>12}{'at peak':>12}{'planned':>12}"
     yield from _rows(report.categories)
     yield f"{'total':<18}{human(report.total_live):>12}{human(report.total_peak):>12}"
-    yield "live, peak: observed by the ledger; planned: arithmetic"
+    none = ", none of parameters that have left the device" if report.is_away else ""
+    yield f"live, peak: observed by the ledger; planned: arithmetic{none}"
     if report.accelerator is not None:
         found = report.accelerator
         yield (

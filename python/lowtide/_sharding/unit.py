@@ -101,7 +101,7 @@ class UnitState:
         # The advice where its parameters are read and its modules not called.
         self.instead = "shard the module that reads it and not this one"
         self.chosen_by_wrap = False
-        self.explains_errors = False  # as the root
+        self.explains_errors = False  # as the root, once there was one
         # Gradients that wait for the end of a conversion; None without one.
         self._unconverted: list[tuple[UnitParameter, Any]] | None = None
         self.parameters: list[UnitParameter] = []
@@ -257,7 +257,7 @@ class UnitState:
                 remember_shard(parameter)
         if any(local_of(p.shard).is_meta for p in self.parameters):
             return
-        if self._is_away():
+        if self.is_away:
             self._leave_device()
             return
         if self.unit is None or not self._layout_fits():
@@ -278,8 +278,12 @@ class UnitState:
         if moved or not self.unit.attached:
             self.attach()
 
-    def _is_away(self) -> bool:
-        return any(self._is_elsewhere(p) for p in self.parameters)
+    @property
+    def is_away(self) -> bool:
+        """Parameters have left the device, as with ``model.to("cpu")``."""
+        return any(self._is_elsewhere(p) for p in self.parameters) and not any(
+            local_of(p.shard).is_meta for p in self.parameters
+        )
 
     def _is_elsewhere(self, parameter: UnitParameter) -> bool:
         device = local_of(parameter.shard).device

@@ -179,12 +179,11 @@ def enter(options: Options) -> None:
 
 def _is_root(module: nn.Module) -> bool:
     """Of a tree of units that ran forward: units are named by their paths, the root by
-    its class. (Weak references are gone when the collector ends a model.)"""
+    its class. (Weak references are gone when the collector ends a model, and so is the
+    root where parameters are away.)"""
     state = unit_state(module)
     return (
-        state is not None
-        and state.root is not None
-        and state.name == class_name(module)
+        state is not None and state.explains_errors and state.name == class_name(module)
     )
 
 

@@ -1,4 +1,4 @@
-"""verl, unedited, Ray's workers too: a process that imports this module shards with
+"""verl, unedited: a process that imports this module, Ray's workers too, shards with
 lowtide from then on, and says at its end what its models held, on rank 0.
 
 verl imports it by name: what `VERL_USE_EXTERNAL_MODULES` names with verl itself, what

@@ -57,6 +57,9 @@ def test_a_forward_asleep_says_to_wake_it():
         "RuntimeError: lowtide: unit '0': expected parameters on cuda:0, got "
         "0.0.weight on cpu, 0.0.bias on cpu. Call model.to('cuda') before the forward."
     ) in done.stderr
+    # What it held is said all the same.
+    assert "lowtide: run: Sequential\nlowtide memory on cuda:0 " in done.stderr
+    assert "arithmetic, none of parameters that have left the device" in done.stderr
 
 
 WORLD, WIDTH, LAYERS, STEPS = 8, 1024, 4, 2
