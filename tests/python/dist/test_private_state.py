@@ -116,6 +116,45 @@ def test_units_are_told_to_stay_gathered(pool_of):
     assert_trains_as_fsdp2(pool_of(2), stay_gathered)
 
 
+def run_without_hooks(system_name: str) -> Record:
+    """An evaluation on gathered parameters, with FSDP2's hooks off, which it knows by
+    their module; twice, as nothing reshards in between."""
+    model = sharded(get_system(system_name))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    record = Recorder()
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for _ in range(2):
+        taken: list[tuple[Any, str, Any]] = []
+        for unit in units(model):
+            unit.unshard()
+            for name in ("_forward_pre_hooks", "_forward_hooks"):
+                hooks = getattr(unit, name)
+                kept = {
+                    key: hook
+                    for key, hook in hooks.items()
+                    if not hook.__module__.startswith("torch.distributed.fsdp")
+                }
+                taken.append((unit, name, hooks))
+                setattr(unit, name, type(hooks)(kept))
+        with torch.no_grad():
+            for _ in range(2):
+                record.add("evaluated", model(x.to(torch.bfloat16)))
+                for name, p in model.named_parameters():
+                    assert not hasattr(p, "placements"), name
+                    record.add(name, p)
+        for unit, name, hooks in taken:
+            setattr(unit, name, hooks)
+        for unit in units(model):
+            unit.reshard()
+        model(x).pow(2).sum().backward()
+        finish_step(model, optimizer, record)
+    return record.values
+
+
+def test_hooks_are_taken_off_and_put_back(pool_of):
+    assert_trains_as_fsdp2(pool_of(2), run_without_hooks)
+
+
 def once(system: System, module: nn.Module, policy: MixedPrecisionPolicy) -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_state import (
         _get_module_fsdp_state,
