@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
     FSDPMeshInfo,
     HSDPMeshInfo,
+    TrainingState,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_param import ParamModuleInfo
 from torch.distributed.tensor import DTensor, Shard
@@ -106,6 +107,14 @@ class ParameterGroup(_Counterpart):
 
     def __hash__(self) -> int:
         return hash(self._state)
+
+    def _leave_pass(self, state: TrainingState) -> None:
+        """Programs set IDLE after an error, so that FSDP2 reshards; lowtide's units
+        reshard from any state."""
+        if state != TrainingState.IDLE:
+            refuse_private(self._who, f"_training_state = {state}")
+
+    _training_state = property(fset=_leave_pass)  # reading it raises
 
     @property
     def fsdp_params(self) -> list[Parameter]:

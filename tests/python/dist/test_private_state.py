@@ -12,10 +12,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 import lowtide
 from lowtide.integrations import bind
-from support.recorder import Record, Recorder, assert_trains_as_fsdp2, finish_step
+from support.recorder import (
+    Record,
+    Recorder,
+    assert_same_records,
+    assert_trains_as_fsdp2,
+    finish_step,
+)
 from support.systems import System, get_system
 
 WIDTH = 12
@@ -155,6 +162,50 @@ def test_hooks_are_taken_off_and_put_back(pool_of):
     assert_trains_as_fsdp2(pool_of(2), run_without_hooks)
 
 
+def put_aside(system_name: str, fails: bool) -> Record:
+    """As verl does with VeOmni's models: whatever was under way is over."""
+    model = sharded(get_system(system_name))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    record = Recorder()
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for step in range(3):
+        model(x).pow(2).sum().backward()
+        finish_step(model, optimizer, record)
+        if fails and step == 1:  # between a unit's hooks
+            model[1].down.register_forward_pre_hook(fail_once())
+            with pytest.raises(KeyError):
+                model(x)
+        for unit in units(model):
+            if (group := unit._get_fsdp_state()._fsdp_param_group) is not None:
+                group._training_state = TrainingState.IDLE
+        for unit in units(model):
+            unit.reshard()
+        model.cpu()
+        model.to("cpu")
+    return record.values
+
+
+def fail_once() -> Any:
+    left = [KeyError("refused")]
+
+    def fail(*_: Any) -> None:
+        if left:
+            raise left.pop()
+
+    return fail
+
+
+def test_a_model_is_put_aside_whatever_was_under_way(pool_of):
+    pool = pool_of(2)
+    assert_trains_as_fsdp2(pool, put_aside, False)
+    for failed, whole in zip(
+        pool.run(put_aside, "lowtide", True),
+        pool.run(put_aside, "lowtide", False),
+        strict=True,
+    ):
+        assert_same_records(failed, whole)
+
+
 def once(system: System, module: nn.Module, policy: MixedPrecisionPolicy) -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_state import (
         _get_module_fsdp_state,
@@ -256,6 +307,10 @@ def errors() -> list[str]:
                 value = value[int(name)] if name.isdigit() else getattr(value, name)
         except AttributeError as error:
             said.append(str(error))
+    with pytest.raises(AttributeError, match="got _training_state = Training"):
+        state._fsdp_param_group._training_state = TrainingState.FORWARD
+    with pytest.raises(AttributeError, match="got '_training_state' of FSDP2's"):
+        state._fsdp_param_group._training_state  # noqa: B018
     with pytest.raises(AttributeError) as caught:
         state._state_ctx.post_optim_event = torch.Event("cpu")
     return [*said, str(caught.value)]
