@@ -450,6 +450,13 @@ def _refuse_deepcopy(module: nn.Module, memo: object) -> NoReturn:
     )
 
 
+# Programs that take FSDP2's hooks off, to run on what they have gathered, know them by
+# their module.
+for _name in ("pre", "post"):
+    _hook: Any = getattr(_C.ForwardHooks, _name)
+    _hook.__func__.__module__ = f"{_fully_shard.__name__}.lowtide"
+
+
 def register_hooks(first: UnitState) -> None:
     """Units of one call are entered in their order and left in reverse."""
     for state in reversed(first.together):

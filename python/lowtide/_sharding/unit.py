@@ -4,10 +4,9 @@ modules and their C++ unit. A call makes such a unit for each of its meshes."""
 import dataclasses
 import functools
 import itertools
-import types
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -42,6 +41,12 @@ from lowtide._sharding.parameter import (
     local_gradient,
     make_shard,
     require_sharded,
+)
+from lowtide._sharding.private_state import (
+    CommContext,
+    ParameterGroup,
+    StateContext,
+    refuse_private,
 )
 from lowtide._sharding.subclass import extended_class, require_hooks
 from lowtide._torch_version import CASTS_EACH_OF_A_LIST, OWN, chosen_grad_dtype
@@ -541,12 +546,40 @@ class UnitState:
             output = output if changed is None else changed
         return output
 
-    # What torch's pipeline schedules call: their backwards never reduce, afterwards
-    # they ask every unit to, and then the root.
-    _state_ctx = types.SimpleNamespace(all_states=())
-    _fsdp_param_group = None
-    _fsdp_param_groups = ()  # from torch 2.12 on
-    _comm_ctx: Any = None
+    # What programs read of FSDP2's private state, see private_state.py. The last is
+    # what torch's pipeline schedules call, whose backwards never reduce.
+    @functools.cached_property
+    def _state_ctx(self) -> StateContext:
+        return StateContext(f"FSDPStateContext of unit '{self.name}'")
+
+    @functools.cached_property
+    def _comm_ctx(self) -> CommContext:
+        return CommContext(f"FSDPCommContext of unit '{self.name}'", self.device)
+
+    @property
+    def _fsdp_param_group(self) -> ParameterGroup | None:
+        if len(self.together) > 1:  # raises in FSDP2, too
+            raise AssertionError(
+                f"lowtide: unit '{self.name}': _fsdp_param_group: expected parameters "
+                f"on one mesh, got a module with {len(self.together)}. Read "
+                "_fsdp_param_groups."
+            )
+        return ParameterGroup(self) if self.parameters else None
+
+    @property
+    def _fsdp_param_groups(self) -> list[ParameterGroup]:  # from torch 2.12 on
+        return [ParameterGroup(state) for state in self.together if state.parameters]
+
+    @property
+    def _mp_policy(self) -> MixedPrecisionPolicy:
+        return self.policy
+
+    if not TYPE_CHECKING:  # it would hide misspelt attributes
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            refuse_private(f"unit '{self.__dict__.get('name', '')}'", repr(name))
 
     def _root_post_backward_final_callback(self) -> None:
         if self.root is not None:

@@ -4,6 +4,7 @@ Only the function changes places. Its companions are torch's own in lowtide, too
 (``MixedPrecisionPolicy``, ``OffloadPolicy``, ``CPUOffloadPolicy``,
 ``register_fsdp_forward_method``, ``share_comm_ctx``), and what lowtide returns is an
 instance of torch's ``FSDPModule`` and ``UnshardHandle``: checks of frameworks hold.
+So does the private one of FSDP2's state, which is bound beside it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
+from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_state
 from torch.distributed.fsdp._fully_shard import _fully_shard as _torch
 
 from lowtide import api
+from lowtide._sharding.unit import unit_state
 
 # Both of torch's paths, and the modules behind them.
 TORCH_PATHS = (
@@ -28,7 +32,8 @@ TORCH_PATHS = (
     "torch.distributed._composable.fsdp.fully_shard",
 )
 
-_of_torch: Callable[..., Any] = _torch.fully_shard
+_of_torch: Any = _torch.fully_shard
+_state_of_torch: Callable[..., Any] = _fsdp_state._get_module_fsdp_state
 
 
 class Binding:
@@ -40,11 +45,13 @@ class Binding:
     def __init__(self, called: Callable[..., Any]) -> None:
         self._ours = called
         self.places = sorted(_replace(_of_torch, called))
+        _replace(_state_of_torch, _get_module_fsdp_state)
 
     def undo(self) -> None:
         """Puts torch's function back, also into modules that were imported since. What
         lowtide has sharded stays so."""
         _replace(self._ours, _of_torch)
+        _replace(_get_module_fsdp_state, _state_of_torch)
 
     def users(self) -> list[str]:
         """The modules outside of torch that hold the function by now."""
@@ -79,7 +86,9 @@ def bind(around: Callable[..., Any] | None = None) -> Binding:
             return api.fully_shard(*args, **settings)
         return around(api.fully_shard, *args, **settings)
 
-    # Functions' attributes are copied, `state` among them.
+    # It finds what either has attached: torch's own function, where a program has
+    # hidden it, reads it by the name that is bound here.
+    fully_shard.state = _of_torch.state
     for name in TORCH_PATHS:
         importlib.import_module(name)
     return Binding(fully_shard)
@@ -88,6 +97,11 @@ def bind(around: Callable[..., Any] | None = None) -> Binding:
 def is_bound() -> bool:
     """Whether lowtide's function stands in the place of torch's."""
     return _torch.fully_shard is not _of_torch
+
+
+def _get_module_fsdp_state(module: nn.Module) -> Any:
+    """By which programs ask whether a module is sharded already."""
+    return unit_state(module) or _state_of_torch(module)
 
 
 def _replace(one: Callable[..., Any], other: Callable[..., Any]) -> list[str]:

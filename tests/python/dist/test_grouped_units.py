@@ -87,6 +87,21 @@ def all_run(system: System, record: Recorder) -> None:
             finish_step(model, optimizer, record)
 
 
+def each_named_to_prefetch(system: System, record: Recorder) -> None:
+    """Both modules of the list, which are one unit, as prime-rl does."""
+    model = build(system)
+    first, last = model.blocks
+    model.set_modules_to_forward_prefetch([first])
+    first.set_modules_to_forward_prefetch([last])
+    last.set_modules_to_forward_prefetch([model.norm, model.head])
+    model.head.set_modules_to_backward_prefetch([last])
+    last.set_modules_to_backward_prefetch([first])
+    optimizer = optimizer_of(model)
+    for step in range(NUM_STEPS):
+        loss_of(model, step).backward()
+        finish_step(model, optimizer, record)
+
+
 def only_the_first_runs(system: System, record: Recorder) -> None:
     model = build(system)
     optimizer = optimizer_of(model)
@@ -257,6 +272,7 @@ PATTERNS: dict[str, Pattern] = {
     pattern.__name__: pattern
     for pattern in (
         all_run,
+        each_named_to_prefetch,
         only_the_first_runs,
         only_the_first_runs_without_gradients,
         weight_of_a_module_that_does_not_run,

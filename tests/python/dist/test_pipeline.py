@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from lowtide._torch_version import VERSION
 from support.recorder import Record, Recorder, assert_same_records
 from support.systems import get_system
 
@@ -53,6 +54,7 @@ def make_schedule(
     mesh: Any,
     dtype: torch.dtype = torch.float32,
     reshard_after_forward: bool | None = None,
+    **settings: Any,
 ) -> tuple[Any, list[Any]]:
     """The schedule and this rank's stages, each with data-parallel ranks; two stages
     where the pipeline is one rank."""
@@ -90,17 +92,22 @@ def make_schedule(
         stages if several else stages[0],
         MICROBATCHES,
         loss_fn=lambda y, target: (y - target).pow(2).mean(),
+        **settings,
     )
     return schedule, stages
 
 
-def train(system_name: str, name: str, dtype: torch.dtype) -> Record:
+def train(
+    system_name: str, name: str, dtype: torch.dtype, settings: dict[str, Any]
+) -> Record:
     mesh = init_device_mesh(
         "cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "dp")
     )
     # Split backwards need the parameters from forward to backward, in FSDP2, too.
     reshard = None if "f1b" in name else False
-    schedule, stages = make_schedule(system_name, name, mesh, dtype, reshard)
+    schedule, stages = make_schedule(
+        system_name, name, mesh, dtype, reshard, **settings
+    )
     parameters = [p for stage in stages for p in stage.submod.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=0.05, foreach=False)
     record = Recorder()
@@ -124,9 +131,11 @@ def train(system_name: str, name: str, dtype: torch.dtype) -> Record:
     return record.values
 
 
-def assert_trains_as_fsdp2(pool: Any, name: str, dtype: torch.dtype) -> None:
-    theirs = pool.run(train, "fsdp2", name, dtype)
-    ours = pool.run(train, "lowtide", name, dtype)
+def assert_trains_as_fsdp2(
+    pool: Any, name: str, dtype: torch.dtype, **settings: Any
+) -> None:
+    theirs = pool.run(train, "fsdp2", name, dtype, settings)
+    ours = pool.run(train, "lowtide", name, dtype, settings)
     for mine, other in zip(ours, theirs, strict=True):
         assert_same_records(mine, other)
         gradients = [v for name, v in mine if name.endswith(".grad")]
@@ -152,6 +161,14 @@ def test_schedule_trains_bit_equal_to_fsdp2(pool_of, name):
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zero bubble"])
 def test_schedule_with_data_parallel_ranks(pool_of, name):
     assert_trains_as_fsdp2(pool_of(4), name, torch.float32)
+
+
+@pytest.mark.skipif(VERSION < (2, 15), reason="a setting of torch 2.15's schedules")
+def test_a_schedule_that_waits_late_for_reductions(pool_of):
+    # It asks that stages have contexts of their own.
+    pool = pool_of(2)
+    settings = {"defer_reduce_grad_wait": True}
+    assert_trains_as_fsdp2(pool, "interleaved", torch.float32, **settings)
 
 
 # Gradients that are written and those that autograd delivers are summed in other
