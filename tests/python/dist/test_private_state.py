@@ -269,7 +269,7 @@ def hide_the_function() -> list[Any]:
 def test_a_hidden_function_of_torch_still_works_alone(pool_of):
     kind, inside, ours, around = pool_of(1).run(hide_the_function)[0]
     assert (kind, ours) == ("FSDPState", "UnitState")
-    assert "expected" in inside and "of unit 'Block': expected an attr" in around
+    assert "expected" in inside and "unit 'Block': expected an attribute" in around
 
 
 def contexts() -> list[Any]:
