@@ -4,6 +4,7 @@ sizes, streams. What has no counterpart raises ``AttributeError`` and names it."
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -17,8 +18,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ParamModuleInfo
 from torch.distributed.tensor import DTensor, Shard
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
     from lowtide._sharding.parameter import UnitParameter
-    from lowtide._sharding.unit import UnitState
 
 
 def refuse_private(who: str, what: str) -> NoReturn:
@@ -96,9 +99,9 @@ class ParameterGroup(_Counterpart):
     """Of one unit, made anew whenever it is asked for; equal if the unit is."""
 
     __slots__ = ("_state",)
-    _state: UnitState
+    _state: PrivateState
 
-    def __init__(self, state: UnitState) -> None:
+    def __init__(self, state: PrivateState) -> None:
         super().__init__(f"FSDPParamGroup of unit '{state.name}'")
         object.__setattr__(self, "_state", state)
 
@@ -161,9 +164,9 @@ class ParameterGroup(_Counterpart):
 class Parameter(_Counterpart):
     __slots__ = ("_parameter", "_state")
     _parameter: UnitParameter
-    _state: UnitState
+    _state: PrivateState
 
-    def __init__(self, state: UnitState, parameter: UnitParameter) -> None:
+    def __init__(self, state: PrivateState, parameter: UnitParameter) -> None:
         super().__init__(f"FSDPParam of {parameter.name}")
         object.__setattr__(self, "_state", state)
         object.__setattr__(self, "_parameter", parameter)
@@ -206,7 +209,63 @@ class Parameter(_Counterpart):
         )
 
 
-def _mesh_info(state: UnitState) -> FSDPMeshInfo:
+def _mesh_info(state: PrivateState) -> FSDPMeshInfo:
     if state.mesh.ndim == 1:
         return FSDPMeshInfo(state.mesh, shard_mesh_dim=0)
     return HSDPMeshInfo(state.mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+
+class PrivateState:
+    """Of a unit's state the part that answers for FSDP2's private one."""
+
+    if TYPE_CHECKING:
+        name: str
+        device: torch.device
+        mesh: DeviceMesh
+        modules: tuple[nn.Module, ...]
+        policy: MixedPrecisionPolicy
+        settings: Any  # a _C.UnitSettings
+        auto_reshard: bool
+        parameters: list[UnitParameter]
+        root: Any
+
+        @property
+        def together(self) -> Sequence[PrivateState]: ...
+
+    else:  # a type checker would not find misspelt attributes
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            refuse_private(f"unit '{self.__dict__.get('name', '')}'", repr(name))
+
+    @functools.cached_property
+    def _state_ctx(self) -> StateContext:
+        return StateContext(f"FSDPStateContext of unit '{self.name}'")
+
+    @functools.cached_property
+    def _comm_ctx(self) -> CommContext:
+        return CommContext(f"FSDPCommContext of unit '{self.name}'", self.device)
+
+    @property
+    def _fsdp_param_group(self) -> ParameterGroup | None:
+        if len(self.together) > 1:  # raises in FSDP2, too
+            raise AssertionError(
+                f"lowtide: unit '{self.name}': _fsdp_param_group: expected parameters "
+                f"on one mesh, got a module with {len(self.together)}. Read "
+                "_fsdp_param_groups."
+            )
+        return next(iter(self._fsdp_param_groups), None)
+
+    @property
+    def _fsdp_param_groups(self) -> list[ParameterGroup]:  # from torch 2.12 on
+        return [ParameterGroup(state) for state in self.together if state.parameters]
+
+    @property
+    def _mp_policy(self) -> MixedPrecisionPolicy:
+        return self.policy
+
+    def _root_post_backward_final_callback(self) -> None:
+        """torch's pipeline schedules call it, whose backwards never reduce."""
+        if self.root is not None:
+            self.root.reduce_accumulated()

@@ -6,7 +6,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -42,12 +42,7 @@ from lowtide._sharding.parameter import (
     make_shard,
     require_sharded,
 )
-from lowtide._sharding.private_state import (
-    CommContext,
-    ParameterGroup,
-    StateContext,
-    refuse_private,
-)
+from lowtide._sharding.private_state import PrivateState
 from lowtide._sharding.subclass import extended_class, require_hooks
 from lowtide._torch_version import CASTS_EACH_OF_A_LIST, OWN, chosen_grad_dtype
 from lowtide.policies import (
@@ -67,7 +62,7 @@ _numbers = itertools.count(1)  # of gathers without a root
 alive: "weakref.WeakSet[UnitState]" = weakref.WeakSet()
 
 
-class UnitState:
+class UnitState(PrivateState):
     """What ``fully_shard`` attaches to the modules of a unit.
 
     The C++ unit exists as soon as no parameter is on the meta device, and is made
@@ -545,45 +540,6 @@ class UnitState:
             changed = state.hooks.post(module, args, output, casts_output=casts_output)
             output = output if changed is None else changed
         return output
-
-    # What programs read of FSDP2's private state, see private_state.py. The last is
-    # what torch's pipeline schedules call, whose backwards never reduce.
-    @functools.cached_property
-    def _state_ctx(self) -> StateContext:
-        return StateContext(f"FSDPStateContext of unit '{self.name}'")
-
-    @functools.cached_property
-    def _comm_ctx(self) -> CommContext:
-        return CommContext(f"FSDPCommContext of unit '{self.name}'", self.device)
-
-    @property
-    def _fsdp_param_group(self) -> ParameterGroup | None:
-        if len(self.together) > 1:  # raises in FSDP2, too
-            raise AssertionError(
-                f"lowtide: unit '{self.name}': _fsdp_param_group: expected parameters "
-                f"on one mesh, got a module with {len(self.together)}. Read "
-                "_fsdp_param_groups."
-            )
-        return ParameterGroup(self) if self.parameters else None
-
-    @property
-    def _fsdp_param_groups(self) -> list[ParameterGroup]:  # from torch 2.12 on
-        return [ParameterGroup(state) for state in self.together if state.parameters]
-
-    @property
-    def _mp_policy(self) -> MixedPrecisionPolicy:
-        return self.policy
-
-    if not TYPE_CHECKING:  # it would hide misspelt attributes
-
-        def __getattr__(self, name: str) -> NoReturn:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            refuse_private(f"unit '{self.__dict__.get('name', '')}'", repr(name))
-
-    def _root_post_backward_final_callback(self) -> None:
-        if self.root is not None:
-            self.root.reduce_accumulated()
 
     def require_extensions(self) -> None:
         """Raises for a subclass without hooks, in the first forward and not earlier:
