@@ -338,21 +338,22 @@ DDP is not among the systems: fp32 parameters, gradients and Adam's state of 8B 
 GiB by arithmetic, which no device of 80 GB holds.
 
 Missed bars. They were set beside a sketch of the allocator in which FSDP2 reserves 24.3
-and 10.4 GiB (8 and 64 ranks, expandable); torch's allocator reserves 23.1 and 9.8, and
+and 10.4 GiB (8 and 64 ranks, expandable); torch's allocator reserves 23.0 and 9.8, and
 that is what shares are of. *Same loss*: autograd sums the first two chunks' bf16
 gradients of the head out of place (the first is a view), three tables of 1 GiB at once
-in both systems. *Reserved / allocated* at 64
-ranks: kept 64 MiB inputs of checkpoints lie in segments that 224 MiB temporaries left,
-three in each, and 32 MiB of each stay unused; at 8 ranks allocated bytes fell by 0.4
-GiB, reserved ones by 0.2. *Best loss* at 8 ranks, expandable (1 % above the bar), and
-at 64 (4 and 5 %): longer chunks of gradients, for the sake of time_llama's.
+in both systems. At 64 ranks they found holes with torch 2.11 (8.56 GiB reserved,
+expandable); with 2.15 two gaps of 0.8 GiB stay beside them. *Reserved / allocated* at
+64 ranks: kept 64 MiB inputs of checkpoints lie in segments that 224 MiB temporaries
+left, three in each, and 32 MiB of each stay unused. *Best loss* at 8 ranks, expandable
+(1 % above the bar), and at 64 (4 and 5 %): longer chunks of gradients, for the sake of
+time_llama's.
 
-FSDP2's allocated bytes beside that sketch's: the same at 8 ranks (18.8 GiB); 8.1
+FSDP2's allocated bytes beside that sketch's: the same at 8 ranks (18.7 GiB); 8.0
 instead of 7.5 at 64 and 7.0 instead of 6.5 at 256 ranks, where the peak is in the last
 block's backward while the head's 2004 MiB in fp32 are still being reduced: rotary
-positions (80 MiB there) and cuBLAS's workspaces (64 MiB) were not in the sketch; the
+positions (80 MiB there) were not in the sketch; the
 rest of the difference is not traced. Nor is 56.3 instead of 59.4 GiB without
-checkpointing, and 29.3 instead of 28.3 at 32768 tokens.""",
+checkpointing, and 29.2 instead of 28.3 at 32768 tokens.""",
     run=measure,
     parts={name: partial(computed, rows) for name, rows in PARTS.items()},
     headlines=tuple(
