@@ -146,16 +146,19 @@ out to reach.
 
 FSDP2 beside lowtide is computed by the same rules. lowtide's gradients leave in more
 collectives than FSDP2's, each of which pays the ring's latency and waits behind a
-product's blocks: communication is busy 1.04 times as long at 8 ranks, 1.26 at 64 and
-1.04 at 256, where it was 1.33, 1.65 and 1.37 with a ring of 64 MiB (256 MiB at 256
-ranks). Longer chunks cost reserved bytes; [gradients.md](design/gradients.md) has the
-table. In forward the first block's gather is hidden by the copies that FSDP2 makes of
-what it gathered before and lowtide does not. With the loss by chunks of tokens the
-head's gradient is there as soon as backward begins, with nothing left to hide it. *32
-replicas* are of 8 shards, a node each: both systems sum a unit's gradients over them in
-one all-reduce. *A node each*: eight nodes of one GPU, or eight GPUs on PCIe. There the
-third step's gathers in backward leave by the first steps' time stamps: by arithmetic
-alone, which assumes NVLink among 8 ranks, the step of 16,384 tokens took 3,634 ms.""",
+product's blocks, and torch 2.15's process group, nccl2, makes a call of each tensor of
+a unit's gather, where that of torch 2.11 makes one group of them: 522 all-gathers for
+73. Communication is busy 1.10 times as long at 8 ranks, 1.57 at 64 and 1.84 at 256;
+with torch 2.11 1.04, 1.26 and 1.04, exposed 5.7, 11.0 and 16.6 ms, steps of 1,072,
+1,057 and 1,066 ms. Longer chunks cost reserved bytes;
+[gradients.md](design/gradients.md) has the table, of torch 2.11. In forward the first
+block's gather is hidden by the copies that FSDP2 makes of what it gathered before and
+lowtide does not. With the loss by chunks of tokens the head's gradient is there as soon
+as backward begins, with nothing left to hide it. *32 replicas* are of 8 shards, a node
+each: both systems sum a unit's gradients over them in one all-reduce. *A node each*:
+eight nodes of one GPU, or eight GPUs on PCIe. There the third step's gathers in
+backward leave by the first steps' time stamps: by arithmetic alone, which assumes
+NVLink among 8 ranks, the step of 16,384 tokens took 3,634 ms.""",
     run=measure,
     parts=PARTS,
     headlines=tuple(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -264,7 +265,12 @@ def raised(
     ours.compile(**{"backend": "aot_eager", **compile})
     with pytest.raises(Exception, match="lowtide: ") as error:
         step(ours)
-    return str(error.value)
+    text = str(error.value)
+    # The traceback holds torch's checkpoint in the middle of its region, and so, in
+    # torch 2.12, the hooks that it has for the tensors that are saved.
+    del error
+    gc.collect()
+    return text
 
 
 FULL_GRAPH = [
