@@ -55,6 +55,14 @@ def sharded(system: System) -> Any:
     return system.fully_shard(model)
 
 
+def begun(system_name: str) -> tuple[Any, Any, Recorder, torch.Tensor]:
+    """A model, its optimizer, what is recorded, and the rank's inputs."""
+    model = sharded(get_system(system_name))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return model, optimizer, Recorder(), torch.randn(4, WIDTH, generator=generator)
+
+
 def units(model: Any) -> list[Any]:
     return [m for m in model.modules() if isinstance(m, FSDPModule)]
 
@@ -96,10 +104,7 @@ def test_parameters_and_sizes_are_those_of_fsdp2(pool_of):
 def stay_gathered(system_name: str) -> Record:
     """An evaluation that has units keep what they gathered, by their private fields,
     and training after it."""
-    model = sharded(get_system(system_name))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
-    record = Recorder()
-    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+    model, optimizer, record, x = begun(system_name)
     for _ in range(2):
         kept = {}
         for unit in units(model):
@@ -126,10 +131,7 @@ def test_units_are_told_to_stay_gathered(pool_of):
 def run_without_hooks(system_name: str) -> Record:
     """An evaluation on gathered parameters, with FSDP2's hooks off, which it knows by
     their module; twice, as nothing reshards in between."""
-    model = sharded(get_system(system_name))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
-    record = Recorder()
-    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+    model, optimizer, record, x = begun(system_name)
     for _ in range(2):
         taken: list[tuple[Any, str, Any]] = []
         for unit in units(model):
@@ -164,10 +166,7 @@ def test_hooks_are_taken_off_and_put_back(pool_of):
 
 def put_aside(system_name: str, fails: bool) -> Record:
     """As verl does with VeOmni's models: whatever was under way is over."""
-    model = sharded(get_system(system_name))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
-    record = Recorder()
-    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+    model, optimizer, record, x = begun(system_name)
     for step in range(3):
         model(x).pow(2).sum().backward()
         finish_step(model, optimizer, record)
