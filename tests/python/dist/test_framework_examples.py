@@ -123,8 +123,24 @@ def test_verl_imports_lowtide_by_itself(tmp_path, with_fsdp2):
     module = "lowtide.integrations.verl"
     ours, said = run("verl", tmp_path / "lowtide", VERL_USE_EXTERNAL_MODULES=module)
     assert ours == theirs
-    assert said.count("lowtide: run: fully_shard of verl.utils.fsdp_utils was") == 1
+    bound = "lowtide: run: fully_shard of verl.utils.fsdp_utils was lowtide's"
+    assert said.count(bound) == 1
     assert said.count("lowtide: run: Qwen2ForCausalLM") == 2
+
+
+@pytest.mark.slow("frameworks")
+def test_verl_beside_other_features(tmp_path, with_fsdp2):
+    """Steps on all ranks or none, freed bytes that are NaN, and a head that may leave
+    its logits out, of which verl's log probabilities take all."""
+    skip_what_is_not_here("verl")
+    theirs = with_fsdp2("verl")
+    options = ("-m", "lowtide", "run", "--all-or-nothing", "--defer-logits")
+    ours, said = run("verl", tmp_path / "lowtide", *options, LOWTIDE_DEBUG="1")
+    assert ours == theirs
+    steps = "lowtide: run: --all-or-nothing: 8 optimizer steps happened; 0 were undone"
+    assert sum(line.startswith(steps) for line in said) == 1
+    heads = [line for line in said if line.startswith("lowtide: run: --defer-logits:")]
+    assert heads and all("0 losses without logits" in line for line in heads)
 
 
 def numbers_of(lines: list[str]) -> list[float]:
