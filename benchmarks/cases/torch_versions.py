@@ -76,7 +76,8 @@ The 8B step of memory_llama at 8 ranks (sequence 8192, full checkpointing), FSDP
 lowtide of the same torch, with the environment of each version of torch
 (`make dev TORCH=2.13`, then `.venv-2.13/bin/python benchmarks/run.py torch_versions`).
 FSDP2's loss is by 32 chunks of tokens in both rows. 2.15 returns the workspaces of
-products; what else differs is torch's.""",
+products; what else differs is torch's. A run adds the rows of its torch, and keeps the
+others: below is said what the last one was obtained with.""",
     run=measure,
     parts={HERE: rows_here},
 )

@@ -31,7 +31,8 @@ def test_a_part_gives_the_stored_figures(
         print(f"\n{case.name}, turn {TURN} of {len(case.parts)} parts: {name}")
     stored = results.read(runner.RESULTS / f"{case.name}.json")
     obtained = str(stored.environment["torch"])
-    if obtained.partition("+")[0].rpartition(".")[0] != MINOR:
+    of_this = obtained.partition("+")[0].rpartition(".")[0] == MINOR
+    if not of_this and name != f"torch {MINOR}":  # a part of several torches' figures
         pytest.skip(f"obtained with torch {obtained}")
     try:
         rows = list(case.parts[name]())

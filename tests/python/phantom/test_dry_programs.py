@@ -1,7 +1,7 @@
 """Programs on torch's own CUDA build over the dry driver: whole training runs as others
 write them, what they read of values nobody computed, and ``python -m lowtide phantom``.
 
-Figures are those of torch 2.11 on an H100 that takes no memory itself.
+Figures are those of an H100 that takes no memory itself.
 """
 
 from __future__ import annotations
@@ -189,6 +189,12 @@ def test_compiled_blocks_whose_hooks_gather():
 @pytest.mark.slow
 def test_llama_8b_of_the_benchmarks_as_it_stands(tmp_path):
     """FSDP2 at world 8, in torch's own memory history, too; the stored figure."""
+    rows = json.loads((ROOT / "benchmarks/results/torch_versions.json").read_text())
+    quantity = "reserved, default segments, loss by chunks of tokens, torch {}.{}"
+    stored = {r["quantity"]: r["value"] for r in rows["rows"] if r["system"] == "fsdp2"}
+    expected = stored.get(quantity.format(*VERSION))
+    if expected is None and VERSION < (2, 15):
+        pytest.skip("torch_versions has no figure of this torch")
     report, snapshot = tmp_path / "report.json", tmp_path / "snapshot.pickle"
     program = ROOT / "benchmarks/programs/llama_memory.py"
     options = "--system fsdp2 --config 8b --world 8 --loss chunked:32"
@@ -198,14 +204,7 @@ def test_llama_8b_of_the_benchmarks_as_it_stands(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (device,) = json.loads(report.read_text())["devices"]
-    rows = json.loads((ROOT / "benchmarks/results/torch_versions.json").read_text())
-    quantity = "reserved, default segments, loss by chunks of tokens, torch {}.{}"
-    (stored,) = [
-        row["value"]
-        for row in rows["rows"]
-        if row["system"] == "fsdp2" and row["quantity"] == quantity.format(*VERSION)
-    ]
-    assert round(device["reserved"] / GIB, 2) == stored
+    assert round(device["reserved"] / GIB, 2) == expected
     peak = json.loads(done.stdout)["from_start"]
     assert peak["reserved"] == device["reserved"]
     history = pickle.loads(snapshot.read_bytes())
