@@ -15,7 +15,8 @@ Between two ranks of a node there is a connection for each channel and direction
 pairs of ranks in different nodes share a pool each way (sharedNetBuffersInit).
 
 Left out: the kernels' code, NVLS, registered buffers, and what a communicator takes
-before it connects. docs/plan.md has what was reported of real ones.
+before it connects. One that was destroyed counts on. docs/plan.md has what was reported
+of real ones.
 """
 
 from collections.abc import Iterable, Mapping
@@ -60,8 +61,9 @@ def bytes_of(
     calls: Iterable[Mapping[str, Any]],
     network: Network,
 ) -> int:
-    """``ranks`` are those of the world, ``rank`` its place among them; ``calls`` have a
-    ``kind``, a ``peer`` and, where it is made, ``most_ctas``."""
+    """Of the device of one rank, for one communicator. ``ranks`` are those of the
+    world, ``rank`` its place among them; ``calls`` have a ``kind``, a ``peer`` and,
+    where it is made, ``most_ctas``."""
     if len(ranks) == 1:
         return 0
     nodes = [each // network.ranks_per_node for each in ranks]
