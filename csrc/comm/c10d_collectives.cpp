@@ -16,6 +16,7 @@
 
 #include "base/torch_version.h"
 #include "comm/call_observer.h"
+#include "comm/nccl_group.h"
 #include "comm/python_state.h"
 #include "comm/tensor_lists.h"
 #include "comm/wire.h"
@@ -74,7 +75,7 @@ std::string backend_name(c10d::ProcessGroup& group,
 // into one tensor and back.
 bool is_gloo(std::string_view backend) { return backend.ends_with("gloo"); }
 
-// Also "nccl2", which torch has from 2.14 on.
+// Also "nccl2", which torch has from 2.14 on, and "nccl-lazy".
 bool is_nccl(std::string_view backend) { return backend.starts_with("nccl"); }
 
 std::shared_ptr<Wire> wire_for(std::string_view backend,
@@ -148,6 +149,20 @@ class C10dCollectives::Work final : public Pending {
     }
   }
 
+  // The same for a list, as one launch of NCCL's.  See [Note: Lists on nccl2].
+  template <typename Issue>
+  void start_grouped(c10d::Backend& backend, Issue&& issue) {
+    start([&](auto& outs, auto& ins) {
+      NcclGroup group;
+      issue(outs, ins);
+      group.launch();
+      auto none = at::empty({0}, ins[0].options());
+      c10d::AllgatherOptions options;
+      options.asyncOp = false;
+      return backend._allgather_base(none, none, options);
+    });
+  }
+
   void wait() override {
     const auto failure = finish_parts();
     const TensorLists released_on_return = std::exchange(lists_, {});
@@ -211,9 +226,19 @@ C10dCollectives::C10dCollectives(std::shared_ptr<BorrowedGroup> group,
       device_(device),
       backend_(backend_name(*group_->get(), device.type())),
       wire_(wire_for(backend_, group_, device)),
-      gathers_lists_(!is_gloo(backend_)) {}
+      gathers_lists_(!is_gloo(backend_)),
+      groups_lists_(wire_ && groups_lists(backend_)) {}
 
 C10dCollectives::~C10dCollectives() = default;
+
+template <typename Issue>
+void C10dCollectives::start_list(Work& work, Issue&& issue) {
+  if (groups_lists_ && work.lists().ins.size() > 1) {
+    work.start_grouped(*group_->get()->getBackend(device_.type()), issue);
+  } else {
+    work.start(issue);
+  }
+}
 
 std::unique_ptr<Pending> C10dCollectives::all_gather(
     std::vector<at::Tensor>& outs, std::vector<at::Tensor>& ins,
@@ -226,7 +251,7 @@ std::unique_ptr<Pending> C10dCollectives::all_gather(
   c10d::AllgatherOptions options;
   options.asyncOp = async();
   if (gathers_lists_) {
-    work->start([&](auto& full, auto& pieces) {
+    start_list(*work, [&](auto& full, auto& pieces) {
       return std::invoke(base::all_gather_single_coalesced, *group, full,
                          pieces, options);
     });
@@ -271,7 +296,7 @@ std::unique_ptr<Pending> C10dCollectives::reduce_scatter_coalesced(
       checked_lists(Kind::reduce_scatter, outs, ins, size()));
   if (work->lists().empty()) return work;
   const auto group = group_->get();
-  work->start([&](auto& pieces, auto& full) {
+  start_list(*work, [&](auto& pieces, auto& full) {
     return std::invoke(base::reduce_scatter_single_coalesced, *group, pieces,
                        full, options_for(reduction, size(), async()));
   });

@@ -45,6 +45,8 @@ class C10dCollectives final : public Collectives {
 
  private:
   class Work;
+  template <typename Issue>
+  void start_list(Work& work, Issue&& issue);
   // Whether the backend runs a call on a stream of its own, if any.
   bool async() const { return wire_ == nullptr; }
 
@@ -53,6 +55,7 @@ class C10dCollectives final : public Collectives {
   std::string backend_;
   std::shared_ptr<Wire> wire_;  // null but for NCCL
   bool gathers_lists_;          // see [Note: Lists on gloo]
+  bool groups_lists_;           // see [Note: Lists on nccl2]
 };
 
 }  // namespace lowtide::comm

@@ -61,6 +61,10 @@ void note_new(const char* kind, const Communicator& made,
   limit_channels(made, call.most_ctas);
 }
 
+bool is_of_pair(std::string_view kind) {
+  return kind == "send" || kind == "recv";
+}
+
 // A gather's bytes are those that a rank gives, its time is that of all.
 void keep_time(const Communicator& communicator, std::string_view kind,
                std::size_t bytes, int peer, cudaStream_t stream) {
@@ -79,16 +83,16 @@ void keep_time(const Communicator& communicator, std::string_view kind,
   const auto of_all = kKinds.at(kind) == Kind::all_gather
                           ? bytes * static_cast<std::size_t>(communicator.size)
                           : bytes;
-  const bool is_of_pair = kind == "send" || kind == "recv";
-  time_collective(communicator, kKinds.at(kind), of_all, is_of_pair ? peer : -1,
-                  stream);
+  time_collective(communicator, kKinds.at(kind), of_all,
+                  is_of_pair(kind) ? peer : -1, stream);
 }
 
 // What travels between ranks, on `stream`: everything does by this function.
-// `bytes` as in Call.
+// `bytes` as in Call.  NCCL discards empty collectives (taskAppend).
 ncclResult_t collective(const char* kind, std::size_t bytes,
                         ncclDataType_t type, const char* reduction, int peer,
                         ncclComm_t comm, cudaStream_t stream) {
+  if (bytes == 0 && !is_of_pair(kind)) return ncclSuccess;
   Call call{kind, bytes, type_of(type).name, reduction, peer};
   call.communicator = communicators().of(comm).number;
   call.stream =

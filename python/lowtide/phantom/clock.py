@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +44,7 @@ class StepTime:
     step: Usage
     phases: dict[str, Usage]  # in the order in which they first began
     collectives: dict[str, int]  # how many of each kind
+    collective_bytes: dict[str, float]  # their buffers', the larger side's, by kind
     assumptions: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
@@ -176,14 +178,17 @@ class timeline:
             usage = Usage(*timekeeper.usage(begin, end))
             phases[name] = phases[name] + usage if name in phases else usage
         begin, end = marks[0][1], marks[-1][1]
-        collectives: dict[str, int] = {}
+        collectives: Counter[str] = Counter()
+        num_bytes: Counter[str] = Counter()
         for span in self.spans(begin, end):
             if span.kind == "collective":
-                collectives[span.name] = collectives.get(span.name, 0) + 1
+                collectives[span.name] += 1
+                num_bytes[span.name] += span.bytes
         return StepTime(
             step=Usage(*timekeeper.usage(begin, end)),
             phases=phases,
-            collectives=collectives,
+            collectives=dict(collectives),
+            collective_bytes=dict(num_bytes),
             assumptions=self.assumptions(),
         )
 
