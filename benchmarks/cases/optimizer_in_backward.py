@@ -22,6 +22,10 @@ HOWS: dict[str, tuple[str, ...]] = {
         *("--in-backward", "unclipped"),
         "--states-on-host",
     ),
+    "in backward, clip exact, states on the host": (
+        *("--in-backward", "exact"),
+        "--states-on-host",
+    ),
 }
 INPUTS = {
     "blocks' inputs on the device": (),
@@ -55,7 +59,7 @@ def memory_rows(each: Each) -> Iterator[Row]:
         note = f"allocated {round(steady['allocated'] / GIB, 2)}"
         reserved = round(steady["reserved"] / GIB, 2)
         yield row("lowtide", quantity, reserved, "GiB", "simulated", note)
-        if how.startswith("in backward, not clipped"):
+        if how.startswith("in backward"):
             yield row("bar", quantity, BAR, "GiB", "arithmetic")
 
 

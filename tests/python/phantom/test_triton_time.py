@@ -1,4 +1,5 @@
-"""Kernels that inductor wrote take their bytes' time on a program's timeline."""
+"""Triton's kernels take their bytes' time on a program's timeline: those that inductor
+wrote, and those of torch's own operators."""
 
 from __future__ import annotations
 
@@ -7,14 +8,12 @@ import torch
 import torch.nn.functional as F
 
 import lowtide.phantom
+from lowtide._torch_version import VERSION
 from lowtide.phantom.dry.timekeeper import Span
 from lowtide.phantom.machines import H100
 from support.dry_process import call_dry
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.version.cuda, reason="a CPU build of torch"),
-]
+pytestmark = pytest.mark.skipif(not torch.version.cuda, reason="a CPU build of torch")
 
 NUM_ELEMENTS = 1 << 26
 
@@ -32,6 +31,7 @@ def compiled(before: bool) -> list[Span]:
     return [span for span in time.spans(begin) if span.kind == "kernel"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [True, False])
 def test_a_fused_kernel_reads_and_writes_its_tensors_once(before):
     (span,) = call_dry(compiled, before)
@@ -39,3 +39,20 @@ def test_a_fused_kernel_reads_and_writes_its_tensors_once(before):
     assert span.bytes == 2 * NUM_ELEMENTS * 4
     seconds = span.bytes / (H100.memory_bandwidth * H100.memory_efficiency)
     assert span.end - span.begin == pytest.approx(seconds, rel=0.01)
+
+
+def outer_products() -> list[Span]:
+    """As rotary positions are computed."""
+    a = torch.empty(4, 64, 1, device="cuda")
+    b = torch.empty(4, 1, 4096, device="cuda")
+    with lowtide.phantom.timeline() as time:
+        a @ b
+    return [span for span in time.spans() if span.kind == "kernel"]
+
+
+@pytest.mark.skipif(VERSION < (2, 15), reason="torch has no kernel of Triton's for it")
+def test_what_a_kernel_takes_for_a_tensor_counts_as_one():
+    """torch wraps what its kernel only reads."""
+    (span,) = call_dry(outer_products)
+    assert "outer_product" in span.name
+    assert span.bytes == 4 * 4 * (64 + 4096 + 64 * 4096)

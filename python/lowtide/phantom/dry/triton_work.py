@@ -55,11 +55,8 @@ def _bytes_of_inductor(kernel: Any, args: Iterable[Any]) -> float:
     changed = set(kernel.inductor_meta.get("mutated_arg_names", ()))
     total = 0.0
     for name, value in zip(kernel.fn.arg_names, args, strict=False):
-        if not _is_tensor(value):
-            continue
         both = name in changed and name.startswith("in_out")
-        touched = min(value.numel(), most) * value.element_size()
-        total += touched * (2 if both else 1)
+        total += _bytes_of(value, most) * (2 if both else 1)
     return total
 
 
@@ -76,14 +73,17 @@ def _watch_triton(module: Any) -> None:
             return run(self, *args, **kwargs)
         finally:
             values = (*args, *kwargs.values())
-            touched = (v.numel() * v.element_size() for v in values if _is_tensor(v))
-            timekeeper.leave(0.0, float(sum(touched)), _HALF)
+            timekeeper.leave(0.0, sum(map(_bytes_of, values)), _HALF)
 
     function.run = run_and_tell
 
 
-def _is_tensor(value: Any) -> bool:
-    return hasattr(value, "element_size") and value.is_cuda
+def _bytes_of(value: Any, most: float = math.inf) -> float:
+    """Of ``most`` elements of a tensor on the GPU, or of what a kernel takes for one:
+    Triton's and torch's wrappers have no more than this of a tensor's."""
+    if not hasattr(value, "element_size") or value.device.type != "cuda":
+        return 0.0
+    return float(min(math.prod(value.shape), most) * value.element_size())
 
 
 _WATCHERS = {
