@@ -166,8 +166,9 @@ class FSDPModule(TorchFSDPModule):
         and have a ``.grad`` in any case, zeros where no rank has one. Without, they are
         reduced as well, so that ranks may use different ones, but ``.grad`` stays None
         where no rank has one, and a rank that left one out asks for that at the end of
-        the backward: its host waits there for the device, and a graph can not capture
-        the step."""
+        the backward: its host waits there for the device. A graph captures such a step
+        with the answers of the one before it, and replays that are told others
+        raise."""
         for state in self._states(recurse):
             state.settings.reduction.unused_too = reduce_scatter_unused_params
 
