@@ -74,8 +74,8 @@ class FSDPModule(TorchFSDPModule):
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted for compatibility. In FSDP2 ``False`` postpones waiting for
-        reductions; lowtide never lets the host wait for them, and orders every
-        backward's results before what follows it."""
+        reductions; lowtide has no such wait, and orders every backward's results
+        before what follows it."""
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
