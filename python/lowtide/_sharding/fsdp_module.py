@@ -258,10 +258,12 @@ class FSDPModule(TorchFSDPModule):
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Gathers through buffers of the symmetric memory of ``backend``, torch's
-        name for it: NCCL then gathers by copy engines or in its symmetric kernels. A
-        copy in and out, as FSDP2's. Reductions too where
-        :meth:`set_force_sum_reduction_for_comms` was called before: NCCL's only sum.
-        Every rank calls it; not recursive.
+        name for it, which NCCL may gather in its symmetric kernels; by copy engines
+        only if the group was made with ``options.config.cta_policy`` of zero CTAs, or
+        under NCCL_CTA_POLICY=ZERO. lowtide sets neither, no GPU has run it here, and
+        the phantom's clock counts gathers as ever. A copy in and out, as FSDP2's.
+        Reductions too where :meth:`set_force_sum_reduction_for_comms` was called
+        before: NCCL's only sum. Every rank calls it; not recursive.
 
         Raises:
             ValueError: On a mesh of CPUs.
