@@ -68,8 +68,14 @@ def captured() -> dict[str, dict[str, int | str]]:
 def test_a_graph_captures_a_step(captured, kind) -> None:
     """Forward, backward, clipping and the optimizer, with eager steps in between: every
     stream joins and is joined, no wait reaches out of the graph, nothing runs beside
-    it."""
-    assert captured[kind] == {"graphs": 2, "stray": 0}
+    it, and where it has parameters and gradients nothing else comes to lie."""
+    assert captured[kind] == {"graphs": 2, "stray": 0, "taken": 0}
+
+
+def test_gradients_stay_where_a_graph_of_forward_and_backward_writes_them() -> None:
+    """Which an optimizer beside it reads, with evaluations in between."""
+    program = [capture_dry_run.__file__, "gradients"]
+    assert json.loads(run_dry(program, memory=MEMORY, events="immediate")) == [0, 0]
 
 
 def test_gradients_arrive_on_the_stream_of_their_forward() -> None:
