@@ -2,8 +2,8 @@
 //
 // Behind a reduction flags on the device say so (gradient_plan.h).  They are
 // copied to the host as they come, which nobody waits for, and read at the end
-// of the backward: there the host waits once for all units, and only on a rank
-// that left something out.
+// of the backward: there the host waits, once for each unit of which this rank
+// left something out.
 //
 // [Note: Questions in a graph]
 // A graph captures no host that reads.  It repeats the step that warmed it up,

@@ -74,8 +74,8 @@ class FSDPModule(TorchFSDPModule):
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted for compatibility. In FSDP2 ``False`` postpones waiting for
-        reductions; lowtide never lets the host wait for them, and orders every
-        backward's results before what follows it."""
+        reductions; lowtide has no such wait, and orders every backward's results
+        before what follows it."""
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -166,8 +166,9 @@ class FSDPModule(TorchFSDPModule):
         and have a ``.grad`` in any case, zeros where no rank has one. Without, they are
         reduced as well, so that ranks may use different ones, but ``.grad`` stays None
         where no rank has one, and a rank that left one out asks for that at the end of
-        the backward: its host waits there for the device, and a graph can not capture
-        the step."""
+        the backward: its host waits there for the device. A graph captures such a step
+        with the answers of the one before it, and replays that are told others
+        raise."""
         for state in self._states(recurse):
             state.settings.reduction.unused_too = reduce_scatter_unused_params
 
@@ -257,10 +258,12 @@ class FSDPModule(TorchFSDPModule):
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Gathers through buffers of the symmetric memory of ``backend``, torch's
-        name for it: NCCL then gathers by copy engines or in its symmetric kernels. A
-        copy in and out, as FSDP2's. Reductions too where
-        :meth:`set_force_sum_reduction_for_comms` was called before: NCCL's only sum.
-        Every rank calls it; not recursive.
+        name for it, which NCCL may gather in its symmetric kernels; by copy engines
+        only if the group was made with ``options.config.cta_policy`` of zero CTAs, or
+        under NCCL_CTA_POLICY=ZERO. lowtide sets neither, no GPU has run it here, and
+        the phantom's clock counts gathers as ever. A copy in and out, as FSDP2's.
+        Reductions too where :meth:`set_force_sum_reduction_for_comms` was called
+        before: NCCL's only sum. Every rank calls it; not recursive.
 
         Raises:
             ValueError: On a mesh of CPUs.

@@ -204,7 +204,7 @@ def test_use_on_one_replica_counts_on_all(pool_of, later):
         assert facts == [(True, 0.25), (True, expected), (False, 0.0)]
 
 
-def describe() -> list[Any]:
+def describe() -> dict[str, Any]:
     from lowtide._sharding.unit import unit_state
 
     model = hybrid(get_system("lowtide"), (2, 2))
@@ -216,16 +216,22 @@ def describe() -> list[Any]:
     loss_fn(model(inputs), targets).backward()
     calls, wire = state.groups.replicas.counters["all-reduce"]
     local_bytes = sum(4 * p.to_local().numel() for p in model.parameters())
-    return [
-        weight.placements,
-        weight.device_mesh.mesh_dim_names,
-        weight.grad.placements,
-        calls > 0,
-        local_bytes <= wire <= 1.8 * local_bytes,
-    ]
+    return {
+        "placements": weight.placements,
+        "dims": weight.device_mesh.mesh_dim_names,
+        "of gradients": weight.grad.placements,
+        "all-reduces a unit": calls / len([*model.layers, model]),
+        "bytes, no more than padded": local_bytes <= wire <= 1.8 * local_bytes,
+    }
 
 
 def test_parameters_are_replicated_and_sharded(pool_of):
     placements = (Replicate(), Shard(0))
     for facts in pool_of(4).run(describe):
-        assert facts == [placements, ("replicate", "shard"), placements, True, True]
+        assert facts == {
+            "placements": placements,
+            "dims": ("replicate", "shard"),
+            "of gradients": placements,
+            "all-reduces a unit": 1,  # of one reduce dtype
+            "bytes, no more than padded": True,
+        }

@@ -434,27 +434,39 @@ def rule_on_different_rows(all_rows: Any = ROWS) -> list[torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def shared_pool():
-    with RankPool(2, env={"LOWTIDE_COMMUNICATORS": "shared"}) as pool:
-        yield pool
+def shared_pools():
+    pools = {
+        compare: RankPool(
+            2,
+            env={"LOWTIDE_COMMUNICATORS": "shared", "LOWTIDE_COMPARE_RANKS": compare},
+        )
+        for compare in ("on", "off")
+    }
+    yield pools
+    for pool in pools.values():
+        pool.close()
 
 
+@pytest.mark.parametrize("compare", ["on", "off"])
 @pytest.mark.parametrize("budget", [1, 64 << 20])
-def test_ranks_with_different_rows_share_one_communicator(shared_pool, budget):
+def test_ranks_with_different_rows_share_one_communicator(
+    shared_pools, budget, compare
+):
     """A second order would mix gathers and reductions up, or hang."""
-    expected = shared_pool.run(rule_on_different_rows)[0]
-    for grads in shared_pool.run(train_on_different_rows, budget, timeout=60):
+    pool = shared_pools[compare]
+    expected = pool.run(rule_on_different_rows)[0]
+    for grads in pool.run(train_on_different_rows, budget, timeout=60):
         for grad, want in zip(grads, expected, strict=True):
             assert torch.equal(grad, want)
 
 
 @pytest.mark.parametrize("communicators", ["separate", "shared"])
 def test_the_programs_own_collectives_keep_their_places(
-    pool_of, shared_pool, communicators
+    pool_of, shared_pools, communicators
 ):
     """Inside a backward, where ranks have other rows and leave other parameters
     unused."""
-    pool = shared_pool if communicators == "shared" else pool_of(2)
+    pool = shared_pools["on"] if communicators == "shared" else pool_of(2)
     expected = pool.run(rule_on_different_rows, MANY_ROWS)[0]
     for grads in pool.run(train_on_different_rows, 1, MANY_ROWS, True, timeout=30):
         for grad, want in zip(grads, expected, strict=True):

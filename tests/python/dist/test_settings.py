@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
+from lowtide._torch_version import VERSION
 from support.model import ModelConfig, batch, build, loss_fn
 from support.recorder import (
     Record,
@@ -401,11 +402,14 @@ def test_two_roots_share_a_context(pool_of, num_ranks):
     assert_trains_as_fsdp2(pool, train_two_roots)
 
 
-def gradients_of_two_backwards(finalize: bool) -> tuple[list[torch.Tensor], bool]:
+def gradients_of_two_backwards(
+    system_name: str, finalize: bool
+) -> tuple[list[torch.Tensor], bool]:
     """Those of a step, and whether there were any before they were reduced."""
-    model: Any = llama(get_system("lowtide"), Setting())
+    model: Any = llama(get_system(system_name), Setting())
     early = False
-    model.set_manual_backward_finalization(finalize)
+    if finalize:
+        model.set_manual_backward_finalization(True)
     for micro in range(2):
         model.set_requires_gradient_sync(micro == 1 and not finalize)
         inputs, targets = batch(CONFIG, 0, micro, dist.get_rank())
@@ -418,14 +422,18 @@ def gradients_of_two_backwards(finalize: bool) -> tuple[list[torch.Tensor], bool
     return [local(p.grad) for p in model.parameters()], early
 
 
-def test_gradients_are_finalized_by_hand(pool_of):
+FINALIZED_BY_HAND = ("lowtide", "fsdp2") if VERSION >= (2, 15) else ("lowtide",)
+
+
+@pytest.mark.parametrize("system_name", FINALIZED_BY_HAND)
+def test_gradients_are_finalized_by_hand(pool_of, system_name):
     pool = pool_of(2)
-    for (mine, early), (other, _) in zip(
-        pool.run(gradients_of_two_backwards, True),
-        pool.run(gradients_of_two_backwards, False),
+    for (by_hand, early), (other, _) in zip(
+        pool.run(gradients_of_two_backwards, system_name, True),
+        pool.run(gradients_of_two_backwards, "lowtide", False),
         strict=True,
     ):
-        assert not early and all(map(torch.equal, mine, other))
+        assert not early and all(map(torch.equal, by_hand, other))
 
 
 def hook_stream_error() -> str:

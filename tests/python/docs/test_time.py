@@ -47,3 +47,15 @@ def test_command(tmp_path):
     out = run([*arguments[: arguments.index("--")], "--", "train.py"], tmp_path)
     assert "Last step on H200 SXM 141GB, ms, simulated" in out
     assert (tmp_path / "step.json").exists()
+
+
+def test_steps_beside_a_gpu_are_those_measured():
+    """If the order of the two turns, what the page says of it is no longer true."""
+    measured = ROOT / "benchmarks/results/gpu_check/clock.json"
+    steps = json.loads(measured.read_text())["steps"]
+    gpu, clock = steps["CUDA"], steps["clock"]
+    assert clock["lowtide"] < clock["fsdp2"] and gpu["lowtide"] > gpu["fsdp2"]
+    for ms in (*gpu.values(), *clock.values()):
+        assert f"{ms:.1f}" in PAGE
+    fsdp2, lowtide = (clock[system] / gpu[system] for system in ("fsdp2", "lowtide"))
+    assert f"**{fsdp2:.2f}; {lowtide:.2f}**" in PAGE

@@ -68,8 +68,14 @@ def captured() -> dict[str, dict[str, int | str]]:
 def test_a_graph_captures_a_step(captured, kind) -> None:
     """Forward, backward, clipping and the optimizer, with eager steps in between: every
     stream joins and is joined, no wait reaches out of the graph, nothing runs beside
-    it."""
-    assert captured[kind] == {"graphs": 2, "stray": 0}
+    it, and where it has parameters and gradients nothing else comes to lie."""
+    assert captured[kind] == {"graphs": 2, "stray": 0, "taken": 0}
+
+
+def test_gradients_stay_where_a_graph_of_forward_and_backward_writes_them() -> None:
+    """Which an optimizer beside it reads, with evaluations in between."""
+    program = [capture_dry_run.__file__, "gradients"]
+    assert json.loads(run_dry(program, memory=MEMORY, events="immediate")) == [0, 0]
 
 
 def test_gradients_arrive_on_the_stream_of_their_forward() -> None:
@@ -228,6 +234,34 @@ def test_reductions_have_a_communicator_of_their_own_or_share_it(nccl: Calls) ->
     assert communicators(shared, "reduce_scatter") == {one}
     # The same collectives in the same order.
     assert [call[:4] for call in shared] == [call[:4] for call in separate]
+
+
+def test_a_unit_is_summed_over_replicas_by_one_call_on_a_stream_of_its_own(
+    nccl: Calls,
+) -> None:
+    """Of high priority, and on a communicator of its own: beside gathers and
+    reductions. Norms are summed over the shards, too."""
+    calls = nccl["replicated"]
+    gathers, reductions = (
+        [call for call in calls if call.kind == what]
+        for what in ("all_gather", "reduce_scatter")
+    )
+    (shards,) = {call.communicator for call in gathers}
+    sums = [
+        call
+        for call in calls
+        if call.kind == "all_reduce" and call.communicator != shards
+    ]
+    assert len(sums) == 3  # two layers and the root
+    assert {call.reduction for call in sums} == {"avg"}
+    assert {call.priority for call in (*gathers, *reductions, *sums)} == {-1}
+    ways = [
+        {(call.communicator, call.stream) for call in part}
+        for part in (gathers, reductions, sums)
+    ]
+    assert [len(way) for way in ways] == [1, 1, 1]
+    communicators, streams = zip(*(way.pop() for way in ways), strict=True)
+    assert len(set(communicators)) == len(set(streams)) == 3
 
 
 def test_the_second_communicator_is_no_split_and_has_the_first_ones_settings(

@@ -110,6 +110,16 @@ def test_a_whole_step_in_a_cuda_graph():
     require_peaks_of_an_unrecorded_run(plan, *program)
 
 
-def planned_of_others(name: str) -> tuple[Plan, str, str]:
+@pytest.mark.slow
+def test_a_whole_step_of_units_in_a_cuda_graph():
+    """Its memory is the graph's own, beside what eager steps left."""
+    machine = {"world": 8}
+    plan, *program = planned_of_others("sharded_cuda_graph", **machine)
+    assert (plan.steps, plan.peak_step) == (4, 4)
+    assert plan.lowtide is not None
+    require_peaks_of_an_unrecorded_run(plan, *program, **machine)
+
+
+def planned_of_others(name: str, **machine: int) -> tuple[Plan, str, str]:
     program = (dry_programs.__file__, name)
-    return plan_request(Request(Script(program))), *program
+    return plan_request(Request(Script(program), **machine)), *program

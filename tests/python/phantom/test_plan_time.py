@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.phantom import machines
 from support import planned
 
 
@@ -120,3 +121,35 @@ def test_an_offload_is_advised_with_what_its_copies_need():
     assert moved == pytest.approx((LAYERS - 1) * INPUT * (1 - 2 / LAYERS), rel=0.2)
     # Products this thin take less time than their inputs on a link.
     assert verdict == "compute would wait"
+
+
+# -- which plans keep time -------------------------------------------------------------
+
+PRODUCT = """
+from pathlib import Path
+
+import torch
+
+x = torch.zeros(8192, 8192, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+optimizer = torch.optim.SGD([x])
+begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+begin.record()
+y = x.detach() @ x
+end.record()
+y.sum().backward()
+optimizer.step()
+torch.cuda.synchronize()
+Path("ms").write_text(str(begin.elapsed_time(end)))
+"""
+
+
+@pytest.mark.parametrize(("gpu", "keeps_time"), [("l40s", True), ("h100", False)])
+def test_a_plan_keeps_time_where_links_are_slow(tmp_path, monkeypatch, gpu, keeps_time):
+    """There gathers leave by what they take; without a clock any two events are a
+    millisecond apart."""
+    monkeypatch.chdir(tmp_path)
+    plan = planned.plan_text(tmp_path, PRODUCT, gpu=gpu)
+    assert plan.step_time is None
+    ms = float((tmp_path / "ms").read_text())
+    taken = 2 * 8192**3 / machines.accelerator_named(gpu).half * 1e3
+    assert (ms > taken) == keeps_time and (ms == 1) == (not keeps_time)

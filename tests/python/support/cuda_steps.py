@@ -9,8 +9,10 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as dist_nn
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import lowtide
 from llama import CONFIGS, Llama
@@ -38,6 +40,37 @@ class LlamaWithLoss(Llama):
         return linear_cross_entropy(x, self.output, targets, chunking=self.chunking)
 
 
+class Experts(nn.Module):
+    """Stacked matrices, each for as many tokens; ``mesh``: its ranks have a part of
+    them each and exchange tokens."""
+
+    NUM = 4
+
+    def __init__(self, dim: int, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        self.router = nn.Linear(dim, self.NUM, bias=False)
+        self.group = mesh.get_group() if mesh is not None else None
+        here = self.NUM // (mesh.size() if mesh is not None else 1)
+        matrices = torch.empty(here, dim, dim)
+        if mesh is not None:
+            matrices = DTensor.from_local(matrices, mesh, [Shard(0)], run_check=False)
+        self.matrices = nn.Parameter(matrices)
+
+    def exchanged(self, x: Tensor) -> Tensor:
+        if self.group is None:
+            return x
+        return dist_nn.all_to_all_single(torch.empty_like(x), x, group=self.group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, _ = self.router(x).softmax(-1).topk(1)
+        matrices = self.matrices
+        if isinstance(matrices, DTensor):
+            matrices = matrices.to_local()
+        parts = self.exchanged(x.flatten(0, 1)).unflatten(0, (len(matrices), -1))
+        done = self.exchanged(torch.bmm(parts, matrices).flatten(0, 1))
+        return done.view_as(x) * weights
+
+
 def start(options: Any = None, *, bound: bool = True) -> None:
     """One rank of WORLD on NCCL; ``options``: ProcessGroupNCCL's; ``bound``: the group
     knows its device from the start."""
@@ -52,6 +85,21 @@ def start(options: Any = None, *, bound: bool = True) -> None:
         pg_options=options,
     )
     torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def give_experts(model: Any, *, parted: bool) -> dict[str, Any]:
+    """In every layer; what shards them over the ranks that have the same ones."""
+    of_parts, settings = None, {}
+    if parted:
+        shape = (dist.get_world_size() // 2, 2)
+        both = init_device_mesh("cuda", shape, mesh_dim_names=("same", "parts"))
+        of_parts = both["parts"]
+        placed = lowtide.ShardPlacementResult(None, both["same"])
+        settings["shard_placement_fn"] = lambda p: placed if p.dim() == 3 else None
+    for layer in model.layers:
+        with torch.device("meta"):
+            layer.feed_forward = Experts(32, of_parts)
+    return settings
 
 
 def units_of(model: Any) -> list[Any]:
@@ -71,12 +119,16 @@ def sharded(
     capturable: bool = False,
     unused: bool = False,
     as_zeros: bool = False,
+    experts: Literal["stacked", "parted"] | None = None,
+    optimized: bool = True,
     prepare: Callable[[nn.Module], None] = lambda model: None,
 ) -> Step:
     """A model of two layers; ``chunking``: of its head's loss, whose unit is the
     head's; ``read``: the host reads the loss; ``inputs``: the device they are on;
     ``unused``: each layer has an expert without tokens, whose gradient is reduced
-    ``as_zeros``."""
+    ``as_zeros``; ``experts``: each layer has some, all on every rank or a half of them
+    on each of two, which are on a mesh of their own; ``optimized``: steps end with the
+    optimizer's."""
     with torch.device("meta"):
         model: Any = LlamaWithLoss(TINY)
     model.chunking = chunking
@@ -89,6 +141,7 @@ def sharded(
         settings["mesh"] = init_device_mesh(
             "cuda", shape, mesh_dim_names=("replicate", "shard")
         )
+    of_experts = give_experts(model, parted=experts == "parted") if experts else {}
     for layer in model.layers:
         if unused:
             layer.expert = nn.Linear(32, 32, bias=False, device="meta")
@@ -96,7 +149,7 @@ def sharded(
             layer.compile(backend="aot_eager", fullgraph=True)
         if policy is not None:
             lowtide.checkpoint(layer, policy)
-        lowtide.fully_shard(layer, **settings)
+        lowtide.fully_shard(layer, **settings, **of_experts)
     if chunking is not None:
         lowtide.fully_shard(model.output, **settings)
     lowtide.fully_shard(model, **settings)
@@ -112,9 +165,11 @@ def sharded(
             loss = model(tokens[:, :-1], tokens[:, 1:])
             loss.backward()
         lowtide.clip_grad_norm_(model.parameters(), 1.0)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        if experts != "parted":  # torch's raises at several meshes
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if optimized:
+            optimizer.step()
+            optimizer.zero_grad()
         if read:
             loss.item()
 
@@ -203,6 +258,11 @@ KINDS: dict[str, Callable[..., Step]] = {
     "sequence parallel": sequence_parallel,
     "unused parameters": partial(sharded, unused=True),
     "unused parameters as zeros": partial(sharded, unused=True, as_zeros=True),
+    "stacked experts": partial(sharded, experts="stacked"),
+    "stacked experts, checkpointed": partial(
+        sharded, experts="stacked", policy=Policy()
+    ),
+    "experts on a mesh of their own": partial(sharded, experts="parted"),
     "read back": partial(sharded, read=True),
     "inputs from the host": partial(sharded, inputs="cpu"),
 }

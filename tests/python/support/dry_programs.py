@@ -135,7 +135,21 @@ def compiled() -> dict[str, Any]:
 
 def cuda_graph() -> dict[str, Any]:
     """A whole step in a graph, as torch.cuda.graphs' page writes it."""
-    model = Block(256).cuda()
+    return captured(Block(256).cuda())
+
+
+def sharded_cuda_graph() -> dict[str, Any]:
+    """The same of units, each checkpointed."""
+    from lowtide import ActivationPolicy, checkpoint, fully_shard
+
+    model = nn.Sequential(*(Block(256) for _ in range(3))).cuda()
+    for block in model:
+        checkpoint(block, ActivationPolicy())
+        fully_shard(block)
+    return captured(fully_shard(model))
+
+
+def captured(model: nn.Module) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
     x = torch.randn(64, 256, device="cuda")
 

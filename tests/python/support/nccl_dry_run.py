@@ -209,6 +209,7 @@ def late_frees(entries: Sequence[dict[str, Any]]) -> int:
 def settings() -> dict[str, list[Call]]:
     found = {"separate": calls_of(sharded()), "from the start": all_calls()}
     found["registered"] = registered()
+    found["replicated"] = calls_of(sharded(replicas=2))
     dist.destroy_process_group()
     os.environ["LOWTIDE_COMMUNICATORS"] = "shared"
     start_with_a_config()
