@@ -44,74 +44,100 @@ def _contiguous(logits: DeferredLogits, **kwargs: Any) -> Any:
     return Reason("its arguments") if kwargs else logits
 
 
-def _flatten(logits: DeferredLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
-    kept = torch.empty(logits.shape, device="meta").flatten(start_dim, end_dim)
-    return _shaped(logits, kept.shape)
+def _reshaped(name: str) -> Callable[..., Any]:
+    """All tokens in another shape."""
+
+    def rule(logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(arg, torch.dtype) for arg in (*args, *kwargs.values())):
+            return Reason("its arguments")
+        shape = getattr(_like(logits), name)(*args, **kwargs).shape
+        if not shape or shape[-1] != logits.shape[-1]:
+            return Reason(f"to shape {list(shape)}")
+        return logits._derive(
+            lambda h: h.reshape(*shape[:-1], h.shape[-1]), lambda z: z.reshape(shape)
+        )
+
+    return rule
 
 
-def _view(logits: DeferredLogits, *sizes: Any, **kwargs: Any) -> Any:
-    if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
-        sizes = tuple(sizes[0])
-    if kwargs or not all(isinstance(size, int) for size in sizes):
-        return Reason("its arguments")
-    return _shaped(logits, torch.empty(logits.shape, device="meta").view(sizes).shape)
+def _reshaped_as(logits: DeferredLogits, other: Tensor) -> Any:
+    return _reshaped("view")(logits, other.shape)
 
 
-def _shaped(logits: DeferredLogits, shape: torch.Size) -> Any:
-    if not shape or shape[-1] != logits.shape[-1]:
-        return Reason(f"to shape {list(shape)}")
-    return logits._derive(
-        lambda h: h.reshape(*shape[:-1], h.shape[-1]), lambda z: z.reshape(shape)
-    )
+def _parted(name: str) -> Callable[..., Any]:
+    """Some tokens or several parts, or all in another order: with the classes whole,
+    the same is done to hidden."""
+
+    def rule(logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values())):
+            return Reason("a tensor as its argument")
+
+        def cut(tensor: Tensor) -> Any:
+            return getattr(tensor, name)(*args, **kwargs)
+
+        probe, chosen = cut(_like(logits)), (name, str(args), str(kwargs))
+        if isinstance(probe, Tensor):
+            if not _whole_classes(logits, probe):
+                return Reason("of the vocabulary")
+            return logits._derive(cut, cut, chosen=chosen)
+        if not all(_whole_classes(logits, each) for each in probe):
+            return Reason("of the vocabulary")
+        return tuple(
+            logits._derive(
+                lambda _, part=part: part,  # type: ignore[misc]
+                lambda z, i=i: cut(z)[i],  # type: ignore[misc]
+                chosen=(*chosen, i),
+            )
+            for i, part in enumerate(cut(logits._hidden))
+        )
+
+    return rule
+
+
+def _iter(logits: DeferredLogits) -> Any:
+    parts = _parted("unbind")(logits)
+    return parts if isinstance(parts, Reason) else iter(parts)
 
 
 def _getitem(logits: DeferredLogits, index: Any) -> Any:
     items = index if isinstance(index, tuple) else (index,)
-    dims = logits.dim()
-    if not all(
-        item is Ellipsis or isinstance(item, slice) or type(item) is int
-        for item in items
-    ):
-        return Reason("neither integers nor slices")
-    if Ellipsis in items:
-        after = len(items) - items.index(Ellipsis) - 1
-        last = items[-1] if after else slice(None)
-    else:
-        last = items[-1] if len(items) == dims else slice(None)
-    if last != slice(None):
+    if not all(map(_is_index, items)):
+        return Reason("neither integers, slices nor tensors of them")
+    # Tensors take as many dimensions as empty slices, which no vocabulary survives.
+    probe = (part for item in items for part in _slices_like(item))
+    if not _whole_classes(logits, _like(logits)[tuple(probe)]):
         return Reason("of the vocabulary")
+    compares = not any(isinstance(item, Tensor) for item in items)
     return logits._derive(
-        lambda h: h[index], lambda z: z[index], chosen=("index", str(index))
+        lambda h: h[index],
+        lambda z: z[index],
+        chosen=("index", str(index)) if compares else object(),
     )
 
 
-def _chunk(logits: DeferredLogits, chunks: int, dim: int = 0) -> Any:
-    return _parts(logits, dim, lambda t: t.chunk(chunks, dim), f"chunk {chunks}")
+def _is_index(item: Any) -> bool:
+    if isinstance(item, slice):
+        bounds = (item.start, item.stop, item.step)
+        return all(bound is None or type(bound) is int for bound in bounds)
+    if type(item) is Tensor:
+        return item.dtype in (torch.bool, torch.int64)
+    return item is None or item is Ellipsis or type(item) is int
 
 
-def _split(logits: DeferredLogits, split_size: int | list[int], dim: int = 0) -> Any:
-    return _parts(
-        logits, dim, lambda t: t.split(split_size, dim), f"split {split_size}"
-    )
+def _slices_like(item: Any) -> tuple[Any, ...]:
+    if not isinstance(item, Tensor):
+        return (item,)
+    return (slice(0, 0),) * (item.dim() if item.dtype == torch.bool else 1)
 
 
-def _parts(
-    logits: DeferredLogits,
-    dim: int,
-    cut: Callable[[Tensor], tuple[Tensor, ...]],
-    name: str,
-) -> Any:
-    if dim in (-1, logits.dim() - 1):
-        return Reason("of the vocabulary")
-    hidden = cut(logits._hidden)
-    return tuple(
-        logits._derive(
-            lambda _, i=i: hidden[i],  # type: ignore[misc]
-            lambda z, i=i: cut(z)[i],  # type: ignore[misc]
-            chosen=(name, dim, i),
-        )
-        for i in range(len(hidden))
-    )
+def _like(logits: DeferredLogits) -> Tensor:
+    return torch.empty(logits.shape, device="meta")
+
+
+def _whole_classes(logits: DeferredLogits, view: Tensor) -> bool:
+    """Whether the last dimension of this view of :func:`_like` is the vocabulary."""
+    size = logits.shape[-1]
+    return size > 1 and view.shape[-1:] == (size,) and view.stride(-1) == 1
 
 
 def _cross_entropy(
@@ -185,18 +211,23 @@ RULES |= {
     Tensor.float: _float,
     Tensor.to: _to,
     Tensor.contiguous: _contiguous,
-    Tensor.flatten: _flatten,
-    torch.flatten: _flatten,
-    Tensor.view: _view,
-    Tensor.reshape: _view,
-    torch.reshape: _view,
+    Tensor.view_as: _reshaped_as,
+    Tensor.reshape_as: _reshaped_as,
     Tensor.__getitem__: _getitem,
-    Tensor.chunk: _chunk,
-    torch.chunk: _chunk,
-    Tensor.split: _split,
-    torch.split: _split,
+    Tensor.__iter__: _iter,
     F.cross_entropy: _cross_entropy,
     Tensor.logsumexp: _logsumexp,
     torch.logsumexp: _logsumexp,
     torch.special.logsumexp: _logsumexp,
 }
+RULES |= {
+    getattr(of, name): rule(name)
+    for rule, names in (
+        (_reshaped, ("flatten", "reshape", "squeeze", "unflatten", "unsqueeze")),
+        (_parted, ("chunk", "narrow", "permute", "select", "split")),
+        (_parted, ("tensor_split", "transpose", "unbind")),
+    )
+    for name in names
+    for of in (Tensor, torch)
+}
+RULES[Tensor.view] = _reshaped("view")
