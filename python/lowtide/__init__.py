@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from lowtide.clipping import clip_grad_norm_
     from lowtide.in_backward import optimize_in_backward
+    from lowtide.losses import defer_logits
     from lowtide.memory import memory_report
     from lowtide.muon import Muon
     from lowtide.optimizing import (
@@ -68,6 +69,7 @@ _PUBLIC = {
     "local_parameters": "lowtide.optimizing",
     "offload_states": "lowtide.optimizing",
     "optimize_in_backward": "lowtide.in_backward",
+    "defer_logits": "lowtide.losses",
     "sharded_optimizer": "lowtide.optimizing",
     "memory_report": "lowtide.memory",
     "Muon": "lowtide.muon",
@@ -100,6 +102,7 @@ __all__ = [
     "abort_step",
     "checkpoint",
     "clip_grad_norm_",
+    "defer_logits",
     "fully_shard",
     "load",
     "local_parameters",

@@ -66,7 +66,7 @@ def wrap(
         units: Or the fully qualified names of the modules to make units.
         activations: :func:`checkpoint` policy of every block. Models of Hugging Face
             need ``model.config.use_cache = False``, which is said if it is not so.
-        defer_logits: Whether to :func:`lowtide.losses.defer_logits` of the head. By
+        defer_logits: Whether to :func:`lowtide.defer_logits` of the head. By
             default where the model is one of transformers that computes its
             ``ForCausalLMLoss``, which is printed: loss and gradients are then
             ``linear_cross_entropy``'s, and logits have to be looked at before the
@@ -151,7 +151,7 @@ def _head_to_defer(
             return None
         raise ValueError(
             f"lowtide: wrap: defer_logits=True: {error} Pass it to "
-            "lowtide.losses.defer_logits."
+            "lowtide.defer_logits."
         ) from None
     alone = any(unit.module is head for unit in decision.units)
     if wanted is None and not alone and reshard_after_forward:

@@ -20,7 +20,7 @@ _WHO = "lowtide: run: --defer-logits"
 
 
 class Deferral:
-    """See :func:`lowtide.losses.defer_logits`.
+    """See :func:`lowtide.defer_logits`.
 
     Args:
         name: The head's, in every model that the program shards. ``""``: the head is

@@ -26,17 +26,18 @@ def loss_of_rows(
     rows: VocabularyRows,
     objective: Objective,
     token_chunk: int | None = None,
-) -> Tensor:
-    """The loss, 0-dim in the accumulate dtype.
+) -> tuple[Tensor, Saved]:
+    """The loss, 0-dim in the accumulate dtype, and what its backward needs.
 
     hidden: [tokens, features]; targets: int64 [tokens]; bias: [vocab_size].
     parameter: stands for the weight in autograd and gets ``rows.take_gradient()``; its
     values are not read. token_chunk: tokens in a tile, None for the default. ``rows``
     is kept for backward.
     """
-    return _RowsLoss.apply(
+    loss, *saved = _RowsLoss.apply(
         hidden, parameter, bias, targets, rows, objective, token_chunk
     )
+    return loss, Saved(*saved)
 
 
 class _RowsLoss(torch.autograd.Function):
@@ -50,7 +51,7 @@ class _RowsLoss(torch.autograd.Function):
         rows: VocabularyRows,
         objective: Objective,
         token_chunk: int | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         check_targets(targets, rows.vocab_size, objective.ignore_index)
         tokens = token_chunk_or_default(
             token_chunk,
@@ -61,13 +62,19 @@ class _RowsLoss(torch.autograd.Function):
         batch = Batch(hidden, targets, bias)
         loss, saved = loss_by_rows(batch, rows, objective, tokens)
         ctx.save_for_backward(*saved, *batch)
+        ctx.mark_non_differentiable(saved.top)
+        ctx.set_materialize_grads(False)
         ctx.rows, ctx.objective, ctx.token_chunk = rows, objective, tokens
-        return loss
+        return loss, *saved
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any, grad_loss: Tensor | None, _: None, grad_total: Tensor | None
+    ) -> tuple[Any, ...]:
         refuse_create_graph()
         top, total, *batch = ctx.saved_tensors
+        if grad_loss is None:
+            grad_loss = top.new_zeros(())
         gradients = gradients_by_rows(
             grad_loss,
             Saved(top, total),
@@ -76,6 +83,7 @@ class _RowsLoss(torch.autograd.Function):
             ctx.objective,
             ctx.token_chunk,
             ctx.needs_input_grad[:3],
+            grad_total,
         )
         return (*gradients, None, None, None, None)
 

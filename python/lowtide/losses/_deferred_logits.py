@@ -3,8 +3,8 @@
 It is seen by `__torch_function__` and so before autograd. Two things are true of every
 one: ``hidden``, whose rows times the head are its rows, and how to get its numbers from
 those of the head's whole output. What only chooses or groups tokens, or widens the
-dtype, is done to ``hidden`` and gives another such tensor; `F.cross_entropy` becomes
-the loss of ``hidden``; everything else gets the numbers.
+dtype, is done to ``hidden`` and gives another such tensor; `F.cross_entropy` and
+`torch.logsumexp` become those of ``hidden``; everything else gets the numbers.
 """
 
 import functools
@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.overrides import resolve_name
 from torch.utils._pytree import tree_map_only
 
-_HALF = (torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
 _CAST = "ToCopyBackward0"  # of a `to` that C++ called
 _MAKE_BEFORE = (
     "Make the logits before (logits = logits.clone()), or do not defer this head's."
@@ -40,7 +39,17 @@ class HeadCall(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
-    def loss(self, hidden: Tensor, targets: Tensor, **settings: Any) -> Tensor: ...
+    def loss(
+        self, hidden: Tensor, targets: Tensor, **settings: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss and `Saved`, [tokens] each, whose backward is the loss's."""
+
+    def sums(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """`Saved` without a loss."""
+
+    @property
+    def has_one_backward(self) -> bool:
+        """Whether one of these alone can be in a backward."""
 
 
 class _Family:
@@ -51,6 +60,17 @@ class _Family:
         self.logits: Tensor | None = None
         self.version = 0
         self.members: weakref.WeakSet[DeferredLogits] = weakref.WeakSet()
+        # `Saved` of tokens whose loss was computed, by `DeferredLogits._tokens`.
+        self.sums: dict[Any, tuple[Tensor, Tensor]] = {}
+
+
+class Reason(str):
+    """Why an operation that may be deferred is not, this time."""
+
+
+# What keeps logits deferred: `_deferred_rules` fills this. A rule gets deferred logits
+# and the other arguments.
+RULES: dict[Any, Callable[..., Any]] = {}
 
 
 class DeferredLogits(Tensor):
@@ -58,6 +78,7 @@ class DeferredLogits(Tensor):
 
     _family: _Family
     _hidden: Tensor
+    _tokens: tuple[Any, ...]  # which of the call, in order: equal where the same are
     _parent: "DeferredLogits | None"
     _of_parent: Callable[[Tensor], Tensor]
     _copies: bool
@@ -80,7 +101,9 @@ class DeferredLogits(Tensor):
         of_hidden: Callable[[Tensor], Tensor],
         of_logits: Callable[[Tensor], Tensor],
         dtype: torch.dtype | None = None,
+        chosen: Any = None,
     ) -> "DeferredLogits":
+        """``chosen``: tells which tokens this takes; None for all, in order."""
         derived = _stand_in(
             self._family,
             of_hidden(self._hidden),
@@ -89,7 +112,9 @@ class DeferredLogits(Tensor):
             self.requires_grad and torch.is_grad_enabled(),
         )
         derived._parent, derived._of_parent = self, of_logits
-        derived._copies = dtype is not None
+        derived._copies, derived._tokens = dtype is not None, self._tokens
+        if chosen is not None:
+            derived._tokens += ((self.shape, chosen),)
         return derived
 
     def _cast(self, dtype: torch.dtype) -> "DeferredLogits":
@@ -97,6 +122,7 @@ class DeferredLogits(Tensor):
         cast = _made(self._family, self._hidden, self.shape[-1], dtype)
         cast._parent, cast._copies = self, True
         cast._of_parent, cast._node = lambda z: z.to(dtype), None
+        cast._tokens = self._tokens
         return cast
 
     def _require_own_graph(self) -> None:
@@ -150,12 +176,12 @@ class DeferredLogits(Tensor):
         reason = ""
         first = args[0] if args else kwargs.get("input")
         if isinstance(first, DeferredLogits) and first._family.logits is None:
-            if (rule := _RULES.get(func)) is not None:
+            if (rule := RULES.get(func)) is not None:
                 first._require_own_graph()
                 first._family.call.require_unchanged()
                 rest = {k: v for k, v in kwargs.items() if k != "input"}
                 deferred = rule(first, *args[1:], **rest)
-                if not isinstance(deferred, _Reason):
+                if not isinstance(deferred, Reason):
                     return deferred
                 reason = deferred
         name = resolve_name(func) or getattr(func, "__name__", str(func))
@@ -181,7 +207,7 @@ class DeferredLogits(Tensor):
         """Comes from C++, and below autograd: numbers made here have no graph."""
         kwargs = kwargs or {}
         if func is torch.ops.aten._to_copy.default and set(kwargs) == {"dtype"}:
-            if _widens(args[0].dtype, kwargs["dtype"]):
+            if widens(args[0].dtype, kwargs["dtype"]):
                 return args[0]._cast(kwargs["dtype"])
         if torch.is_grad_enabled() and any(
             isinstance(arg, DeferredLogits) and arg.requires_grad for arg in args
@@ -241,13 +267,13 @@ class _StandIn(torch.autograd.Function):
 
 
 class _Through(torch.autograd.Function):
-    """``hidden``, and in backward a visit without a gradient to the other inputs: the
-    nodes of stand-ins whose numbers come from the whole logits."""
+    """A tensor, and in backward a visit without a gradient to the other inputs: the
+    nodes of stand-ins whose numbers come from elsewhere."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, hidden: Tensor, *visited: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, tensor: Tensor, *visited: Tensor) -> Tensor:
         ctx.visited = len(visited)
-        return hidden.view_as(hidden)
+        return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -255,14 +281,16 @@ class _Through(torch.autograd.Function):
 
 
 def _through(hidden: Tensor, members: Any) -> Tensor:
-    visited = [
-        member._hidden
-        for member in members
-        if member._parent is not None and member._hidden.requires_grad
-    ]
+    derived = [member._hidden for member in members if member._parent is not None]
+    return visiting(hidden, derived)
+
+
+def visiting(tensor: Tensor, others: list[Tensor]) -> Tensor:
+    """``tensor``, whose backward visits the nodes of ``others``, too."""
+    visited = [other for other in others if other.requires_grad]
     if not visited or not torch.is_grad_enabled():
-        return hidden
-    return _Through.apply(hidden, *visited)
+        return tensor
+    return _Through.apply(tensor, *visited)
 
 
 def _stand_in(
@@ -294,168 +322,24 @@ def _made(
         device=hidden.device,
     )
     logits._family, logits._hidden, logits._parent = family, hidden, None
-    logits._of_parent, logits._copies, logits._real = _itself, False, None
-    logits._node = None
+    logits._of_parent, logits._copies, logits._real = itself, False, None
+    logits._tokens, logits._node = (), None
     family.members.add(logits)
     return logits
 
 
-def _itself(tensor: Tensor) -> Tensor:
+def itself(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def widens(old: torch.dtype, new: torch.dtype) -> bool:
+    """Whether the loss of logits rounded to ``old`` is that of them in ``new``."""
+    return old in HALF and new == torch.float32
 
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
-
-# -- what keeps logits deferred -------------------------------------------------------
-
-
-class _Reason(str):
-    """Why an operation that may be deferred is not, this time."""
-
-
-def _as(logits: DeferredLogits, dtype: torch.dtype) -> Any:
-    if dtype == logits.dtype:
-        return logits
-    if not _widens(logits.dtype, dtype):
-        return _Reason(f"to {dtype}")
-    return logits._derive(_itself, lambda z: z.to(dtype), dtype)
-
-
-def _widens(old: torch.dtype, new: torch.dtype) -> bool:
-    """Whether the loss of logits rounded to ``old`` is that of them in ``new``."""
-    return old in _HALF and new == torch.float32
-
-
-def _float(logits: DeferredLogits, **kwargs: Any) -> Any:
-    return _Reason("its arguments") if kwargs else _as(logits, torch.float32)
-
-
-def _to(logits: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
-    if kwargs.pop("copy", False):
-        return _Reason("a copy")
-    device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
-    if layout is not None or (device is not None and device != logits.device):
-        return _Reason(f"to {device or layout}")
-    return _as(logits, dtype or logits.dtype)
-
-
-def _contiguous(logits: DeferredLogits, **kwargs: Any) -> Any:
-    return _Reason("its arguments") if kwargs else logits
-
-
-def _flatten(logits: DeferredLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
-    kept = torch.empty(logits.shape, device="meta").flatten(start_dim, end_dim)
-    return _shaped(logits, kept.shape)
-
-
-def _view(logits: DeferredLogits, *sizes: Any, **kwargs: Any) -> Any:
-    if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
-        sizes = tuple(sizes[0])
-    if kwargs or not all(isinstance(size, int) for size in sizes):
-        return _Reason("its arguments")
-    return _shaped(logits, torch.empty(logits.shape, device="meta").view(sizes).shape)
-
-
-def _shaped(logits: DeferredLogits, shape: torch.Size) -> Any:
-    if not shape or shape[-1] != logits.shape[-1]:
-        return _Reason(f"to shape {list(shape)}")
-    return logits._derive(
-        lambda h: h.reshape(*shape[:-1], h.shape[-1]), lambda z: z.reshape(shape)
-    )
-
-
-def _getitem(logits: DeferredLogits, index: Any) -> Any:
-    items = index if isinstance(index, tuple) else (index,)
-    dims = logits.dim()
-    if not all(
-        item is Ellipsis or isinstance(item, slice) or type(item) is int
-        for item in items
-    ):
-        return _Reason("neither integers nor slices")
-    if Ellipsis in items:
-        after = len(items) - items.index(Ellipsis) - 1
-        last = items[-1] if after else slice(None)
-    else:
-        last = items[-1] if len(items) == dims else slice(None)
-    if last != slice(None):
-        return _Reason("of the vocabulary")
-    return logits._derive(lambda h: h[index], lambda z: z[index])
-
-
-def _chunk(logits: DeferredLogits, chunks: int, dim: int = 0) -> Any:
-    return _parts(logits, dim, lambda t: t.chunk(chunks, dim))
-
-
-def _split(logits: DeferredLogits, split_size: int | list[int], dim: int = 0) -> Any:
-    return _parts(logits, dim, lambda t: t.split(split_size, dim))
-
-
-def _parts(
-    logits: DeferredLogits, dim: int, cut: Callable[[Tensor], tuple[Tensor, ...]]
-) -> Any:
-    if dim in (-1, logits.dim() - 1):
-        return _Reason("of the vocabulary")
-    hidden = cut(logits._hidden)
-    return tuple(
-        logits._derive(lambda _, i=i: hidden[i], lambda z, i=i: cut(z)[i])  # type: ignore[misc]
-        for i in range(len(hidden))
-    )
-
-
-def _cross_entropy(
-    logits: DeferredLogits,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    if weight is not None:
-        return _Reason("class weights")
-    if size_average is not None or reduce is not None:
-        return _Reason("size_average or reduce")
-    if reduction not in ("mean", "sum"):
-        return _Reason(f"reduction {reduction!r}")
-    if logits.dim() != 2:
-        return _Reason(f"classes in dimension 1 of {list(logits.shape)}")
-    if type(target) is not Tensor or target.dtype != torch.int64:
-        return _Reason("targets that are no int64 class indices")
-    if target.shape != logits.shape[:1]:
-        return _Reason(f"targets of shape {list(target.shape)}")
-    with torch.set_grad_enabled(logits.requires_grad and torch.is_grad_enabled()):
-        loss = logits._family.call.loss(
-            logits._hidden,
-            target,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            reduction=reduction,
-        )
-    # As autocast has cross_entropy: in fp32.
-    if torch.is_autocast_enabled(logits.device.type) and logits.dtype in _HALF:
-        return loss
-    return loss.to(logits.dtype)
-
-
-_RULES: dict[Any, Callable[..., Any]] = {
-    Tensor.float: _float,
-    Tensor.to: _to,
-    Tensor.contiguous: _contiguous,
-    Tensor.flatten: _flatten,
-    torch.flatten: _flatten,
-    Tensor.view: _view,
-    Tensor.reshape: _view,
-    torch.reshape: _view,
-    Tensor.__getitem__: _getitem,
-    Tensor.chunk: _chunk,
-    torch.chunk: _chunk,
-    Tensor.split: _split,
-    torch.split: _split,
-    F.cross_entropy: _cross_entropy,
-}
 
 # What is known without the numbers.
 _METADATA: set[Any] = {

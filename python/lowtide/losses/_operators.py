@@ -44,7 +44,7 @@ def loss_by_vocabulary(
     token_chunk: int | None,
     vocab_chunk: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, and what backward needs: top and total of `Statistics`."""
+    """The loss, and `Saved`."""
     check_targets(targets, len(weight), ignore_index)
     rows, tokens = _chunks(targets, weight, compute_dtype, token_chunk, vocab_chunk)
     objective = Objective(ignore_index, label_smoothing, z_loss, mean)
@@ -68,6 +68,7 @@ def _(
 @custom_op("lowtide::linear_cross_entropy_backward", mutates_args=())
 def _gradients(
     grad_loss: Tensor,
+    grad_total: Tensor | None,
     top: Tensor,
     total: Tensor,
     hidden: Tensor,
@@ -95,6 +96,7 @@ def _gradients(
         Objective(ignore_index, label_smoothing, z_loss, mean),
         tokens,
         (for_hidden, for_weight, for_bias),
+        grad_total,
     )
     return _or_empty(gradients, hidden)
 
@@ -102,6 +104,7 @@ def _gradients(
 @_gradients.register_fake
 def _(
     grad_loss: Tensor,
+    grad_total: Tensor | None,
     top: Tensor,
     total: Tensor,
     hidden: Tensor,
@@ -113,20 +116,24 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, *saved = output
-    _only_the_loss_has_a_gradient(ctx, *saved)
-    ctx.save_for_backward(*saved, *inputs[:4])
+    _, top, total = output
+    _have_no_gradient(ctx, top)
+    ctx.save_for_backward(top, total, *inputs[:4])
     ctx.settings = inputs[4:]
 
 
 def _backward(
-    ctx: Any, grad_loss: Tensor | None, *_: None
+    ctx: Any, grad_loss: Tensor | None, _: None, grad_total: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     refuse_create_graph()
     if grad_loss is None:
-        return (None,) * len(ctx.needs_input_grad)
+        if grad_total is None:
+            return (None,) * len(ctx.needs_input_grad)
+        grad_loss = grad_total.new_zeros(())
     needs = ctx.needs_input_grad[:3]
-    gradients = _gradients(grad_loss, *ctx.saved_tensors, *ctx.settings, *needs)
+    gradients = _gradients(
+        grad_loss, grad_total, *ctx.saved_tensors, *ctx.settings, *needs
+    )
     return _as_inputs(gradients, needs, len(ctx.settings))
 
 
@@ -190,7 +197,7 @@ def _scale(gradient: Tensor, factor: Tensor) -> None:
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, *gradients = output
-    _only_the_loss_has_a_gradient(ctx, *gradients)
+    _have_no_gradient(ctx, *gradients)
     ctx.save_for_backward(*gradients)
     ctx.num_settings = len(inputs) - 4
 
@@ -212,7 +219,7 @@ def _release(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | Non
 loss_by_tokens.register_autograd(_release, setup_context=_keep)
 
 
-def _only_the_loss_has_a_gradient(ctx: Any, *others: Tensor) -> None:
+def _have_no_gradient(ctx: Any, *others: Tensor) -> None:
     ctx.mark_non_differentiable(*others)
     # Else backward begins with zeros for each, one of them as large as the head.
     ctx.set_materialize_grads(False)

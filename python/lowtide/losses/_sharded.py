@@ -2,6 +2,7 @@
 whole head for one call."""
 
 from collections.abc import Callable, Generator
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,8 @@ from lowtide._base.classes import class_name
 from lowtide._base.rows import RowChunk, strided_chunks
 from lowtide._sharding.unit import UnitState, unit_state
 from lowtide.losses._rows import accumulate_dtype
+
+_Loss = TypeVar("_Loss", Tensor, tuple[Tensor, Tensor, Tensor])
 
 
 def stream_rows(head: nn.Linear) -> None:
@@ -79,14 +82,15 @@ class ShardedRows:
 
 
 def gathered_whole(
-    state: UnitState, head: nn.Module, hidden: Tensor, loss: Callable[[Tensor], Tensor]
-) -> Tensor:
+    state: UnitState, head: nn.Module, hidden: Tensor, loss: Callable[[Tensor], _Loss]
+) -> _Loss:
     """``loss(hidden)`` as if it were the forward of ``head``: gathered before it,
     freed after it, its gradient reduced once. A unit that casts what its modules
     return to fewer bits does not cast the loss."""
     args, _ = state._pre_forward(head, (hidden,), {})
     output = loss(args[0])
     cast_to = state.policy.output_dtype
-    widens = cast_to is not None and cast_to.itemsize >= output.itemsize
-    changed: Tensor = state._post_forward(head, args, output, casts_output=widens)
+    first = output if isinstance(output, Tensor) else output[0]
+    widens = cast_to is not None and cast_to.itemsize >= first.itemsize
+    changed: _Loss = state._post_forward(head, args, output, casts_output=widens)
     return changed

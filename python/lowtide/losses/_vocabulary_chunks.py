@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowtide._base.rows import RowChunk
-from lowtide.losses._objective import Objective, Statistics
+from lowtide.losses._objective import GradientTerms, Objective, Statistics
 from lowtide.losses._rows import VocabularyRows, accumulate_dtype
 from lowtide.losses._tiles import Tiles, fold, tile_gradient, token_chunks
 
@@ -35,10 +35,15 @@ class Batch(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """For backward: see `Statistics`."""
+    """For backward: see `Statistics`. A gradient with respect to ``total`` is that at
+    a fixed ``top``, whose choice changes no log-sum-exp."""
 
     top: Tensor
     total: Tensor
+
+    def logsumexp(self) -> Tensor:
+        """[tokens]"""
+        return self.total.log() + self.top
 
 
 def loss_by_rows(
@@ -58,11 +63,23 @@ def gradients_by_rows(
     objective: Objective,
     token_chunk: int,
     needs: tuple[bool, bool, bool],
+    grad_total: Tensor | None = None,
 ) -> Gradients:
-    """``needs``: of hidden, weight and bias; ``grad_loss``: 0-dim."""
+    """``needs``: of hidden, weight and bias; ``grad_loss``: 0-dim; ``grad_total``:
+    [tokens], with respect to ``saved.total``."""
     scale = objective.scale(batch.targets, saved.top.dtype).mul_(grad_loss)
+    shares = objective.shares(batch.targets, saved.top.dtype)
+    if grad_total is None or not len(grad_total):
+        terms = objective.terms(*saved, shares, rows.vocab_size)
+    else:
+        # Tiles in 16 bits hold gradients in units of the largest.
+        largest = torch.maximum((grad_total * saved.total).abs().amax(), scale.abs())
+        largest.masked_fill_(largest == 0, 1)
+        terms = objective.terms(*saved, shares.mul_(scale / largest), rows.vocab_size)
+        terms.factor.add_(grad_total / largest)
+        scale = largest
     # The buffers of the pass and of the rows end ahead of the casts.
-    dx, db = _backward_pass(scale, saved, batch, rows, objective, token_chunk, needs)
+    dx, db = _backward_pass(scale, terms, batch, rows, token_chunk, needs)
     dw = rows.take_gradient() if needs[1] else None
     return Gradients(
         hidden=None if dx is None else dx.mul_(scale).to(batch.hidden.dtype),
@@ -98,20 +115,17 @@ def _statistics(
 
 def _backward_pass(
     scale: Tensor,
-    saved: Saved,
+    terms: GradientTerms,
     batch: Batch,
     rows: VocabularyRows,
-    objective: Objective,
     token_chunk: int,
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of hidden (not scaled yet) and bias; the weight's go to ``rows``."""
     for_hidden, for_weight, for_bias = needs
-    wide = saved.top
+    wide = terms.top
     dx = wide.new_empty(batch.hidden.shape) if for_hidden else None
     db = wide.new_empty(rows.vocab_size) if for_bias else None
-    shares = objective.shares(batch.targets, wide.dtype)
-    terms = objective.terms(*saved, shares, rows.vocab_size)
     tiles = _tiles(batch, rows, token_chunk)
     with _one_pass(rows, batch.bias, backward=True) as chunks:
         for number, (chunk, weight, bias) in enumerate(chunks):

@@ -15,10 +15,11 @@ from lowtide._sharding.optimizers import steps_of
 from lowtide._sharding.owners import owner_of
 from lowtide._sharding.unit import UnitState, local_of, unit_state
 from lowtide._torch_version import CASTS_EACH_OF_A_LIST
+from lowtide.losses import _deferred_rules as _deferred_rules  # fills RULES
 from lowtide.losses._deferred_logits import DeferredLogits, warn_made
 from lowtide.losses._heads import tally_of
 from lowtide.losses._sharded import can_stream, gathered_whole
-from lowtide.losses.linear import linear_cross_entropy
+from lowtide.losses.linear import loss_and_sums
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -28,11 +29,11 @@ def defer_logits(head: nn.Linear) -> None:
 
     Its output has the shape, dtype and device of the logits. ``F.cross_entropy`` of it
     is ``linear_cross_entropy(hidden, head, targets)``: no tensor of tokens x vocabulary
-    is made. ``.float()``, ``.view(-1, V)`` and the like, and slices of tokens, keep it
-    deferred; whatever else touches it gets the logits, made once, with their graph and
-    the bits that the head gives, and a ``UserWarning`` names the operation, once per
-    place. docs/losses.md lists both. Call it before or after ``fully_shard``, alike on
-    all ranks.
+    is made; ``logsumexp`` of the same tokens comes with it. ``.float()``,
+    ``.view(-1, V)`` and the like, and slices of tokens, keep it deferred; whatever else
+    touches it gets the logits, made once, with their graph and the bits that the head
+    gives, and a ``UserWarning`` names the operation, once per place. docs/losses.md
+    lists both. Call it before or after ``fully_shard``, alike on all ranks.
 
     Logits must be looked at, or lost, before ``hidden`` or the head's weight change;
     RuntimeError after that. Raises ValueError for a module that is no ``nn.Linear``
@@ -86,12 +87,30 @@ class _Call:
             self._require_gathered()
             return self._head.forward(hidden)
 
-    def loss(self, hidden: Tensor, targets: Tensor, **settings: Any) -> Tensor:
-        head = self._head
-        tally_of(head).losses += 1
+    def loss(
+        self, hidden: Tensor, targets: Tensor, **settings: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        tally_of(self._head).losses += 1
+        return self._pass(hidden, targets, **settings)
 
-        def of_tensors(hidden: Tensor) -> Tensor:
-            return linear_cross_entropy(
+    def sums(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        ignored = hidden.new_full(hidden.shape[:-1], -100, dtype=torch.int64)
+        _, top, total = self._pass(hidden, ignored, reduction="sum")
+        return top, total
+
+    @property
+    def has_one_backward(self) -> bool:
+        state = unit_state(self._head)
+        streams = state is not None and _streams(state, self._head)
+        return streams and self._head.weight.requires_grad
+
+    def _pass(
+        self, hidden: Tensor, targets: Tensor, **settings: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        head = self._head
+
+        def of_tensors(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return loss_and_sums(
                 hidden, head.weight, targets, bias=head.bias, **settings
             )
 
@@ -101,7 +120,7 @@ class _Call:
                 self._require_gathered()
                 return of_tensors(hidden)
             if isinstance(head.weight, DTensor) and _streams(state, head):
-                return linear_cross_entropy(hidden, head, targets, **settings)
+                return loss_and_sums(hidden, head, targets, **settings)
             # A backward that needs the weight begins at the loss: the unit watches it.
             return gathered_whole(state, head, hidden, of_tensors)
 

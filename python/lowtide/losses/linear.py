@@ -1,6 +1,5 @@
 """``linear_cross_entropy``: a head and its loss without the logits."""
 
-import functools
 from typing import Literal
 
 import torch
@@ -15,6 +14,7 @@ from lowtide.losses._autograd import loss_of_rows
 from lowtide.losses._objective import Objective
 from lowtide.losses._operators import loss_by_tokens, loss_by_vocabulary
 from lowtide.losses._sharded import ShardedRows, can_stream, gathered_whole
+from lowtide.losses._vocabulary_chunks import Saved
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -83,44 +83,52 @@ def linear_cross_entropy(
     targets out of range (on other devices the check is asynchronous), RuntimeError in
     a backward with ``create_graph=True``.
     """
-    _check_settings(label_smoothing, z_loss, reduction)
+    objective = _objective(ignore_index, label_smoothing, z_loss, reduction)
     _check_chunks(chunking, token_chunk, vocab_chunk)
-    objective = Objective(
-        ignore_index, float(label_smoothing), float(z_loss), reduction == "mean"
-    )
+
+    def of_tensors(hidden: Tensor) -> Tensor:
+        return _of_tensors(
+            hidden, weight, targets, bias, objective, chunking, token_chunk, vocab_chunk
+        )[0]
+
     if (head := _sharded_head(weight)) is not None and bias is None:
         state = unit_state(head)
         assert state is not None
         if chunking == "vocabulary" and can_stream(state):
-            return _loss_of_sharded_rows(
+            return _of_sharded_rows(
                 state, hidden, targets, objective, token_chunk, vocab_chunk
-            )
-        whole = functools.partial(
-            _loss_of_tensors,
-            weight=head,
-            targets=targets,
-            bias=None,
-            objective=objective,
-            chunking=chunking,
-            token_chunk=token_chunk,
-            vocab_chunk=vocab_chunk,
-        )
-        return gathered_whole(state, head, hidden, whole)
-    return _loss_of_tensors(
-        hidden,
-        weight=weight,
-        targets=targets,
-        bias=bias,
-        objective=objective,
-        chunking=chunking,
-        token_chunk=token_chunk,
-        vocab_chunk=vocab_chunk,
-    )
+            )[0]
+        return gathered_whole(state, head, hidden, of_tensors)
+    return of_tensors(hidden)
 
 
-def _loss_of_tensors(
+def loss_and_sums(
     hidden: Tensor,
+    weight: Tensor | nn.Linear,
+    targets: Tensor,
     *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`linear_cross_entropy` by ``"vocabulary"`` of tensors, or of a unit whose
+    rows are streamed, and `Saved`: what is computed of its ``total`` shares the loss's
+    backward."""
+    objective = _objective(ignore_index, label_smoothing, 0.0, reduction)
+    if (head := _sharded_head(weight)) is None:
+        loss, top, total = _of_tensors(
+            hidden, weight, targets, bias, objective, "vocabulary", None, None
+        )
+        return loss, top, total
+    state = unit_state(head)
+    assert state is not None
+    loss, saved = _of_sharded_rows(state, hidden, targets, objective, None, None)
+    return loss, *saved
+
+
+def _of_tensors(
+    hidden: Tensor,
     weight: Tensor | nn.Linear,
     targets: Tensor,
     bias: Tensor | None,
@@ -128,7 +136,8 @@ def _loss_of_tensors(
     chunking: str,
     token_chunk: int | None,
     vocab_chunk: int | None,
-) -> Tensor:
+) -> tuple[Tensor, ...]:
+    """The loss, and by ``"vocabulary"`` `Saved`."""
     weight, bias = _weight_and_bias(weight, bias)
     _check_tensors(hidden, weight, targets, bias)
     flat = hidden.reshape(-1, hidden.shape[-1])
@@ -142,10 +151,10 @@ def _loss_of_tensors(
         token_chunk,
     )
     if chunking == "vocabulary":
-        return loss_by_vocabulary(*inputs, *settings, vocab_chunk)[0]
+        return loss_by_vocabulary(*inputs, *settings, vocab_chunk)
     grad = torch.is_grad_enabled()
     needs = (grad and t is not None and t.requires_grad for t in inputs[:3])
-    return loss_by_tokens(*inputs, *settings, *needs)[0]
+    return loss_by_tokens(*inputs, *settings, *needs)[:1]
 
 
 def _sharded_head(weight: Tensor | nn.Linear) -> nn.Linear | None:
@@ -156,14 +165,14 @@ def _sharded_head(weight: Tensor | nn.Linear) -> nn.Linear | None:
     return weight if state is not None and state.modules == (weight,) else None
 
 
-def _loss_of_sharded_rows(
+def _of_sharded_rows(
     state: UnitState,
     hidden: Tensor,
     targets: Tensor,
     objective: Objective,
     token_chunk: int | None,
     vocab_chunk: int | None,
-) -> Tensor:
+) -> tuple[Tensor, Saved]:
     parameter = state.parameters[0].shard
     recorded = torch.is_grad_enabled() and (
         hidden.requires_grad or parameter.requires_grad
@@ -282,13 +291,18 @@ def _compute_dtype(hidden: Tensor, weight: torch.dtype) -> torch.dtype:
     return hidden.dtype
 
 
-def _check_settings(label_smoothing: float, z_loss: float, reduction: str) -> None:
+def _objective(
+    ignore_index: int, label_smoothing: float, z_loss: float, reduction: str
+) -> Objective:
     if not 0.0 <= label_smoothing <= 1.0:
         raise _error("label_smoothing", "a number in [0, 1]", label_smoothing)
     if not z_loss >= 0.0:
         raise _error("z_loss", "a number >= 0", z_loss)
     if reduction not in ("mean", "sum"):
         raise _error("reduction", "'mean' or 'sum'", repr(reduction))
+    return Objective(
+        ignore_index, float(label_smoothing), float(z_loss), reduction == "mean"
+    )
 
 
 def _check_chunks(

@@ -19,6 +19,7 @@ from lowtide.losses import defer_logits
 from lowtide.losses._heads import tally_of
 from support.bits import same_bits
 from support.models import MODELS
+from support.z_losses import olmo
 
 STEPS = 3
 
@@ -96,6 +97,23 @@ def test_the_loss_of_a_compiled_model_needs_no_logits(compiled, loss_of, name):
     expected = train(name, nothing, loss_of)
     for mine, wanted in zip(train(name, compiled, loss_of), expected, strict=True):
         assert same_bits(mine, wanted)
+
+
+def with_z_loss(model: Any, ids: Tensor) -> Tensor:
+    return olmo(model(input_ids=ids, use_cache=False).logits, ids)
+
+
+def with_z_loss_in_graph(model: Any, ids: Tensor) -> Tensor:
+    loss = torch.compile(olmo, backend="aot_eager")
+    return loss(model(input_ids=ids, use_cache=False).logits, ids)
+
+
+@pytest.mark.parametrize("loss_of", [with_z_loss, with_z_loss_in_graph])
+@pytest.mark.parametrize("compiled", [nothing, whole])
+def test_a_z_loss_needs_no_logits(compiled, loss_of):
+    expected = train("llama", nothing, with_z_loss)
+    for mine, wanted in zip(train("llama", compiled, loss_of), expected, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("compiled", [nothing, blocks])

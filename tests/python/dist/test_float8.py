@@ -100,7 +100,7 @@ def train(system_name: str, recipe: str, how: tuple[str, ...]) -> Record:
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
     if "without logits" in how:
-        lowtide.losses.defer_logits(model.output)
+        lowtide.defer_logits(model.output)
     record = Recorder()
     for step in range(STEPS):
         for microbatch in range(2):

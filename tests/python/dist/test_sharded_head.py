@@ -122,7 +122,7 @@ def steps_of_one_process(
             ids, targets = batch(rank, step)
             rows = StridedRows(net.head.weight, world_size, 128 // DIM)
             h = net.hidden(ids)
-            loss = loss_of_rows(
+            loss, _ = loss_of_rows(
                 h.flatten(0, 1), net.head.weight, None, targets.flatten(), rows, MEAN
             )
             loss.backward()

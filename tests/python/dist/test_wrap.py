@@ -293,7 +293,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"defer_logits": True, "model": torch.nn.Sequential(torch.nn.Linear(4, 4))},
         "lowtide: wrap: defer_logits=True: expected one nn.Linear with an output for "
         "each row of its embedding in Sequential, got none. Name the layer that makes "
-        "the logits. Pass it to lowtide.losses.defer_logits.",
+        "the logits. Pass it to lowtide.defer_logits.",
     ),
     "another word": (
         {"units": "blocks"},

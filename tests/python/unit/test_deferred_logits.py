@@ -116,12 +116,44 @@ def test_settings_against_float64(settings, bias):
         torch.testing.assert_close(mine.double(), reference, rtol=1e-5, atol=1e-6)
 
 
+MASK = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % 3 == 0
+LAST = torch.tensor([2, 5, 7])
+# What is done to [batch, length, vocabulary], and alike to hidden -> its tokens' shape.
 TOKENS: dict[str, tuple[Callable[[Tensor], Any], tuple[int, ...]]] = {
     "shifted": (lambda x: x[..., :-1, :], (BATCH, LENGTH - 1)),
     "leading": (lambda x: x[:, 1:], (BATCH, LENGTH - 1)),
     "sample": (lambda x: x[1], (LENGTH,)),
     "chunk": (lambda x: x.chunk(2, dim=1)[1], (BATCH, LENGTH // 2)),
     "split": (lambda x: torch.split(x, 3, dim=1)[2], (BATCH, 2)),
+    "sections": (lambda x: x.split([2, 1], dim=0)[1], (1, LENGTH)),
+    "named": (
+        lambda x: torch.split(x, split_size_or_sections=4, dim=1)[0],
+        (BATCH, 4),
+    ),
+    "tensor_split": (lambda x: x.tensor_split(3, dim=1)[0], (BATCH, 3)),
+    "narrow": (lambda x: x.narrow(1, 2, 3), (BATCH, 3)),
+    "narrow_named": (lambda x: torch.narrow(x, dim=-2, start=0, length=2), (BATCH, 2)),
+    "select": (lambda x: x.select(0, -1), (LENGTH,)),
+    "unbind": (lambda x: torch.unbind(x, 1)[3], (BATCH,)),
+    "iterated": (lambda x: [*x][2], (LENGTH,)),
+    "transpose": (lambda x: x.transpose(0, 1), (LENGTH, BATCH)),
+    "permute": (lambda x: x.permute(1, 0, 2)[1:], (LENGTH - 1, BATCH)),
+    "unsqueeze": (lambda x: x.unsqueeze(1), (BATCH, 1, LENGTH)),
+    "squeeze": (lambda x: x[:1].squeeze(0), (LENGTH,)),
+    "squeeze_all": (lambda x: torch.squeeze(x[:1, None]), (LENGTH,)),
+    "view_as": (
+        lambda x: x.view_as(torch.empty(LENGTH, BATCH, x.shape[-1])),
+        (LENGTH, BATCH),
+    ),
+    "reshape_as": (lambda x: x.reshape_as(x[None]), (1, BATCH, LENGTH)),
+    "unflatten": (lambda x: x.unflatten(1, (2, -1)), (BATCH, 2, LENGTH // 2)),
+    "new_dimension": (lambda x: x[:, None, 1:], (BATCH, 1, LENGTH - 1)),
+    "mask": (lambda x: x[MASK], (int(MASK.sum()),)),
+    "mask_of_samples": (lambda x: x[torch.tensor([True, False, True])], (2, LENGTH)),
+    "mask_of_flat": (lambda x: x.flatten(0, 1)[MASK.flatten()], (int(MASK.sum()),)),
+    "last_of_each": (lambda x: x[torch.arange(BATCH), LAST], (BATCH,)),
+    "some": (lambda x: x[:, LAST], (BATCH, 3)),
+    "first_ones": (lambda x: x[:, :LENGTH][..., LAST, :], (BATCH, 3)),
 }
 
 
@@ -153,6 +185,19 @@ LOOKS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "arithmetic": (lambda z: z / 2.0, "torch.Tensor.div"),
     "second": (lambda z: torch.mul(2.0 * torch.ones(VOCAB), z), "torch.mul"),
     "classes": (lambda z: z[..., :5], "__getitem__ (of the vocabulary)"),
+    "picked": (lambda z: z[..., LAST], "__getitem__ (of the vocabulary)"),
+    "mask": (
+        lambda z: z[torch.ones(BATCH, LENGTH, VOCAB, dtype=torch.bool)],
+        "__getitem__ (of the vocabulary)",
+    ),
+    "behind": (lambda z: z[..., None], "__getitem__ (of the vocabulary)"),
+    "list_index": (lambda z: z[[0, 2]], "__getitem__ (neither integers"),
+    "narrow_of_classes": (lambda z: z.narrow(-1, 0, 5), "narrow (of the vocabulary)"),
+    "class": (lambda z: z.select(2, 3), "select (of the vocabulary)"),
+    "classes_split": (lambda z: z.unbind(-1)[0], "unbind (of the vocabulary)"),
+    "unsqueeze": (lambda z: z.unsqueeze(-1), "unsqueeze (to shape"),
+    "unflatten": (lambda z: z.unflatten(-1, (VOCAB, 1)), "unflatten (to shape"),
+    "as_bytes": (lambda z: z.view(torch.int32), "view (its arguments)"),
     "double": (lambda z: z.double(), "torch.Tensor.double"),
     "narrow": (lambda z: z.to(torch.bfloat16), "to (to torch.bfloat16)"),
     "list": (lambda z: torch.cat([z, z]), "torch.cat"),
@@ -169,7 +214,7 @@ LOOKS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     ),
     "classes_second": (
         lambda z: F.cross_entropy(z.transpose(1, 2), inputs()[1]),
-        "torch.Tensor.transpose",
+        "torch.Tensor.transpose (of the vocabulary)",
     ),
 }
 

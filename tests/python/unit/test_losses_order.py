@@ -83,7 +83,7 @@ def test_rows_of_several_ranks(case, dtype, one_thread):
     case = replace(case, dtype=dtype)
     leaves, targets = case.tensors()
     rows = StridedRows(leaves["weight"], world_size=4, rows_per_rank=3)
-    loss = loss_of_rows(
+    loss, _ = loss_of_rows(
         leaves["hidden"],
         leaves["weight"],
         leaves.get("bias"),

@@ -73,7 +73,7 @@ def run(
     leaves, targets = case.tensors()
     for name in frozen:
         leaves[name].requires_grad_(False)
-    loss = loss_of_rows(
+    loss, _ = loss_of_rows(
         leaves["hidden"], leaves["weight"], None, targets, rows, case.objective
     )
     return {"loss": loss.detach(), **gradients(loss, leaves)}

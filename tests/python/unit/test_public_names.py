@@ -20,15 +20,15 @@ LATER = {"GradientReductionHandle"}  # what a later torch has beyond these
 OWN = {
     *("wrap", "plan", "memory_report", "abort_step", "clip_grad_norm_"),
     *("local_parameters", "sharded_optimizer", "offload_states"),
-    *("optimize_in_backward", "Muon"),
+    *("optimize_in_backward", "Muon", "defer_logits"),
     *("checkpoint", "tag", "ActivationPolicy"),
     *("save", "load", "step", "sleep", "wake"),
 }
 MODULES = {"losses", "phantom", "sequence_parallel", "spmd"}
 
 
-def test_nine_of_fsdp2_eighteen_of_our_own_and_four_modules():
-    assert len(FSDP2) == 9 and len(OWN) == 18
+def test_nine_of_fsdp2_nineteen_of_our_own_and_four_modules():
+    assert len(FSDP2) == 9 and len(OWN) == 19
     theirs = FSDP2 if VERSION >= (2, 12) else FSDP2 - {"DataParallelMeshDims"}
     assert theirs <= set(_fully_shard.__all__) <= FSDP2 | LATER
     assert sorted(lowtide.__all__) == sorted({*FSDP2, *PRIVATE, *OWN, *MODULES})
@@ -46,6 +46,10 @@ def test_name_leads_to_what_it_says(name):
     kind = ModuleType if name in MODULES else (FunctionType, type)
     assert isinstance(getattr(lowtide, name), kind)
     assert name in dir(lowtide)
+
+
+def test_deferred_logits_have_one_function():
+    assert lowtide.defer_logits is lowtide.losses.defer_logits
 
 
 def test_unknown_name_is_no_attribute():
