@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lowtide.activations import checkpoint, tag
     from lowtide.api import (
         FSDPModule,
+        GradientReductionHandle,
         UnshardHandle,
         abort_step,
         fully_shard,
@@ -59,6 +60,7 @@ _PUBLIC = {
     "checkpoint": "lowtide.activations",
     "tag": "lowtide.activations",
     "FSDPModule": "lowtide.api",
+    "GradientReductionHandle": "lowtide.api",
     "UnshardHandle": "lowtide.api",
     "abort_step": "lowtide.api",
     "fully_shard": "lowtide.api",
@@ -92,6 +94,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
+    "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "Muon",
     "OffloadPolicy",
