@@ -1,7 +1,6 @@
 // The sequence-parallel operators in the autograd graph.
 //
-// torch 2.15 turns Node into an intrusive_ptr; what depends on its being a
-// shared_ptr is in the .cpp.
+// How torch holds a node differs between its versions: base/torch_version.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>

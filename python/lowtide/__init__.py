@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lowtide.activations import checkpoint, tag
     from lowtide.api import (
         FSDPModule,
+        GradientReductionHandle,
         UnshardHandle,
         abort_step,
         fully_shard,
@@ -60,6 +61,7 @@ _PUBLIC = {
     "checkpoint": "lowtide.activations",
     "tag": "lowtide.activations",
     "FSDPModule": "lowtide.api",
+    "GradientReductionHandle": "lowtide.api",
     "UnshardHandle": "lowtide.api",
     "abort_step": "lowtide.api",
     "fully_shard": "lowtide.api",
@@ -94,6 +96,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
+    "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "Muon",
     "OffloadPolicy",

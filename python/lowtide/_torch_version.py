@@ -2,10 +2,12 @@
 module asks for torch's version."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -73,6 +75,35 @@ else:
 
         placement: Shard | None
         mesh_info: Any
+
+
+if VERSION >= (2, 15):
+    from torch.distributed.fsdp import GradientReductionHandle
+else:
+
+    class GradientReductionHandle:  # type: ignore[no-redef]
+        """torch 2.15's, what ``finalize_backward(async_op=True)`` returns."""
+
+        def wait(self) -> None:
+            """Waits until the gradients are reduced."""
+
+
+_OVERRIDE = "param_dtype_override_fn"  # a field of 2.15's MixedPrecisionPolicy
+
+
+def dtype_override(
+    policy: MixedPrecisionPolicy,
+) -> Callable[[torch.nn.Parameter], torch.dtype | None] | None:
+    """The policy's ``param_dtype_override_fn``, if it has one: before 2.15 only a
+    program that has put one there does."""
+    return getattr(policy, _OVERRIDE, None)
+
+
+def without_dtype_override(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """The policy of parameters of which ``param_dtype_override_fn`` says nothing."""
+    names = {field.name for field in dataclasses.fields(policy)} & {_OVERRIDE}
+    changes: dict[str, Any] = dict.fromkeys(names)
+    return dataclasses.replace(policy, **changes)
 
 
 def default_reduce_dtype(storage: torch.dtype, compute: torch.dtype) -> torch.dtype:

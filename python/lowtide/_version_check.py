@@ -38,5 +38,15 @@ def check_torch(*, built_for: str, built_for_cuda: str) -> None:
     raise ImportError(
         f"lowtide: torch: expected {built_for} (CUDA {built_for_cuda or 'off'}), which "
         f"this build was compiled for, got {running} (CUDA {running_cuda}). {_REBUILD} "
-        f"`pip install torch=={built_for.split('+')[0]}`."
+        f"`{_install(built_for.split('+')[0], built_for_cuda)}`."
     )
+
+
+def _install(version: str, cuda: str) -> str:
+    """The command for torch's wheel. Without the CUDA in the version pip takes a wheel
+    of another one for satisfied."""
+    if not cuda:
+        return f"pip install torch=={version}"
+    build = "cu" + "".join(cuda.split(".")[:2])
+    index = f"https://download.pytorch.org/whl/{build}"
+    return f"pip install torch=={version}+{build} --index-url {index}"

@@ -26,6 +26,7 @@ from lowtide._sharding.placements import PlacementFn, Where, by_mesh
 from lowtide._sharding.root import before_first_forward
 from lowtide._sharding.spmd_mesh import data_parallel_mesh
 from lowtide._sharding.unit import UnitState, unit_state, units_of
+from lowtide._torch_version import GradientReductionHandle
 from lowtide.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -35,6 +36,7 @@ from lowtide.policies import (
 
 __all__ = [
     "FSDPModule",
+    "GradientReductionHandle",
     "UnshardHandle",
     "abort_step",
     "fully_shard",

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch.distributed.fsdp import (
@@ -18,6 +18,7 @@ from lowtide._torch_version import (
     GradDtype,
     ShardPlacementResult,
     default_reduce_dtype,
+    dtype_override,
 )
 
 __all__ = [
@@ -33,7 +34,6 @@ __all__ = [
     "overridden_dtype",
     "parameter_dtypes",
     "reduced_together",
-    "without_override",
 ]
 
 # How a weight's gradient gets to where it is reduced from: autograd's, copied there, or
@@ -116,16 +116,6 @@ def reduced_together(
     return dataclasses.replace(own, reduce=widest)
 
 
-_OVERRIDE = "param_dtype_override_fn"
-
-
-def without_override(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """That of parameters of which ``param_dtype_override_fn`` says nothing."""
-    names = {field.name for field in dataclasses.fields(policy)} & {_OVERRIDE}
-    changes: dict[str, Any] = dict.fromkeys(names)
-    return dataclasses.replace(policy, **changes)
-
-
 def overridden_dtype(
     parameter: torch.nn.Parameter, policy: MixedPrecisionPolicy, *, who: str
 ) -> torch.dtype | None:
@@ -135,12 +125,12 @@ def overridden_dtype(
     Raises:
         ValueError: For another dtype than that and the parameter's own.
     """
-    override = getattr(policy, _OVERRIDE, None)
+    override = dtype_override(policy)
     dtype = override(parameter) if override is not None else None
     if dtype not in (None, policy.param_dtype, parameter.dtype):
         raise ValueError(
-            f"lowtide: {who}: expected {_OVERRIDE} to return None, the "
-            f"policy's param_dtype, {policy.param_dtype}, or the parameter's own, "
+            f"lowtide: {who}: expected param_dtype_override_fn to return None, "
+            f"the policy's param_dtype, {policy.param_dtype}, or the parameter's own, "
             f"{parameter.dtype}, got {dtype}. Convert the parameter before fully_shard."
         )
     return dtype

@@ -21,6 +21,7 @@ from lowtide._sharding.buffers_of_group import (
 from lowtide._sharding.conversions import converted
 from lowtide._sharding.groups import one_communicator
 from lowtide._sharding.unit import UnitState, unit_state, units_of
+from lowtide._torch_version import GradientReductionHandle
 
 
 class _PlaceOfOriginal:
@@ -324,7 +325,7 @@ class FSDPModule(TorchFSDPModule):
         state = self._get_fsdp_state()
         if state.settings.gradient_sync:
             state._root_post_backward_final_callback()
-        return _GradientReductionHandle() if async_op else None
+        return _Finalized() if async_op else None
 
     def reset_iter_state(self) -> None:
         """What :func:`lowtide.abort_step` does, of the root alone: another unit raises
@@ -386,10 +387,7 @@ for _name in {name for name in vars(TorchFSDPModule) if not name.startswith("_")
         setattr(FSDPModule, _name, _refused(_name))
 
 
-_Handle: Any = getattr(_fully_shard, "GradientReductionHandle", object)  # torch 2.15's
-
-
-class _GradientReductionHandle(_Handle):
+class _Finalized(GradientReductionHandle):
     def wait(self) -> None:
         """Nothing is left to wait for."""
 

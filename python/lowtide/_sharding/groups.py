@@ -155,6 +155,7 @@ def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
     if device.type == "cuda":
         backend = _backend(group, device)
         # A group that knew its device from the start has one: this would be another.
+        # That is of the backend, not of the version: only NCCL's tell.
         if hasattr(backend, "_comm_ptr") and not backend._comm_ptr():
             backend.eager_connect_single_device(device)
 

@@ -44,7 +44,12 @@ from lowtide._sharding.parameter import (
 )
 from lowtide._sharding.private_state import PrivateState
 from lowtide._sharding.subclass import extended_class, require_hooks
-from lowtide._torch_version import CASTS_EACH_OF_A_LIST, OWN, chosen_grad_dtype
+from lowtide._torch_version import (
+    CASTS_EACH_OF_A_LIST,
+    OWN,
+    chosen_grad_dtype,
+    without_dtype_override,
+)
 from lowtide.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -55,7 +60,6 @@ from lowtide.policies import (
     overridden_dtype,
     parameter_dtypes,
     reduced_together,
-    without_override,
 )
 
 _numbers = itertools.count(1)  # of gathers without a root
@@ -90,7 +94,7 @@ class UnitState(PrivateState):
         self.device = device
         # Where shards and reduced gradients are.
         self.home = device
-        self.policy = without_override(policy)
+        self.policy = without_dtype_override(policy)
         self._overridden_dtype = functools.partial(overridden_dtype, policy=policy)
         self.auto_reshard = reshard_after_forward is None
         self.over = f" over {_text_of(mesh)}" if first is not None else ""

@@ -72,12 +72,14 @@ def model_on(name: str) -> tuple[Any, Any]:
     return model, (mesh, batch)
 
 
-def train(system_name: str | None, name: str) -> Record:
+def train(system_name: str | None, name: str, reshard: bool = True) -> Record:
     model, (mesh, batch) = model_on(name)
     if system_name is not None:
         dims = DataParallelMeshDims(**MESHES[name][2])
         for module in (*model, model):
-            get_system(system_name).fully_shard(module, mesh=mesh, dp_mesh_dims=dims)
+            get_system(system_name).fully_shard(
+                module, mesh=mesh, dp_mesh_dims=dims, reshard_after_forward=reshard
+            )
     record = Recorder()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
     for step in range(3):
@@ -108,10 +110,11 @@ def num_ranks(name: str) -> int:
 
 
 @pytest.mark.skipif(VERSION < (2, 12), reason="FSDP2 has dp_mesh_dims from 2.12 on")
+@pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("name", MESHES)
-def test_training_equals_fsdp2(pool_of, name):
+def test_training_equals_fsdp2(pool_of, name, reshard):
     pool = pool_of(num_ranks(name))
-    assert_trains_as_fsdp2(pool, train, name)
+    assert_trains_as_fsdp2(pool, train, name, reshard)
 
 
 @pytest.mark.parametrize("name", MESHES)

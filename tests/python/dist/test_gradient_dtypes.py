@@ -3,7 +3,7 @@ the reduction. FSDP2 follows it from torch 2.15 on, lowtide on any."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -44,7 +44,10 @@ CASES = {
 def module(case: Case) -> Any:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 8))
-    model.to(case.storage)
+    return choose(case, model.to(case.storage))
+
+
+def choose(case: Case, model: Any) -> Any:
     for parameter in model.parameters():
         chosen = case.weights if parameter.ndim == 2 else case.biases
         if chosen != "own":
@@ -57,11 +60,14 @@ def inputs(step: int, micro: int) -> torch.Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
 
 
-def train(system_name: str, name: str, accumulate: bool) -> Record:
+def train(system_name: str, name: str, accumulate: bool, late: bool = False) -> Record:
+    """``late``: the dtypes are chosen between ``fully_shard`` and the first forward."""
     case, system, record = CASES[name], get_system(system_name), Recorder()
-    model = module(case)
+    model = module(replace(case, weights="own", biases="own") if late else case)
     policy = system.MixedPrecisionPolicy(case.compute, case.reduce)
     system.fully_shard(model, mp_policy=policy)
+    if late:
+        choose(case, model)
     for step in range(3):
         for micro in range(2):
             model.set_requires_gradient_sync(micro == 1 or not accumulate)
@@ -89,6 +95,12 @@ def test_bits_are_those_of_fsdp2(pool_of, name, accumulate):
     if name == "mixed" and accumulate:
         pytest.skip("microbatches are summed in the wider dtype, FSDP2's in theirs")
     assert_trains_as_fsdp2(pool_of(2), train, name, accumulate)
+
+
+@pytest.mark.skipif(VERSION < (2, 15), reason="FSDP2 follows it from 2.15 on")
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"unset"}))
+def test_chosen_before_the_first_forward_is_followed(pool_of, name):
+    assert_trains_as_fsdp2(pool_of(2), train, name, False, True)
 
 
 def one_step(name: str) -> list[tuple[str, Any, Any, torch.Tensor, torch.Tensor]]:

@@ -115,6 +115,22 @@ def divided_by(factor: float) -> Callable[[System, Any], None]:
     return change
 
 
+def divided_by_its_old_name(system: System, unit: Any) -> None:
+    unit.set_force_sum_reduction_for_comms(dist.get_world_size() > 1)
+    unit.set_reduce_scatter_divide_factor(5.0)
+
+
+def three_input_buffers(system: System, unit: Any) -> None:
+    """Of torch 2.13, and no matter of bits; as the next one."""
+    if hasattr(unit, "set_reduce_scatter_max_input_buffers"):
+        unit.set_reduce_scatter_max_input_buffers(3)
+
+
+def reductions_of_their_own(system: System, unit: Any) -> None:
+    if hasattr(unit, "set_separate_reduce_scatter_group"):
+        unit.set_separate_reduce_scatter_group(True)
+
+
 def halving_hook(system: System, unit: Any) -> None:
     unit.set_all_reduce_hook(lambda row: row.mul_(0.375))
 
@@ -161,6 +177,15 @@ SETTINGS: dict[str, Setting] = {
     "ignored_params": Setting(ignore_norms),
     "force_sum": Setting(change=sum_of_gradients),
     "divide_factor": Setting(change=divided_by(3.0), microbatches=2),
+    "reduce_scatter_divide_factor": Setting(
+        change=divided_by_its_old_name, microbatches=2
+    ),
+    "reduce_scatter_max_input_buffers": Setting(
+        change=three_input_buffers, microbatches=2
+    ),
+    "separate_reduce_scatter_group": Setting(
+        change=reductions_of_their_own, microbatches=2
+    ),
     "all_reduce_hook": Setting(change=halving_hook, microbatches=2),
     "unshard_in_backward": Setting(change=not_unsharded_in_backward),
     "buffers_of_the_group": Setting(change=buffers_of_the_group),
@@ -328,6 +353,61 @@ def test_kept_storage_has_its_place_and_its_values(pool_of):
     assert pool_of(2).run(places_of_full_parameters, False) == 2 * [
         [False, "lowtide", False, True, 0]
     ]
+
+
+class Interrupted(Exception):
+    pass
+
+
+def train_interrupted(system_name: str, where: str) -> Record:
+    """The second step ends behind its first microbatch, or in its second one: in the
+    last layer's forward, or in the first one's backward. It is begun anew."""
+    model = llama(get_system(system_name), Setting())
+    optimizer = adamw(model, foreach=False)
+    record = Recorder()
+
+    def interrupt(*_: Any) -> None:
+        raise Interrupted
+
+    def fail(where: str, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        first, last = (layer.ffn_norm for layer in model.layers)
+        hook = (
+            last.register_forward_hook(interrupt)
+            if where == "forward"
+            else first.register_full_backward_hook(interrupt)
+        )
+        with pytest.raises(Interrupted):
+            loss_fn(model(inputs), targets).backward()
+        hook.remove()
+
+    def step(number: int, interrupted: bool) -> None:
+        for microbatch in range(2):
+            model.set_requires_gradient_sync(microbatch == 1)
+            inputs, targets = batch(CONFIG, number, microbatch, dist.get_rank())
+            if interrupted and microbatch == 1:
+                if where != "between":
+                    fail(where, inputs, targets)
+                return
+            loss = loss_fn(model(inputs), targets)
+            record.add("loss", loss)
+            loss.backward()
+
+    for number in range(NUM_STEPS):
+        if number == 1:
+            step(number, True)
+            model.reset_iter_state()  # drops the first microbatch's gradients
+            if where == "backward":
+                optimizer.zero_grad()  # those of the units that were reduced
+        step(number, False)
+        finish_step(model, optimizer, record)
+    return record.values
+
+
+@pytest.mark.skipif(VERSION < (2, 13), reason="FSDP2 has reset_iter_state from 2.13 on")
+@pytest.mark.parametrize("where", ["between", "forward", "backward"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_interrupted_step_is_begun_anew(pool_of, num_ranks, where):
+    assert_trains_as_fsdp2(pool_of(num_ranks), train_interrupted, where)
 
 
 def call_other_methods(system_name: str) -> Record:

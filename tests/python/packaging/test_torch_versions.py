@@ -33,6 +33,31 @@ def test_its_pins_are_of_that_version(minor):
     assert any(re.fullmatch(rf"torch=={re.escape(name)}\.\d+", pin) for pin in pins)
 
 
+# Each says the version to somebody; none goes by it.
+SAYS = {"_version_check.py", "cli/env.py", "_sharding/fsdp_module.py"}
+ASKS = re.compile(
+    r"torch\.__version__|torch\.version\.__version__|TorchVersion|\bVERSION\b"
+    # What this torch has, asked of it by name.
+    r'|(get|has)attr\(_?(torch|dist|c10d|fully_shard)\b[^,]*, "'
+)
+
+
+def asking(folder: str, pattern: re.Pattern[str]) -> set[str]:
+    root = ROOT / folder
+    return {
+        str(path.relative_to(root))
+        for path in root.rglob("*")
+        if path.suffix in {".py", ".h", ".cpp", ".cu", ".cuh"}
+        if pattern.search(path.read_text())
+    }
+
+
+def test_one_module_and_one_header_ask_for_torchs_version():
+    assert asking("python/lowtide", ASKS) - SAYS == {"_torch_version.py"}
+    pattern = re.compile(r"TORCH_VERSION_|#\s*if.*TORCH_AT_LEAST")
+    assert asking("csrc", pattern) == {"base/torch_version.h"}
+
+
 def test_the_table_has_no_others():
     rows = re.findall(
         r"^\| (\d+)\.(\d+)\.\d+\S* \| 3",

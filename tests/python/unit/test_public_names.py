@@ -14,9 +14,10 @@ FSDP2 = {
     *("fully_shard", "FSDPModule", "UnshardHandle", "register_fsdp_forward_method"),
     *("share_comm_ctx", "MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"),
     "DataParallelMeshDims",  # of torch 2.12
+    "GradientReductionHandle",  # of torch 2.15
 }
+SINCE = {"DataParallelMeshDims": (2, 12), "GradientReductionHandle": (2, 15)}
 PRIVATE = {"ShardPlacementResult"}  # of torch 2.12, which keeps it in a private module
-LATER = {"GradientReductionHandle"}  # what a later torch has beyond these
 OWN = {
     *("wrap", "plan", "memory_report", "abort_step", "clip_grad_norm_"),
     *("local_parameters", "sharded_optimizer", "offload_states"),
@@ -27,11 +28,18 @@ OWN = {
 MODULES = {"losses", "phantom", "sequence_parallel", "spmd"}
 
 
-def test_nine_of_fsdp2_nineteen_of_our_own_and_four_modules():
-    assert len(FSDP2) == 9 and len(OWN) == 19
-    theirs = FSDP2 if VERSION >= (2, 12) else FSDP2 - {"DataParallelMeshDims"}
-    assert theirs <= set(_fully_shard.__all__) <= FSDP2 | LATER
+def test_ten_of_fsdp2_nineteen_of_our_own_and_four_modules():
+    assert len(FSDP2) == 10 and len(OWN) == 19
+    theirs = {name for name in FSDP2 if VERSION >= SINCE.get(name, (2, 11))}
+    assert theirs == set(_fully_shard.__all__)
     assert sorted(lowtide.__all__) == sorted({*FSDP2, *PRIVATE, *OWN, *MODULES})
+
+
+@pytest.mark.parametrize("name", _fully_shard.__all__)
+def test_class_of_torchs_is_torchs_or_derived(name):
+    mine, torchs = getattr(lowtide, name), getattr(_fully_shard, name)
+    if name != "fully_shard":
+        assert mine is torchs or issubclass(mine, torchs)
 
 
 def test_methods_of_torchs_are_our_own():
