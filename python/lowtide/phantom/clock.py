@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -179,7 +179,7 @@ class timeline:
             phases[name] = phases[name] + usage if name in phases else usage
         begin, end = marks[0][1], marks[-1][1]
         collectives: Counter[str] = Counter()
-        num_bytes: Counter[str] = Counter()
+        num_bytes: defaultdict[str, float] = defaultdict(float)
         for span in self.spans(begin, end):
             if span.kind == "collective":
                 collectives[span.name] += 1
