@@ -13,6 +13,7 @@ from points import Each, Points
 NAME = "time_llama"
 GPU = "h100"
 SYSTEMS = ("lowtide", "fsdp2")
+ONE = "lowtide, one communicator"
 PHASES = ("forward", "loss", "backward", "optimizer")
 NAMES = {
     "exposed": "exposed communication",
@@ -101,7 +102,8 @@ def rows_for(setting: Setting, each: Each) -> Iterator[Row]:
         ("--system", system, "--loss", loss, *setting.arguments)
         for system, loss in losses.items()
     ]
-    found: dict[str, Times] = dict(zip(losses, each(arguments), strict=True))
+    *both, shared = each([*arguments, (*arguments[0], "--shared")])
+    found: dict[str, Times] = dict(zip(losses, both, strict=True))
     row = rows_of(NAME)
     for system, times in found.items():
         step, phases = times["step"], times["phases"]
@@ -124,6 +126,8 @@ def rows_for(setting: Setting, each: Each) -> Iterator[Row]:
             quantity = f"{name}, {setting}"
             value = ms(step[kind])
             yield row(system, quantity, value, "ms", "simulated", notes[kind])
+    seconds = ms(shared["step"]["seconds"])
+    yield row(ONE, f"step, {setting}", seconds, "ms", "simulated")
     for kind, name in NAMES.items():
         quantity = f"of FSDP2's {name}, {setting}"
         share = found["lowtide"]["step"][kind] / found["fsdp2"]["step"][kind]
@@ -151,7 +155,8 @@ last. What an H200 took beside this clock:
 is the head and the loss. What is assumed is in [time.md](time.md). *bar*: what we set
 out to reach.
 
-FSDP2 beside lowtide is computed by the same rules. *Communication*: a collective runs;
+FSDP2 beside lowtide is computed by the same rules. *One communicator*: lowtide under
+`LOWTIDE_COMMUNICATORS=shared`. *Communication*: a collective runs;
 bytes are of full buffers.
 
 Missed bars. Communication at 64 ranks: lowtide's gradients leave in more collectives

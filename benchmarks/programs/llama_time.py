@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from typing import Any
 
@@ -36,6 +37,9 @@ def options() -> argparse.Namespace:
     also = parser()
     also.add_argument("--ranks-per-node", type=int, help="instead of the GPU's")
     also.add_argument("--link", type=float, help="GB/s between nodes")
+    also.add_argument(
+        "--shared", action="store_true", help="one communicator, LOWTIDE_COMMUNICATORS"
+    )
     also.add_argument("--trace", help="file for a Chrome trace of the last step")
     also.add_argument("--picture", help="file for a picture of the last step")
     return also.parse_args()
@@ -67,6 +71,8 @@ def train(args: argparse.Namespace, time: lowtide.phantom.timeline) -> None:
 
 def main() -> None:
     args = options()
+    if args.shared:
+        os.environ["LOWTIDE_COMMUNICATORS"] = "shared"
     start(args.world, expandable=args.expandable)
     network = machines.DGX
     if args.link is not None:

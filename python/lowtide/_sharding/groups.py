@@ -8,7 +8,7 @@ NVIDIA asks for: a kernel that waits for its peers keeps its place on the device
 are made when the model is sharded.
 
 LOWTIDE_COMMUNICATORS=shared uses the mesh's own for both, which saves NCCL's buffers of
-one; communication no longer overlaps.
+one; communication no longer overlaps (docs/design/cuda.md says when that costs time).
 
 A fourth, of gloo, compares on the host what ranks did (step_log.h).
 LOWTIDE_COMPARE_RANKS=off leaves it out, for machines without gloo's network: ranks that
