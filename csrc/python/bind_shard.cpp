@@ -526,6 +526,7 @@ void bind_shard(py::module_& module) {
            py::arg("gradient"))
       .def("end", &RowStream::end, NoGil());
 
+  // Without a pool they are dropped.
   using shard::SleepingBytes;
   py::class_<SleepingBytes, std::shared_ptr<SleepingBytes>>(module,
                                                             "SleepingBytes")
@@ -533,7 +534,8 @@ void bind_shard(py::module_& module) {
            py::arg("host"))
       .def("wake", &SleepingBytes::wake, NoGil())
       .def("holds", &SleepingBytes::holds, py::arg("tensor"))
-      .def_property_readonly("bytes", &SleepingBytes::bytes);
+      .def_property_readonly("bytes", &SleepingBytes::bytes)
+      .def_property_readonly("dropped", &SleepingBytes::dropped);
 
   using shard::Root;
   py::class_<Root, std::shared_ptr<Root>>(module, "Root")

@@ -27,6 +27,14 @@ std::string asleep_error(const std::string& name) {
       "Call lowtide.wake(model, optimizer) first.");
 }
 
+std::string dropped_error(const std::string& name) {
+  return base::error_text(
+      name, "one that was given anew",
+      "a read or a write of what lowtide.sleep(drop=...) has dropped",
+      "Give it anew: lowtide.wake(model, optimizer, refill=...) for parameters "
+      "and states, zero_grad() for gradients.");
+}
+
 std::optional<std::string>& read_error_of(const c10::Storage& storage) {
   return storage.unsafeGetStorageImpl()
       ->get_extra_meta()
@@ -53,27 +61,32 @@ void require_no_capture(const device::Runtime& runtime, const char* what) {
 SleepingBytes::SleepingBytes(const std::vector<Named>& tensors,
                              std::shared_ptr<memory::DeviceMemory> memory,
                              const std::shared_ptr<memory::PinnedPool>& host)
-    : memory_(std::move(memory)) {
+    : memory_(std::move(memory)), dropped_(host == nullptr) {
   auto& runtime = memory_->runtime();
   require_no_capture(runtime, "sleep");
   for (const auto& named : tensors) {
     add(named);
   }
-  acquire(*host);
+  if (!dropped_) {
+    acquire(*host);
+  }
   for (auto& slot : slots_) {
     slot.wait_for_last_use(Stream::offload);
   }
   runtime.wait(Stream::offload, runtime.record(Stream::compute));
   for (const auto& block : blocks_) {
     const auto& all = block.shown.front();
-    runtime.copy(Stream::offload, host_bytes(block), address_of(all.storage),
-                 static_cast<std::size_t>(all.bytes), device::Copy::to_host);
+    if (!dropped_) {
+      runtime.copy(Stream::offload, host_bytes(block), address_of(all.storage),
+                   static_cast<std::size_t>(all.bytes), device::Copy::to_host);
+    }
   }
   runtime.wait(Stream::compute, runtime.record(Stream::offload));
   // Whoever allocated the bytes, on whichever stream, may have them back.
   runtime.synchronize(Stream::offload);
   for (auto& block : blocks_) {
-    std::for_each(block.shown.begin(), block.shown.end(), &hide);
+    std::for_each(block.shown.begin(), block.shown.end(),
+                  [this](Shown& shown) { hide(shown); });
   }
 }
 
@@ -125,9 +138,10 @@ void SleepingBytes::show(Block& block, const c10::Storage& storage,
                     static_cast<std::size_t>(&block - blocks_.data()));
 }
 
-void SleepingBytes::hide(Shown& shown) {
+void SleepingBytes::hide(Shown& shown) const {
   shown.read_error = read_error_of(shown.storage);
-  set_read_error(shown.storage, asleep_error(shown.name));
+  set_read_error(shown.storage, dropped_ ? dropped_error(shown.name)
+                                         : asleep_error(shown.name));
   hide_bytes(shown.storage);
 }
 
@@ -186,9 +200,15 @@ void SleepingBytes::wake() {
       continue;
     }
     const auto& all = block.shown.front();
-    runtime.copy(Stream::reload, bytes[k].get(), host_bytes(block),
-                 static_cast<std::size_t>(all.bytes), device::Copy::to_device);
+    if (!dropped_) {
+      runtime.copy(Stream::reload, bytes[k].get(), host_bytes(block),
+                   static_cast<std::size_t>(all.bytes),
+                   device::Copy::to_device);
+    }
     show_bytes(all.storage, std::move(bytes[k]), all.bytes);
+    if (dropped_) {
+      flat_view(all.storage, at::kByte, 0, all.bytes).zero_();
+    }
     for (const auto& shown : block.shown) {
       if (&shown != &all) {
         show_bytes(shown.storage, bytes_within(all.storage, shown.offset),

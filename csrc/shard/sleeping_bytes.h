@@ -8,6 +8,9 @@
 // state dict, stay the objects that they are.  Waking gives each storage bytes
 // again, at another address.
 //
+// What is dropped has no copy: waking gives its storages zeros, for somebody to
+// write.
+//
 // What was allocated at once wakes at once: storages within another, as a
 // unit's shards are within its master, find their places in it again.
 #pragma once
@@ -37,22 +40,24 @@ class SleepingBytes {
   };
 
   // Copies on `offload`, waits, and gives the bytes back, all of a storage that
-  // any of `tensors` shows a part of.  Left out are tensors on other devices
-  // than `memory`'s, offloaded, without bytes, and asleep.  Nothing has changed
-  // if it throws: InvalidArgument for bytes that neither torch nor lowtide
-  // allocated or that another process has; the host has no memory; a graph is
-  // being captured.
+  // any of `tensors` shows a part of; without `host`, drops them.  Left out are
+  // tensors on other devices than `memory`'s, offloaded, without bytes, and
+  // asleep.  Nothing has changed if it throws: InvalidArgument for bytes that
+  // neither torch nor lowtide allocated or that another process has; the host
+  // has no memory; a graph is being captured.
   SleepingBytes(const std::vector<Named>& tensors,
                 std::shared_ptr<memory::DeviceMemory> memory,
                 const std::shared_ptr<memory::PinnedPool>& host);
   SleepingBytes(const SleepingBytes&) = delete;
   SleepingBytes& operator=(const SleepingBytes&) = delete;
 
-  // Copies back on `reload`, behind which compute continues; what nobody holds
-  // any more stays away.  All still sleep if it throws: no memory.
+  // Copies back on `reload`, behind which compute continues, or fills what was
+  // dropped with zeros; what nobody holds any more stays away.  All still sleep
+  // if it throws: no memory.
   void wake();
 
   std::int64_t bytes() const { return bytes_; }
+  bool dropped() const { return dropped_; }
   // Whether the storage of `tensor` is one of those that sleep.
   bool holds(const at::Tensor& tensor) const;
 
@@ -75,7 +80,7 @@ class SleepingBytes {
   void add(const Named& named);
   bool has_bytes(const c10::Storage& storage) const;
   void show(Block& block, const c10::Storage& storage, const std::string& name);
-  static void hide(Shown& shown);
+  void hide(Shown& shown) const;
   static bool needed(const Block& block);
   void acquire(memory::PinnedPool& host);
   void* host_bytes(const Block& block) const;
@@ -86,6 +91,7 @@ class SleepingBytes {
   std::unordered_map<const c10::StorageImpl*, std::size_t> block_of_;
   std::vector<memory::HostSlot> slots_;
   std::int64_t bytes_ = 0;
+  bool dropped_;
 };
 
 }  // namespace lowtide::shard

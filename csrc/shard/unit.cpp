@@ -132,7 +132,8 @@ void Unit::require_awake() const {
     throw Error(base::error_text(
         base::concat("unit '", *name_, "'"), "parameters that are awake",
         "a forward or a gather while they sleep",
-        "Call lowtide.wake(model) on every rank first."));
+        "Call lowtide.wake(model) on every rank first, with refill= if they "
+        "were dropped."));
   }
 }
 

@@ -175,8 +175,8 @@ def _step_sharded(
         owned = batch.gathered()
         if coming is not None:
             coming.gather(settings)
-        batch.scatter([orthogonalise(matrix) for matrix in owned])
-        del owned
+        # Each goes as it has been read.
+        batch.scatter([orthogonalise(owned.pop(0)) for _ in range(len(owned))])
         if leaving is not None:
             leaving.update(settings)
         leaving = batch
@@ -285,7 +285,7 @@ class _Batch:
         self._work.wait()
         sizes = [_elements(parts) for parts in self._parts]
         messages = self._message.split(sizes)
-        del self._message, self._source
+        del self._message, self._source, self._work  # all three hold bytes
         return [
             [
                 flat.view(part)

@@ -4,7 +4,14 @@ another program between two steps."""
 import functools
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from typing import Any, Literal, get_args
 
 import torch
@@ -58,6 +65,7 @@ def sleep(
     optimizer: Optimizer | Sequence[Optimizer] = (),
     *,
     parts: Iterable[Part] = PARTS,
+    drop: Iterable[Part] = (),
 ) -> None:
     """Gives back what ``model`` and ``optimizer`` have on the device, between two steps
     and on every rank: gathered parameters are dropped; shards, buffers, gradients
@@ -75,6 +83,11 @@ def sleep(
         model: Sharded by lowtide or not.
         parts: Of ``"parameters"`` (and buffers), ``"gradients"`` and ``"states"``, the
             optimizer's. What sleeps already stays asleep.
+        drop: Those of ``parts`` that are not copied but given up, buffers excepted:
+            what will be given anew. Until then whoever reads or writes them raises, and
+            so does a step: parameters and states come back by ``wake(refill=...)``;
+            gradients go by ``zero_grad()``, states also by
+            ``optimizer.load_state_dict``.
 
     Raises:
         ValueError: For a tensor whose bytes neither torch nor lowtide allocated, or
@@ -85,6 +98,12 @@ def sleep(
     """
     global _falling_asleep
     optimizers, parts = _checked("sleep", optimizer, parts)
+    _, dropped = _checked("sleep", (), drop, "drop")
+    if beside := [part for part in dropped if part not in parts]:
+        raise ValueError(
+            f"lowtide: sleep: expected drop among parts ({', '.join(parts)}), got "
+            f"{', '.join(beside)}. Name them in parts, too."
+        )
     device = _device_of(model)
     if device.type != "cpu":
         torch.accelerator.synchronize(device)  # copies of a save, say
@@ -104,10 +123,12 @@ def sleep(
     _falling_asleep = True
     try:
         for holder, part, tensors in _parts_of(model, optimizers, parts):
-            memory, host = device_memory(device), host_pool(device)
-            sleeping = _C.SleepingBytes(list(tensors), memory, host)
-            if sleeping.bytes > 0:
-                _asleep.setdefault(holder, {}).setdefault(part, []).append(sleeping)
+            if part not in dropped:
+                _put(holder, part, tensors, device, host_pool(device))
+                continue
+            if part == "parameters":  # and no buffers: some are in no checkpoint
+                _put(holder, part, _buffers(model), device, host_pool(device))
+            _put(holder, part, tensors, device, None)
     finally:
         _falling_asleep = False
         _guard_steps()
@@ -120,6 +141,7 @@ def wake(
     optimizer: Optimizer | Sequence[Optimizer] = (),
     *,
     parts: Iterable[Part] = PARTS,
+    refill: Callable[[], object] | None = None,
 ) -> None:
     """Brings back, bit for bit, what :func:`sleep` has given away of ``model`` and
     ``optimizer``: the same tensors and views, at other addresses. What nobody holds any
@@ -130,34 +152,65 @@ def wake(
     Args:
         parts: As in :func:`sleep`; the others sleep on. ``("parameters",)`` is enough
             for a forward without grad, or to hand weights on.
+        refill: Called with all of ``parts`` awake to write every parameter and state
+            that :func:`sleep` has dropped, in place
+            (``lambda: model.load_state_dict(...)``). Without it they stay dropped.
 
     Raises:
+        ValueError: For what ``refill`` has not written: all is dropped again, as it is
+            where ``refill`` raises.
         torch.OutOfMemoryError: Where the device has no memory for a part; it sleeps
             on, and may be woken when there is some.
         RuntimeError: In backward, and in the capture of a CUDA graph.
     """
     optimizers, parts = _checked("wake", optimizer, parts)
+    empty: list[tuple[_Holder, Part, list[_Named]]] = []
     for holder, part, tensors in _parts_of(model, optimizers, parts):
-        leaves = [tensor for _, tensor in tensors]
+        named = list(tensors)
         for owner, sleeping in list(_asleep.items()):
             for each in list(sleeping.get(part, ())):
-                if owner is holder or any(map(each.holds, leaves)):
+                held = [leaf for leaf in named if each.holds(leaf[1])]
+                if owner is not holder and not held:
+                    continue
+                if each.dropped and held:
+                    if refill is None or part == "gradients":
+                        continue
+                    empty.append((owner, part, held))
+                if held or not each.dropped:
                     each.wake()
-                    sleeping[part].remove(each)
+                sleeping[part].remove(each)
             if not any(sleeping.values()):
                 del _asleep[owner]
+    if refill is not None:
+        _refill(refill, empty, _device_of(model))
     _guard_steps()
 
 
+def _put(
+    holder: _Holder,
+    part: Part,
+    tensors: Iterable[_Named],
+    device: torch.device,
+    host: _C.PinnedPool | None,
+) -> None:
+    sleeping = _C.SleepingBytes(list(tensors), device_memory(device), host)
+    if sleeping.bytes > 0:
+        _asleep.setdefault(holder, {}).setdefault(part, []).append(sleeping)
+
+
 def _checked(
-    who: str, optimizer: Optimizer | Sequence[Optimizer], parts: Iterable[Part]
+    who: str,
+    optimizer: Optimizer | Sequence[Optimizer],
+    parts: Iterable[Part],
+    argument: str = "parts",
 ) -> tuple[list[Optimizer], list[Part]]:
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
     parts = [parts] if isinstance(parts, str) else [*parts]  # type: ignore[list-item]
     if unknown := [part for part in parts if part not in PARTS]:
         raise ValueError(
-            f"lowtide: {who}: expected parts of {', '.join(PARTS)}, got "
-            f"{', '.join(map(repr, unknown))}. Leave parts out for all."
+            f"lowtide: {who}: expected {argument} of {', '.join(PARTS)}, got "
+            f"{', '.join(map(repr, unknown))}. Leave {argument} out for "
+            f"{'all' if argument == 'parts' else 'none'}."
         )
     if in_backward():
         raise RuntimeError(
@@ -193,10 +246,14 @@ def _parts_of(
 
 
 def _parameters(model: nn.Module) -> Iterator[_Named]:
-    for name, tensor in itertools.chain(
-        model.named_parameters(), model.named_buffers()
-    ):
-        yield from _leaves(name, tensor)
+    for name, parameter in model.named_parameters():
+        yield from _leaves(name, parameter)
+    yield from _buffers(model)
+
+
+def _buffers(model: nn.Module) -> Iterator[_Named]:
+    for name, buffer in model.named_buffers():
+        yield from _leaves(name, buffer)
 
 
 def _gradients(model: nn.Module) -> Iterator[_Named]:
@@ -239,6 +296,51 @@ def _leaves(name: str, value: Any) -> Iterator[_Named]:
             yield name, value
 
 
+# -- what was dropped -----------------------------------------------------------------
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _refill(
+    refill: Callable[[], object],
+    empty: list[tuple[_Holder, Part, list[_Named]]],
+    device: torch.device,
+) -> None:
+    named = [leaf for _, _, leaves in empty for leaf in leaves]
+    try:
+        for _, leaf in named:
+            _words(leaf).bitwise_not_()  # of zeros
+        refill()
+        for name, leaf in named:
+            _require_written(name, leaf)
+    except BaseException:
+        for holder, part, leaves in empty:
+            _put(holder, part, leaves, device, None)
+        _guard_steps()
+        raise
+
+
+def _require_written(name: str, leaf: Tensor) -> None:
+    words = _words(leaf)
+    left = int(words.eq(words.new_full((), 0).bitwise_not()).sum())
+    # -1 and True are like any number; this nan is nobody's.
+    numbers = leaf.is_floating_point() or leaf.is_complex()
+    if left > 0 and (numbers or left == words.numel()):
+        raise ValueError(
+            f"lowtide: wake: expected refill to write all of what was dropped, got "
+            f"{left} of {words.numel()} elements of {name} as they were. Load them, "
+            "too, or do not drop their part."
+        )
+
+
+def _words(leaf: Tensor) -> Tensor:
+    """The elements' bits."""
+    leaf = leaf.detach()
+    if leaf.is_complex():
+        leaf = torch.view_as_real(leaf)
+    return leaf.view(_WORDS[leaf.element_size()])
+
+
 # -- optimizers' steps ----------------------------------------------------------------
 
 
@@ -266,9 +368,13 @@ def _require_awake(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         *(_leaves("a gradient", p.grad) for p in parameters),
         _states(optimizer, {}),
     ):
-        if any(each.holds(leaf) for each in sleeping):
+        if holding := [each for each in sleeping if each.holds(leaf)]:
+            state, call = "sleeps", "lowtide.wake(model, optimizer)"
+            if holding[0].dropped:
+                state = "was dropped"
+                call = f"{call[:-1]}, refill=...), or zero_grad() for gradients,"
             raise RuntimeError(
                 f"lowtide: {type(optimizer).__name__}: expected a model and states "
-                f"that are awake for a step, got {name} that sleeps. Call "
-                "lowtide.wake(model, optimizer) on every rank first."
+                f"that are awake for a step, got {name} that {state}. Call {call} on "
+                "every rank first."
             )

@@ -124,6 +124,25 @@ TEST_F(SleepingBytesTest, HostBytesServeTheNextTime) {
   EXPECT_THAT(runtime_->violations(), IsEmpty());
 }
 
+TEST_F(SleepingBytesTest, WhatIsDroppedHasNoCopyAndComesBackAsZeros) {
+  const auto all = master();
+  const auto first = of(sub_storage(all, 0, kBytes / 4));
+  SleepingBytes sleeping({{first, "first"}}, memory_, nullptr);
+  EXPECT_TRUE(sleeping.dropped());
+  EXPECT_EQ(sleeping.bytes(), kBytes);
+  EXPECT_EQ(live(), 0);
+  EXPECT_EQ(host_ledger_->total_live(), 0);
+  EXPECT_THAT([&] { first.const_data_ptr(); },
+              testing::Throws<c10::Error>(testing::Property(
+                  &c10::Error::what, HasSubstr("lowtide: first: expected one "
+                                               "that was given anew"))));
+  sleeping.wake();
+  EXPECT_EQ(live(), kBytes);
+  EXPECT_EQ(of(all).count_nonzero().item<int>(), 0);
+  EXPECT_EQ(first.const_data_ptr(), all.data());
+  EXPECT_THAT(runtime_->violations(), IsEmpty());
+}
+
 TEST_F(SleepingBytesTest, WhatNobodyHoldsStaysAway) {
   const auto kept = master("kept");
   auto dropped = master("dropped");
