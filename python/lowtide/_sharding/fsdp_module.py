@@ -11,6 +11,7 @@ from torch.distributed.fsdp import UnshardHandle, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from lowtide import _C
+from lowtide._base.backward import in_backward
 from lowtide._base.classes import ClassSwap, class_name
 from lowtide._sharding.buffers_of_group import (
     BufferedAllGather,
@@ -20,7 +21,7 @@ from lowtide._sharding.buffers_of_group import (
 )
 from lowtide._sharding.conversions import converted
 from lowtide._sharding.groups import one_communicator
-from lowtide._sharding.unit import UnitState, unit_state, units_of
+from lowtide._sharding.unit import UnitState, alive, unit_state, units_of
 from lowtide._torch_version import GradientReductionHandle
 
 
@@ -321,9 +322,19 @@ class FSDPModule(TorchFSDPModule):
         """Reduces what backwards without sync have accumulated, in the whole model, and
         frees full parameters, as :meth:`set_requires_gradient_sync` and
         :meth:`set_reshard_after_backward` now say. With ``async_op`` returns a handle
-        to wait on; the host never waits: what follows is ordered behind."""
+        to wait on; the host never waits: what follows is ordered behind.
+
+        Raises:
+            RuntimeError: Within a backward; for sums over shards that wait for the
+                replicas', which are sent in a backward."""
         state = self._get_fsdp_state()
+        if in_backward():
+            raise RuntimeError(
+                "lowtide: FSDPModule.finalize_backward: expected a backward that is "
+                "over, got one under way. Call it behind backward()."
+            )
         if state.settings.gradient_sync:
+            _require_no_partial_sums(state)
             state._root_post_backward_final_callback()
         return _Finalized() if async_op else None
 
@@ -385,6 +396,19 @@ def _refused(name: str) -> Callable[..., NoReturn]:
 for _name in {name for name in vars(TorchFSDPModule) if not name.startswith("_")}:
     if _name not in vars(FSDPModule):
         setattr(FSDPModule, _name, _refused(_name))
+
+
+def _require_no_partial_sums(state: UnitState) -> None:
+    for other in alive:
+        unit = other.unit if other.root is state.root else None
+        if unit is None or unit.accumulating or not unit.waiting_buffers:
+            continue
+        raise RuntimeError(
+            "lowtide: FSDPModule.finalize_backward: expected gradients that wait for "
+            f"all of their reduction, got those of the unit {unit.name!r}, summed but "
+            "for the replicas. Call set_requires_all_reduce(True) before the last "
+            "microbatch's backward."
+        )
 
 
 class _Finalized(GradientReductionHandle):

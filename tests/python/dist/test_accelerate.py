@@ -78,7 +78,8 @@ def train(
     generator = torch.Generator().manual_seed(3)
     rows = torch.randn(2 * BATCHES * dist.get_world_size(), 6, generator=generator)
     torch.manual_seed(0)
-    model: Any = Net()
+    settings = dict(settings)
+    model: Any = Net().to(settings.pop("built_in", torch.float32))
     if how == "before prepare":
         fully_shard = get_system(system).fully_shard
         for block in model.blocks:
@@ -90,6 +91,7 @@ def train(
         if how == "in prepare" and system == "lowtide":
             use_lowtide(accelerator)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
         for epoch in range(EPOCHS):
             for x in loader:
                 with accelerator.accumulate(model):
@@ -130,6 +132,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"offload": CPUOffloadPolicy(pin_memory=False)},
     ),
     "use_lowtide, bf16": ("in prepare", {"mixed_precision": "bf16"}),
+    # Which accelerate makes fp32 before it shards.
+    "use_lowtide, built in bf16": (
+        "in prepare",
+        {"mixed_precision": "bf16", "built_in": torch.bfloat16},
+    ),
 }
 
 

@@ -71,6 +71,18 @@ def ddp_around(system: System, record: Recorder) -> None:
     train(DistributedDataParallel(model, broadcast_buffers=False), record)
 
 
+def ddp_around_what_a_unit_ignores(system: System, record: Recorder) -> None:
+    """A part inside of a unit's module is DDP's, as what is around it."""
+    model = build()
+    ignored = set(model[1][1].parameters())
+    system.fully_shard(model[1][0])
+    system.fully_shard(model[1], ignored_params=ignored)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        model, [name for name, p in model[1].named_parameters("1") if p not in ignored]
+    )
+    train(DistributedDataParallel(model, broadcast_buffers=False), record)
+
+
 def checkpointed(system: System, record: Recorder) -> None:
     for sharded_first in (False, True):
         model = build()
@@ -114,6 +126,7 @@ PATTERNS: dict[str, Pattern] = {
         replicate_inside,
         checkpointed,
         ddp_around,
+        ddp_around_what_a_unit_ignores,
         flattened_meshes,
         settings_on_meta,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -254,3 +255,35 @@ def test_another_value_is_refused() -> None:
         assert pool.run(refused) == [
             "lowtide: LOWTIDE_DEBUG: expected 0 or 1, got 'yes'. Unset it for 0."
         ]
+
+
+def shown() -> tuple[set[str], int]:
+    """The ranges of a step in a profile, and how much torch's `fsdp` log has of it."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    loggers = [
+        logging.getLogger("torch.distributed.fsdp"),  # TORCH_LOGS=fsdp
+        logging.getLogger("torch.distributed._composable.fsdp"),
+    ]
+    model = make()
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.DEBUG)
+    with torch.profiler.profile() as profile:
+        model(data().requires_grad_()).square().sum().backward()
+    for logger in loggers:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    names = {event.name for event in profile.events()}
+    return {name for name in names if name.startswith("lowtide::")}, len(records)
+
+
+def test_a_profile_shows_the_units_and_torchs_log_does_not(pool_of) -> None:
+    text = (Path(__file__).parents[3] / "docs/debugging.md").read_text()
+    (sentence,) = re.findall(r"A profile of torch's shows.*", text, re.DOTALL)
+    said = set(re.findall(r"`lowtide::(\w+)", sentence))
+    for ranges, logged_events in pool_of(2).run(shown):
+        for block in ("0", "1"):
+            assert {f"lowtide::{name} ({block})" for name in said} <= ranges
+        assert len(said) == 6 and logged_events == 0

@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from lowtide._torch_version import VERSION
 from support.bits import assert_same_tensors, same_bits
 from support.layers import wrap
 from support.left_fold import left_fold
@@ -133,6 +135,91 @@ def test_dtypes_may_be_mixed_in_a_unit(pool_of, num_ranks):
 def test_fsdp2_raises_in_forward_for_them(pool_of):
     for text in pool_of(2).run(refused_dtypes):
         assert "uniform original parameter dtype" in text, text
+
+
+# -- finalize_backward --------------------------------------------------------------
+
+
+def finalized(system_name: str, how: str) -> tuple[str, list[torch.Tensor]]:
+    """The error, and gradients of two microbatches."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    replicas = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+    mesh = replicas if how == "replicas_apart" else None
+    for module in (model[0], model):
+        get_system(system_name).fully_shard(module, mesh=mesh)
+    # FSDP2's units whose inputs require no gradient send theirs at the end.
+    x = torch.full((3, 4), dist.get_rank() + 0.5, requires_grad=True)
+
+    def backwards() -> None:
+        model.set_manual_backward_finalization(how != "by_default")
+        if how == "replicas_apart":
+            model.set_requires_all_reduce(False)
+        else:
+            model.set_requires_gradient_sync(False)
+        for _ in range(2):
+            out = model(x)
+            if how == "within":
+                out.register_hook(lambda _: model.finalize_backward())
+            out.square().sum().backward()
+        if how == "replicas_apart":
+            model.set_requires_all_reduce(True)
+        model.set_requires_gradient_sync(True)
+        if how == "twice":
+            model.finalize_backward(async_op=True)
+        (model[0] if how == "unit" else model).finalize_backward()
+
+    error = error_of(backwards)
+    return error, [] if error else [p.grad.full_tensor() for p in model.parameters()]
+
+
+FINALIZED = {
+    "by_default": "requires manual backward finalization",
+    "unit": "must be called on the root",
+    "twice": "must be waited on",
+}
+
+
+@pytest.mark.parametrize("how", FINALIZED)
+def test_backward_is_finalized_whoever_asks(pool_of, how):
+    expected = pool_of(2).run(finalized, "lowtide", "by_hand")
+    for (error, mine), (_, other) in zip(
+        pool_of(2).run(finalized, "lowtide", how), expected, strict=True
+    ):
+        assert not error and len(other) == 4
+        for a, b in zip(mine, other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.skipif(VERSION < (2, 15), reason="of torch 2.15")
+@pytest.mark.parametrize("how", FINALIZED)
+def test_fsdp2_asks_for_a_mode_the_root_and_one_at_a_time(pool_of, how):
+    for error, _ in pool_of(2).run(finalized, "fsdp2", how):
+        assert error.startswith("RuntimeError: ") and FINALIZED[how] in error
+
+
+def test_sums_that_wait_for_replicas_are_not_finalized(pool_of):
+    (text, _), _ = pool_of(2).run(finalized, "lowtide", "replicas_apart")
+    assert text.startswith(
+        "RuntimeError: lowtide: FSDPModule.finalize_backward: expected gradients that "
+        "wait for all of their reduction, got those of the unit '"
+    )
+    assert text.endswith(
+        "', summed but for the replicas. Call set_requires_all_reduce(True) before the "
+        "last microbatch's backward."
+    )
+    if VERSION >= (2, 15):
+        (theirs, _), _ = pool_of(2).run(finalized, "fsdp2", "replicas_apart")
+        assert theirs.startswith("RuntimeError: FSDP manual backward finalization")
+        assert "does not support partial gradient reductions" in theirs
+
+
+def test_no_backward_is_finalized_within_itself(pool_of):
+    for error, _ in pool_of(2).run(finalized, "lowtide", "within"):
+        assert error == (
+            "RuntimeError: lowtide: FSDPModule.finalize_backward: expected a backward "
+            "that is over, got one under way. Call it behind backward()."
+        )
 
 
 # -- both refuse --------------------------------------------------------------------

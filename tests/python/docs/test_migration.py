@@ -3,11 +3,14 @@ run."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import pkgutil
 import re
 import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +75,46 @@ def test_every_method_of_a_sharded_module_has_a_row():
     rows = first_column(page("fsdp2"), "Methods of a sharded module")
     assert of_this_torch(rows, METHODS_SINCE) == methods
     assert set(methods) <= set(vars(lowtide.FSDPModule))
+
+
+def taken(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
+    parameters = inspect.signature(function).parameters.values()
+    return [(one.name, one.kind, one.default) for one in parameters]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in vars(FSDPModule) if not name.startswith("_")]
+)
+def test_method_takes_what_this_torchs_takes(name):
+    """And beyond that, on an older torch, what may be left out."""
+    theirs, ours = (taken(vars(c)[name]) for c in (FSDPModule, lowtide.FSDPModule))
+    assert ours[: len(theirs)] == theirs
+    beyond = ours[len(theirs) :]
+    assert all(default is not inspect.Parameter.empty for *_, default in beyond)
+
+
+def test_fully_shard_takes_what_this_torchs_takes():
+    theirs, ours = (
+        taken(fsdp2),
+        dict((one[0], one) for one in taken(lowtide.fully_shard)),
+    )
+    # FSDP2's OffloadPolicy() is none.
+    assert [ours[one[0]] for one in theirs if one[0] != "offload_policy"] == [
+        one for one in theirs if one[0] != "offload_policy"
+    ]
+
+
+def test_policies_are_torchs_and_have_the_fields_that_are_followed():
+    precision = ["param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"]
+    since_2_15 = ["param_dtype_override_fn"] if VERSION >= (2, 15) else []
+    for name, fields in {
+        "MixedPrecisionPolicy": precision + since_2_15,
+        "OffloadPolicy": [],
+        "CPUOffloadPolicy": ["pin_memory"],
+    }.items():
+        policy = getattr(lowtide, name)
+        assert policy is getattr(_fully_shard, name)
+        assert [field.name for field in dataclasses.fields(policy)] == fields
 
 
 def test_every_argument_of_fsdp1_has_a_row():
