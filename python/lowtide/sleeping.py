@@ -309,7 +309,7 @@ def _refill(
     named = [leaf for _, _, leaves in empty for leaf in leaves]
     try:
         for _, leaf in named:
-            _words(leaf).bitwise_not_()  # of zeros
+            _words(leaf).bitwise_not_()  # of zeros; see _require_written
         refill()
         for name, leaf in named:
             _require_written(name, leaf)
@@ -322,14 +322,14 @@ def _refill(
 
 def _require_written(name: str, leaf: Tensor) -> None:
     words = _words(leaf)
-    left = int(words.eq(words.new_full((), 0).bitwise_not()).sum())
-    # -1 and True are like any number; this nan is nobody's.
+    left = words.eq(words.new_full((), 0).bitwise_not())
+    # -1 and True are like any number; this nan is nobody's. Dry, both read as False.
     numbers = leaf.is_floating_point() or leaf.is_complex()
-    if left > 0 and (numbers or left == words.numel()):
+    if words.numel() > 0 and (left.any() if numbers else left.all()):
         raise ValueError(
             f"lowtide: wake: expected refill to write all of what was dropped, got "
-            f"{left} of {words.numel()} elements of {name} as they were. Load them, "
-            "too, or do not drop their part."
+            f"{int(left.sum())} of {words.numel()} elements of {name} as they were. "
+            "Load them, too, or do not drop their part."
         )
 
 

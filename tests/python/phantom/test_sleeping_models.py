@@ -50,6 +50,15 @@ def test_it_holds_what_fsdp2_holds_asleep():
     )
 
 
+def test_what_is_dropped_holds_nothing_and_is_loaded_anew():
+    """Also where what was loaded can not be looked at."""
+    held = dict(figures(execute(str(SCRIPT.with_name("sleep_without_copies.py")))))
+    shards = 4 * (1024 * 1024 + 1024) * 4 // 2
+    assert held["asleep"] <= held["awake"] - 4 * shards  # and two states
+    gone = held["awake"] - held["refilled"]
+    assert shards <= gone < shards + 65536  # gradients
+
+
 def test_a_forward_asleep_says_to_wake_it():
     done = execute("-m", "lowtide", "run", str(SCRIPT), "forget")
     assert done.returncode == 1
