@@ -1,8 +1,9 @@
 """torchtitan's trainer from 0.3 on, with torch 2.12 or later:
-``torchrun ... [-m lowtide run] with_torchtitan_0_3.py FOLDER``
+``torchrun ... [-m lowtide run] with_torchtitan_0_3.py FOLDER [STEPS]``
 
 Four steps of the Llama that its authors debug with, checkpointed selectively and with
-the loss by chunks; its checkpoints are in FOLDER, from which another run goes on.
+the loss by chunks; its checkpoints are in FOLDER, from which another run, told of more
+STEPS, goes on.
 """
 
 import sys
@@ -71,7 +72,7 @@ class Metrics(MetricsProcessor):
         say("step", step, "loss", float(loss), "norm", float(norm))
 
 
-def main(folder: str) -> None:
+def main(folder: str, steps: str = "4") -> None:
     config = llama3_debugmodel()
     spec = config.model_spec
     spec.model.layers = spec.model.layers[:3]
@@ -83,11 +84,12 @@ def main(folder: str) -> None:
     config.metrics = Metrics.Config(log_freq=1)
     config.dump_folder = folder
     config.training.seq_len, config.training.local_batch_size = SEQUENCE, BATCH
-    config.training.steps = 4
+    config.training.steps = int(steps)
     config.lr_scheduler.warmup_steps = 0
     config.optimizer.implementation = "for-loop"
     config.checkpoint.enable = True
     config.checkpoint.interval = 2
+    config.checkpoint.last_save_model_only = False
     config.validator.enable = False
     config.debug.seed = 1
     trainer = config.build()
@@ -99,4 +101,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lowtide
+from lowtide._torch_version import VERSION
 from support.bits import same_bits
 from support.recorder import Recorder, assert_pattern_equals_fsdp2, finish_step
 from support.systems import System, get_system
@@ -50,7 +51,23 @@ def converted_and_back(system: System, record: Recorder) -> None:
         finish_step(model, optimizer, record)
 
 
-PATTERNS: dict[str, Pattern] = {"converted_and_back": converted_and_back}
+def converted_to_what_it_is(system: System, record: Recorder) -> None:
+    """Which leaves the gradients that wait for a reduction."""
+    model = build(system)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model.set_requires_gradient_sync(False)
+        loss_of(model).backward()
+        model.float().to("cpu")
+        model.set_requires_gradient_sync(True)
+        loss_of(model).backward()
+        finish_step(model, optimizer, record)
+
+
+PATTERNS: dict[str, Pattern] = {
+    pattern.__name__: pattern
+    for pattern in (converted_and_back, converted_to_what_it_is)
+}
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -135,8 +152,8 @@ MISTAKES: dict[Callable[[Any], None], str] = {
 }
 
 
-def error_of(mistake: str) -> str:
-    model = build(get_system("lowtide"))
+def error_of(mistake: str, system_name: str = "lowtide") -> str:
+    model = build(get_system(system_name))
     loss_of(model).backward()
     change = next(one for one in MISTAKES if one.__name__ == mistake)
     try:
@@ -151,6 +168,12 @@ def error_of(mistake: str) -> str:
 def test_a_change_after_the_first_forward_is_named(pool_of, mistake):
     expected = next(text for one, text in MISTAKES.items() if one.__name__ == mistake)
     assert pool_of(2).run(error_of, mistake) == [expected] * 2
+
+
+@pytest.mark.skipif(VERSION < (2, 15), reason="torch 2.15's words")
+def test_fsdp2_raises_in_the_next_forward_after_a_conversion_of_such(pool_of):
+    for error in pool_of(2).run(error_of, convert.__name__, "fsdp2"):
+        assert error.startswith("RuntimeError: Expected out tensor to have dtype")
 
 
 def add_parameter(model: Any) -> None:

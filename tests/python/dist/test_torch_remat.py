@@ -108,3 +108,39 @@ def test_a_name_of_a_region_is_refused():
     block = lowtide.checkpoint(Block(within=False), policy)
     with pytest.raises(ValueError, match=r"torch_remat\.region is a plain call here"):
         block(torch.randn(4, 6, DIM, requires_grad=True)).sum().backward()
+
+
+class Tagged(nn.Module):
+    """docs/frameworks/torch_remat.md's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.mlp = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.calls = 0
+
+    def attention(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.linear(x).tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        attention = torch_remat.region(self.attention, "attention", recompute=False)
+        mlp = torch_remat.region(self.mlp, "mlp", recompute=True)
+        return mlp(lowtide.tag(attention(x), "attention")).sin()
+
+
+def gradients_of(block: Any, call: Any) -> list[torch.Tensor]:
+    x = torch.linspace(-1, 1, 4 * DIM).view(4, DIM).requires_grad_()
+    call(x).square().sum().backward()
+    return [x.grad, *(p.grad for p in block.parameters())]
+
+
+def test_one_tagged_model_is_checkpointed_by_either():
+    plain, ours, theirs = Tagged(), Tagged(), Tagged()
+    expected = gradients_of(plain, plain)
+    policy = lowtide.ActivationPolicy(save=["attention"])  # no such name raises
+    mine = gradients_of(ours, lowtide.checkpoint(ours, policy))
+    other = gradients_of(theirs, torch_remat.checkpoint()(theirs))
+    for a, b, c in zip(expected, mine, other, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+    assert (plain.calls, theirs.calls) == (1, 1)  # whose region was not run again
