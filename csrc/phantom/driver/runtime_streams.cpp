@@ -2,12 +2,14 @@
 #include <cuda_runtime_api.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstring>
 
 #include "phantom/driver/capture.h"
 #include "phantom/driver/device.h"
 #include "phantom/driver/listener.h"
 #include "phantom/driver/order.h"
+#include "phantom/driver/settings.h"
 #include "phantom/driver/timekeeper.h"
 
 namespace lowtide::dry {
@@ -20,6 +22,7 @@ struct Event {
   Clock clock = {};
   Moment moment = {};
   std::atomic<bool> awaited = false;  // by a stream
+  std::chrono::steady_clock::time_point recorded = {};
 };
 
 Event& event_of(cudaEvent_t event) { return *reinterpret_cast<Event*>(event); }
@@ -29,11 +32,19 @@ Event& event_of(cudaEvent_t event) { return *reinterpret_cast<Event*>(event); }
 // done, and makes no stream wait for it if it is.  So while time is kept, an
 // event right behind a collective is done when simulated time is there.  A
 // thread that gives the device no work, such as that group's watchdog, asks
-// when the wall's clock tells it to: there it is done when others have waited.
+// when the wall's clock tells it to: there it is done when others have waited,
+// or after a while: a program whose host never waits would be ended by the
+// watchdog for a collective that the simulation is only slow to come to.
 thread_local bool looks_on = true;
+
+bool has_looked_on_for_long(const Event& event) {
+  return looks_on && std::chrono::steady_clock::now() - event.recorded >
+                         settings().patience;
+}
 
 bool is_done(const Event& event) {
   if (order().is_stuck(event.clock)) return false;
+  if (has_looked_on_for_long(event)) return true;
   const auto& completion = device(event.device).completion;
   if (!completion.done(event.ticket)) return false;
   if (!event.moment.is_of_collective || !timekeeper().runs()) return true;
@@ -118,6 +129,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   recorded.clock = order().record(stream);
   recorded.moment = timekeeper().record(stream);
   recorded.awaited = false;
+  recorded.recorded = std::chrono::steady_clock::now();
   recorded.ticket = device(recorded.device).completion.record(stream);
   listener().hear_recorded(stream);
   return cudaSuccess;

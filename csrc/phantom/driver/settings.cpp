@@ -76,6 +76,8 @@ Settings settings_in(Environment environment) {
   }
   settings.hang =
       number_of(environment, "LOWTIDE_DRY_HANG", 0, std::size_t{1} << 40, 0);
+  settings.patience = std::chrono::seconds(
+      number_of(environment, "LOWTIDE_DRY_PATIENCE", 1, 1 << 20, 60));
   return settings;
 }
 

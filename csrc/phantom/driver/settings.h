@@ -1,6 +1,7 @@
 // What the environment says of the machine that the dry driver stands for.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -17,6 +18,9 @@ namespace lowtide::dry {
 //                        recorded; at_sync: when the host waits
 //   LOWTIDE_DRY_HANG     which of the process's collectives, counted from 1,
 //                        never finishes, nor what comes after it; default none
+//   LOWTIDE_DRY_PATIENCE seconds of the wall's clock after which a thread that
+//                        gives the device no work sees as done what does not
+//                        hang; default 60
 struct Settings {
   const Gpu* gpu = nullptr;
   int devices = 1;
@@ -24,6 +28,7 @@ struct Settings {
   std::size_t limit = 0;
   bool immediate = true;
   std::uint64_t hang = 0;
+  std::chrono::seconds patience = std::chrono::seconds(60);
 };
 
 // As getenv.

@@ -20,7 +20,8 @@ using Variables = std::map<std::string, std::string>;
 
 const std::vector<std::string> kNames = {
     "LOWTIDE_DRY_GPU",   "LOWTIDE_DRY_DEVICES", "LOWTIDE_DRY_MEMORY",
-    "LOWTIDE_DRY_LIMIT", "LOWTIDE_DRY_EVENTS",  "LOWTIDE_DRY_HANG"};
+    "LOWTIDE_DRY_LIMIT", "LOWTIDE_DRY_EVENTS",  "LOWTIDE_DRY_HANG",
+    "LOWTIDE_DRY_PATIENCE"};
 
 Settings read(const Variables& variables) {
   return settings_in([&](const char* name) -> const char* {
@@ -42,6 +43,9 @@ std::string refusal(const Variables& variables) {
 TEST(SettingsTest, ReadsNumbersAsTheyStandAndNothingElse) {
   EXPECT_EQ(read({{"LOWTIDE_DRY_DEVICES", "3"}}).devices, 3);
   EXPECT_EQ(read({{"LOWTIDE_DRY_DEVICES", ""}}).devices, 1);
+  EXPECT_EQ(read({}).patience, std::chrono::seconds(60));
+  EXPECT_EQ(read({{"LOWTIDE_DRY_PATIENCE", "2"}}).patience,
+            std::chrono::seconds(2));
   // strtoull takes the second for 1, and 2^64 + 1 is none either.
   for (const auto* text : {"-1", "-18446744073709551615", " 1", "+1", "1 ",
                            "0x1", "1e0", "0", "18446744073709551617", "65"}) {
