@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <functional>
 #include <string>
 #include <utility>
@@ -92,7 +93,7 @@ TEST(DetachedForwardsTest, OneBackwardThroughSeveralForwards) {
 }
 
 TEST(DetachedForwardsTest, OtherUnitsTakeNoPart) {
-  int steps = 0;
+  std::atomic<int> steps = 0;  // of ranks, each a thread
   for_each_step(compared(by_chunks(3)), [&](const Step& step) {
     EXPECT_THAT(
         reductions(step),
@@ -104,7 +105,7 @@ TEST(DetachedForwardsTest, OtherUnitsTakeNoPart) {
     }
     ++steps;
   });
-  EXPECT_EQ(steps, 4);  // of two ranks
+  EXPECT_EQ(steps, 4);
 }
 
 // The exchange throws where ranks bring other calls.
