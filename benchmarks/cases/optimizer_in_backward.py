@@ -97,11 +97,12 @@ gradients wait in page-locked host memory, 3.7 GiB a rank by arithmetic, and `st
 brings them back unit by unit, behind nothing that would hide it. *Clip late* scales by
 the norm of the step before.
 
-The bar is missed with states and blocks' inputs on the device: without any gradient the
-forward alone has 14.9 GiB there. Parameters and Adam's states are 11.2 GiB by
-arithmetic, inputs of 32 blocks 2.0, and the rest is one block's backward: what it
-recomputes, two gathered blocks, its gradients in bf16 and the ring. *States on the
-host* is `lowtide.offload_states`: 7.5 GiB by arithmetic, in and out in every step.
+The bar is missed with states on the device. Parameters and Adam's states are 11.2 GiB
+by arithmetic, inputs of 32 blocks 2.0, and the rest is one block's backward: what it
+recomputes, two gathered blocks, its gradients in bf16 and the ring. Without any
+gradient the forward alone has 14.9 GiB; with blocks' inputs offloaded 0.2 to 0.9 are
+missing. *States on the host* is `lowtide.offload_states`: 7.5 GiB by arithmetic, in and
+out in every step.
 
 Muon has the blocks' matrices, fused AdamW what is left; its step's time is from the
 clipping on.""",

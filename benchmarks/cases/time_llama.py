@@ -112,11 +112,7 @@ def rows_for(setting: Setting, each: Each) -> Iterator[Row]:
             f"{ms(phases[name]['exposed'])}"
             for name in PHASES
         )
-        sizes = times["collective_bytes"]
-        calls = ", ".join(
-            f"{n} {kind} of {sizes[kind] / 1e9:.1f} GB"
-            for kind, n in times["collectives"].items()
-        )
+        calls = calls_and_bytes(times["collectives"], times["collective_bytes"])
         notes = {
             "exposed": by_phase,
             "communication": calls,
@@ -134,6 +130,12 @@ def rows_for(setting: Setting, each: Each) -> Iterator[Row]:
         yield row("lowtide", quantity, round(share, 3), "", "simulated")
         if kind in BARS:
             yield row("bar", quantity, BARS[kind], "", "arithmetic")
+
+
+def calls_and_bytes(calls: dict[str, int], sizes: dict[str, float]) -> str:
+    return ", ".join(
+        f"{n} {kind} of {sizes[kind] / 1e9:.1f} GB" for kind, n in calls.items()
+    )
 
 
 def ms(seconds: float) -> float:

@@ -11,8 +11,8 @@ FOREIGN = "LOWTIDE_FOREIGN"
 class Absent(RuntimeError):
     """What somebody else's program needs is not on this machine."""
 
-    def __init__(self) -> None:
-        super().__init__(f"{FOREIGN} names no folder")
+    def __init__(self, why: str = f"{FOREIGN} names no folder") -> None:
+        super().__init__(why)
 
 
 def has_foreign() -> bool:
