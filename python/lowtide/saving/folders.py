@@ -6,6 +6,12 @@ be replaced or removed first loses its name by a rename, too: `.name.replaced-*`
 is the checkpoint for as long as nothing has taken its place, and `.name.removed-*`.
 The next save removes what killed processes have left. Whose process lives holds a lock
 on the folder.
+
+[Note: Saves beside each other]
+Groups of ranks, such as a pipeline's stages, save to folders beside each other at the
+same time. What is being made and not locked yet, or has lost its name and has no other
+yet, is not what a killed process left: who changes such names, or goes by them, holds a
+lock on the folder around them.
 """
 
 import contextlib
@@ -44,15 +50,17 @@ def aside(final: Path) -> Iterator[Aside]:
             "checkpoint to replace, got something else. Choose another path."
         )
     final.parent.mkdir(parents=True, exist_ok=True)
-    remove_what_is_left(final.parent)
-    order = 1 + max((each.order for each in published(final.parent)), default=0)
-    made = Aside(_beside(final, "writing"), final, order)
-    made.path.mkdir()
-    try:
-        with _locked(made.path):
-            yield made
-    finally:
-        shutil.rmtree(made.path, ignore_errors=True)
+    with contextlib.ExitStack() as held:
+        with _names_of(final.parent):
+            left = _take_what_is_left(final.parent)
+            order = 1 + max((each.order for each in published(final.parent)), default=0)
+            made = Aside(_beside(final, "writing"), final, order)
+            made.path.mkdir()
+            held.callback(shutil.rmtree, made.path, ignore_errors=True)
+            held.enter_context(_locked(made.path))
+        for folder in left:
+            shutil.rmtree(folder, ignore_errors=True)
+        yield made
 
 
 def publish(written: Aside) -> None:
@@ -60,15 +68,16 @@ def publish(written: Aside) -> None:
     checkpoint."""
     synchronize(written.path)
     replaced: Path | None = None
-    if written.final.exists():
-        replaced = _beside(written.final, "replaced")
-        os.rename(written.final, replaced)
-    try:
-        os.rename(written.path, written.final)
-    except OSError:
-        if replaced is not None:
-            os.rename(replaced, written.final)
-        raise
+    with _names_of(written.final.parent):
+        if written.final.exists():
+            replaced = _beside(written.final, "replaced")
+            os.rename(written.final, replaced)
+        try:
+            os.rename(written.path, written.final)
+        except OSError:
+            if replaced is not None:
+                os.rename(replaced, written.final)
+            raise
     synchronize(written.final.parent)
     if replaced is not None:
         _remove(replaced)
@@ -125,13 +134,20 @@ def is_checkpoint(path: Path) -> bool:
     return (path / manifest.FILE_NAME).exists()
 
 
-def remove_what_is_left(folder: Path) -> None:
-    """By saves whose processes have ended."""
+def _take_what_is_left(folder: Path) -> list[Path]:
+    """By saves whose processes have ended: checkpoints get their names back, and what
+    is to be removed one that no save goes by."""
     for left, name in _replaced(folder).items():
         os.rename(left, folder / name)
-    for left, _, kind in _left_in(folder):
-        if kind != "writing" or _nobody_writes(left):
-            shutil.rmtree(left, ignore_errors=True)
+    taken = []
+    for left, name, kind in _left_in(folder):
+        if kind == "writing" and not _nobody_writes(left):
+            continue
+        nameless = _beside(folder / name, "removed")
+        with contextlib.suppress(FileNotFoundError):  # its own save removes it
+            os.rename(left, nameless)
+            taken.append(nameless)
+    return taken
 
 
 def synchronize(folder: Path) -> None:
@@ -176,12 +192,17 @@ def _entries(folder: Path) -> list[Path]:
     return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
+def _names_of(folder: Path) -> contextlib.AbstractContextManager[None]:
+    """See [Note: Saves beside each other]."""
+    return _locked(folder, fcntl.LOCK_EX)
+
+
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _locked(folder: Path, how: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> Iterator[None]:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, how)
         yield
     finally:
         os.close(descriptor)

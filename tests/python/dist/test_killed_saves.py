@@ -9,6 +9,7 @@ import os
 import resource
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 import lowtide
-from lowtide.saving import CheckpointError, folders, writer
+from lowtide.saving import CheckpointError, folders, manifest, writer
 from support.bits import assert_same_tensors
 from support.ranks import RankPool
 from support.saving import full, make, save_after, train
@@ -321,6 +322,56 @@ def test_a_folder_that_somebody_writes_is_left_to_him(tmp_path):
             assert one.path.exists() and other.path.exists()
         assert one.path.exists() and not other.path.exists()
     assert not list(tmp_path.iterdir())
+
+
+def meanwhile(path: Path) -> threading.Thread:
+    """Somebody else saves to ``path``; long enough to be done if nothing holds him."""
+
+    def save() -> None:
+        with folders.aside(path) as made:
+            files = {manifest.METADATA: manifest.File(0, "0" * 16)}
+            whole = manifest.to_bytes(manifest.Manifest(made.order, 1, files))
+            (made.path / manifest.FILE_NAME).write_bytes(whole)
+            folders.publish(made)
+
+    other = threading.Thread(target=save)
+    other.start()
+    other.join(0.5)
+    return other
+
+
+def test_a_folder_that_is_not_locked_yet_is_left_to_its_save(tmp_path, monkeypatch):
+    others, lock = [], folders._locked
+
+    def late(folder: Path, *how: int) -> Any:
+        if "one.writing" in folder.name:
+            others.append(meanwhile(tmp_path / "other"))
+        return lock(folder, *how)
+
+    monkeypatch.setattr(folders, "_locked", late)
+    with folders.aside(tmp_path / "one") as one:
+        (other,) = others
+        other.join()
+        assert one.path.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+def test_a_checkpoint_between_two_names_is_left_to_its_save(tmp_path, monkeypatch):
+    meanwhile(tmp_path / "one").join()
+    others, rename = [], os.rename
+
+    def slow(old: Path, new: Path) -> None:
+        rename(old, new)
+        if ".one.replaced" in str(new):
+            others.append(meanwhile(tmp_path / "other"))
+
+    monkeypatch.setattr(os, "rename", slow)
+    meanwhile(tmp_path / "one").join()
+    for other in others:
+        other.join()
+    assert others
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "other"]
+    assert sorted(each.order for each in folders.published(tmp_path)) == [2, 3]
 
 
 # -- in the background ----------------------------------------------------------------

@@ -108,7 +108,7 @@ READERS: dict[str, Callable[[], Any]] = {
 OF_THE_DRIVER = {
     f"LOWTIDE_DRY_{name}" for name in ("DEVICES", "EVENTS", "HANG", "LIMIT")
 }
-OF_THE_DRIVER |= {"LOWTIDE_DRY_MEMORY", "LOWTIDE_DRY_GPU"}
+OF_THE_DRIVER |= {f"LOWTIDE_DRY_{name}" for name in ("GPU", "MEMORY", "PATIENCE")}
 FOLDERS = {"LOWTIDE_DEBUG_LOG"}  # which any text may name
 
 
