@@ -8,6 +8,7 @@ import warnings
 import weakref
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
@@ -34,6 +35,10 @@ def watch(state: UnitState) -> None:
 
 
 def _registered(module: nn.Module, name: str, value: Any) -> None:
+    # Where torch.compile traces it a container is made, such as a slice of a
+    # ModuleList; what it reads here it would guard, and modules come and go.
+    if torch.compiler.is_compiling():
+        return
     unit = _unit_of.get(module)
     if unit is None or (state := unit()) is None:
         return

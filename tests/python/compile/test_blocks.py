@@ -102,3 +102,23 @@ def test_a_compiled_model_of_checkpointed_blocks(
     assert losses == expected[0]
     for name, value in params.items():
         assert torch.equal(value, expected[1][name]), name
+
+
+def test_what_is_sharded_elsewhere_compiles_nothing_again() -> None:
+    """transformers' models call a slice of their layers, which is a new ModuleList:
+    whoever watches registrations is traced with it."""
+    sharded = [lowtide.fully_shard(nn.Linear(4, 4))]
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        for layer in layers[:2]:
+            x = layer(x)
+        return x
+
+    compiled = torch.compile(forward, backend="eager", fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compiled(torch.ones(1, 4))
+        sharded.append(lowtide.fully_shard(nn.Linear(4, 4)))
+        compiled(torch.ones(1, 4))
+        sharded.clear()
+        compiled(torch.ones(1, 4))
