@@ -107,12 +107,12 @@ def _getitem(logits: DeferredLogits, index: Any) -> Any:
     probe = (part for item in items for part in _slices_like(item))
     if not _whole_classes(logits, _like(logits)[tuple(probe)]):
         return Reason("of the vocabulary")
-    compares = not any(isinstance(item, Tensor) for item in items)
-    return logits._derive(
-        lambda h: h[index],
-        lambda z: z[index],
-        chosen=("index", str(index)) if compares else object(),
-    )
+    chosen: Any = ("index", str(index))
+    if any(isinstance(item, Tensor) for item in items):
+        # The logits, if they are made, are taken by what the index says now.
+        items = tuple(i.clone() if isinstance(i, Tensor) else i for i in items)
+        chosen = object()  # nobody knows whether another index is equal
+    return logits._derive(lambda h: h[items], lambda z: z[items], chosen=chosen)
 
 
 def _is_index(item: Any) -> bool:

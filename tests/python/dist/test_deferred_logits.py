@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import lowtide
 from lowtide.losses import defer_logits, linear_cross_entropy
 from support.bits import same_bits
+from support.deferred_heads import trained
 
 VOCAB, DIM, TOKENS = 301, 24, 10
 
@@ -93,31 +94,22 @@ def steps(
     net = sharded(place, bias, dtype, early, grads)
     if who in ("deferred", "looked") and not early:
         defer_logits(net.head)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    losses, says = [], []
-    for step in range(4):
+
+    def loss_of_step(step: int) -> torch.Tensor:
         ids, targets = batch(step)
-        net.set_requires_gradient_sync(step != 1)  # accumulates, once
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            if who == "hand":
-                net.last = "by hand" if where == "inside" else "hidden"
-                loss = net(ids, targets)
-                if where == "outside":
-                    loss = linear_cross_entropy(loss, net.head, targets)
-            else:
-                net.last = "loss" if where == "inside" else "logits"
-                loss = net(ids, targets)
-                if where == "outside":
-                    loss = loss_of(loss if who != "looked" else loss * 1, targets)
-        loss.backward()
-        if step != 1:
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.detach())
-        says += [str(one.message) for one in caught]
-    full = [parameter.full_tensor().detach() for parameter in net.parameters()]
-    return {"numbers": [*losses, *full], "says": says}
+        if who == "hand":
+            net.last = "by hand" if where == "inside" else "hidden"
+            loss = net(ids, targets)
+            if where == "outside":
+                loss = linear_cross_entropy(loss, net.head, targets)
+        else:
+            net.last = "loss" if where == "inside" else "logits"
+            loss = net(ids, targets)
+            if where == "outside":
+                loss = loss_of(loss if who != "looked" else loss * 1, targets)
+        return loss
+
+    return trained(net, loss_of_step, 4)
 
 
 def require_same_bits(actual: list[Any], expected: list[Any]) -> None:

@@ -4,7 +4,6 @@ the plain logits, one pass over the head, wherever the head and its loss are."""
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from torch import nn
 import lowtide
 from lowtide.losses import defer_logits
 from lowtide.losses._heads import tally_of
+from support.deferred_heads import trained
 from support.z_losses import APART, SHARED
 
 VOCAB, DIM, TOKENS = 301, 24, 10
@@ -53,31 +53,16 @@ def steps(
     net = sharded(place, program if where == "inside" else None, dtype)
     if deferred:
         defer_logits(net.head)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    losses, says = [], []
-    for step in range(3):
+
+    def loss_of_step(step: int) -> torch.Tensor:
         g = torch.Generator().manual_seed(1 + dist.get_rank() + 100 * step)
         ids = torch.randint(VOCAB, (2, TOKENS // 2), generator=g)
         targets = torch.randint(VOCAB, (2, TOKENS // 2), generator=g)
         targets[0, 0] = -100
-        net.set_requires_gradient_sync(step != 1)  # accumulates, once
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            loss = net(ids, targets)
-            if where == "outside":
-                loss = program(loss, targets)
-        loss.backward()
-        if step != 1:
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.detach())
-        says += [str(one.message) for one in caught]
-    full = [parameter.full_tensor().detach() for parameter in net.parameters()]
-    return {
-        "numbers": [*losses, *full],
-        "says": says,
-        "made": tally_of(net.head).made.total(),
-    }
+        loss = net(ids, targets)
+        return program(loss, targets) if where == "outside" else loss
+
+    return trained(net, loss_of_step, 3) | {"made": tally_of(net.head).made.total()}
 
 
 def require_close(actual: list[Any], expected: list[Any], rtol: float) -> None:

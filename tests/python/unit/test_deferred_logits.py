@@ -21,33 +21,16 @@ from lowtide.losses import defer_logits, linear_cross_entropy
 from lowtide.losses._deferred_logits import DeferredLogits
 from support import models
 from support.bits import same_bits
-
-VOCAB, DIM, BATCH, LENGTH = 37, 12, 3, 8
-
-
-def heads(dtype: torch.dtype = torch.float32, bias: bool = True) -> tuple[Any, Any]:
-    """The plain one and its twin whose logits are deferred."""
-    torch.manual_seed(0)
-    plain = nn.Linear(DIM, VOCAB, bias=bias, dtype=dtype)
-    deferred = copy.deepcopy(plain)
-    defer_logits(deferred)
-    return plain, deferred
-
-
-def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    g = torch.Generator().manual_seed(1)
-    hidden = torch.randn(BATCH, LENGTH, DIM, generator=g).to(dtype).requires_grad_()
-    targets = torch.randint(VOCAB, (BATCH, LENGTH), generator=g)
-    targets[0, ::3] = -100
-    return hidden, targets
-
-
-def is_deferred(logits: Tensor) -> bool:
-    return isinstance(logits, DeferredLogits) and logits._family.logits is None
-
-
-def results(loss: Tensor, hidden: Tensor, head: nn.Linear) -> list[Tensor]:
-    return [loss.detach(), *torch.autograd.grad(loss, [hidden, *head.parameters()])]
+from support.deferred_heads import (
+    BATCH,
+    DIM,
+    LENGTH,
+    VOCAB,
+    heads,
+    inputs,
+    is_deferred,
+    results,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -172,6 +155,17 @@ def test_tokens_are_chosen_without_logits(name):
         results(loss, hidden, deferred), results(expected, hidden, plain), strict=True
     ):
         assert same_bits(mine, wanted)
+
+
+@pytest.mark.parametrize("look", [lambda z: z * 1, lambda z: z.sum()])
+def test_an_index_that_changes_afterwards_has_chosen_what_it_said(look):
+    plain, deferred = heads()
+    hidden, _ = inputs()
+    index = MASK.clone()
+    chosen, wanted = deferred(hidden)[index], plain(hidden)[index]
+    index.logical_not_()
+    with pytest.warns(UserWarning, match="which are made now"):
+        assert same_bits(look(chosen), look(wanted))
 
 
 def flat_loss(z: Tensor, **settings: Any) -> Tensor:

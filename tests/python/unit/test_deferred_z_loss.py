@@ -3,7 +3,6 @@ and the backward of the cross entropy of the same tokens."""
 
 from __future__ import annotations
 
-import copy
 import gc
 import warnings
 import weakref
@@ -17,36 +16,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.losses import _vocabulary_chunks, defer_logits, linear_cross_entropy
-from lowtide.losses._deferred_logits import DeferredLogits
 from support.bits import same_bits
+from support.deferred_heads import (
+    BATCH,
+    DIM,
+    LENGTH,
+    VOCAB,
+    heads,
+    inputs,
+    is_deferred,
+    results,
+)
 from support.z_losses import APART, FACTOR, SHARED, olmo, palm
-
-VOCAB, DIM, BATCH, LENGTH = 37, 12, 3, 8
-
-
-def heads(dtype: torch.dtype = torch.float32, bias: bool = True) -> tuple[Any, Any]:
-    """The plain one and its twin whose logits are deferred."""
-    torch.manual_seed(0)
-    plain = nn.Linear(DIM, VOCAB, bias=bias, dtype=dtype)
-    deferred = copy.deepcopy(plain)
-    defer_logits(deferred)
-    return plain, deferred
-
-
-def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    g = torch.Generator().manual_seed(1)
-    hidden = torch.randn(BATCH, LENGTH, DIM, generator=g).to(dtype).requires_grad_()
-    targets = torch.randint(VOCAB, (BATCH, LENGTH), generator=g)
-    targets[0, ::3] = -100
-    return hidden, targets
-
-
-def is_deferred(logits: Tensor) -> bool:
-    return isinstance(logits, DeferredLogits) and logits._family.logits is None
-
-
-def results(loss: Tensor, hidden: Tensor, head: nn.Linear) -> list[Tensor]:
-    return [loss.detach(), *torch.autograd.grad(loss, [hidden, *head.parameters()])]
 
 
 @pytest.fixture(autouse=True)
