@@ -12,6 +12,8 @@
 #include <iterator>
 #include <map>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 #include "phantom/driver/broadcasts.h"
 #include "phantom/driver/capture.h"
@@ -87,6 +89,18 @@ void keep_time(const Communicator& communicator, std::string_view kind,
                   is_of_pair(kind) ? peer : -1, stream);
 }
 
+// Of the calls of the thread's group, which NCCL launches where the outermost
+// one ends.
+thread_local std::vector<cudaStream_t> not_launched;
+
+void launch_unless_in_a_group() {
+  if (CollectiveLog::depth() > 0) return;
+  for (const auto stream : std::exchange(not_launched, {})) {
+    capture().enqueue(stream);
+    order().enqueue_collective(stream);
+  }
+}
+
 // What travels between ranks, on `stream`: everything does by this function.
 // `bytes` as in Call.  NCCL discards empty collectives (taskAppend).
 ncclResult_t collective(const char* kind, std::size_t bytes,
@@ -100,8 +114,8 @@ ncclResult_t collective(const char* kind, std::size_t bytes,
   call.priority = stream_of(stream).priority;
   collective_log().add(call);
   keep_time(communicators().of(comm), kind, bytes, peer, stream);
-  capture().enqueue(stream);
-  order().enqueue_collective(stream);
+  not_launched.push_back(stream);
+  launch_unless_in_a_group();
   return ncclSuccess;
 }
 
@@ -206,6 +220,7 @@ ncclResult_t ncclGroupStart() {
 ncclResult_t ncclGroupEnd() {
   collective_log().leave_group();
   if (CollectiveLog::depth() == 0) bring_grouped_broadcasts();
+  launch_unless_in_a_group();
   time_group_ends();
   return ncclSuccess;
 }
