@@ -146,7 +146,7 @@ class HostStates:
                 "for states on the host, got another function in its place. Replace "
                 "the optimizer's step instead of the class's."
             )
-        stood_in = on_rows(optimizer, (), {})
+        stood_in = on_rows(optimizer, known, (), {})
         vars(stood_in)["param_groups"] = self._of_units(stood_in, units, known)
         return stood_in
 

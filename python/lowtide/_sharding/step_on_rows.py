@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import _foreach_supported_types
 
 from lowtide._sharding.local_parameter import as_sharded, same_layout
 from lowtide._sharding.subclass import is_extended
@@ -50,26 +49,15 @@ _STEPS: dict[Any, Any] = {
 }
 
 
-class StepRows(nn.Parameter):
-    """A sharded parameter's, and its gradient's for a step, which it does not keep."""
+class Rows(dict[int, nn.Parameter]):
+    """Of an optimizer, from step to step, by the sharded parameter's id: plain
+    parameters, for which torch's functions take half the host time that they take for
+    a subclass. They hold no memory that the parameter has left, as in ``Module.to``,
+    and gradients only for a step."""
 
-    sharded: Any
-    local: "weakref.ref[Tensor]"  # what they are of
-    gradient: "weakref.ref[Tensor]"
-    __hash__ = object.__hash__  # as Tensor's own, whose function is one of Python's
-
-    @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
-        return self.gradient()
-
-
-# Optimizers loop over parameters of types that are not in it, as DTensor is.
-_foreach_supported_types.append(StepRows)
-
-
-class Rows(dict[int, StepRows]):
-    """Of an optimizer, from step to step, by the sharded parameter's id. They hold no
-    memory that the parameter has left, as in ``Module.to``."""
+    def let_go_of_gradients(self) -> None:
+        for rows in self.values():
+            rows.grad = None
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
@@ -95,17 +83,24 @@ def stand_in(
         if rows is None:
             return None
         of_rows.append({**group, "params": rows})
-    return on_rows(optimizer, of_rows, States(optimizer.state, {}))
+    return on_rows(optimizer, known, of_rows, States(optimizer.state, {}))
 
 
-def on_rows(optimizer: Optimizer, groups: Any, states: Any) -> Any:
-    """``optimizer`` but for these groups and states."""
+def on_rows(optimizer: Optimizer, known: Rows, groups: Any, states: Any) -> Any:
+    """``optimizer`` but for these groups and states, for one step."""
     kind: Any = type(optimizer)
-    return _class_on_rows(kind)(optimizer, groups, states)
+    return _class_on_rows(kind)(optimizer, known, groups, states)
 
 
 def rows_with_gradients(parameters: Iterable[Any], known: Rows) -> list[Any] | None:
     """None where rows are not all that one of them, or its gradient, is made of."""
+    found = _rows_with_gradients(parameters, known)
+    if found is None:
+        known.let_go_of_gradients()
+    return found
+
+
+def _rows_with_gradients(parameters: Iterable[Any], known: Rows) -> list[Any] | None:
     found: list[Any] = []
     for p in parameters:
         gradient = p.grad
@@ -128,33 +123,42 @@ def rows_with_gradients(parameters: Iterable[Any], known: Rows) -> list[Any] | N
         ):
             if is_extended(local):
                 return None
-            known[id(p)] = rows = _step_rows_of(p, known)
-        rows.gradient = weakref.ref(gradient._local_tensor)
+            known[id(p)] = rows = _plain_rows_of(p, known)
+        rows.grad = gradient._local_tensor
         found.append(rows)
     return found
 
 
-def _step_rows_of(p: Any, known: Rows) -> StepRows:
+def _plain_rows_of(p: Any, known: Rows) -> Any:
+    """``lowtide_sharded``: the parameter; ``local``: what they are of."""
     local = p._local_tensor
-    rows = Tensor._make_subclass(StepRows, local.detach(), p.requires_grad)
-    assert isinstance(rows, StepRows)
-    rows.sharded = p
+    rows: Any = nn.Parameter(local.detach(), p.requires_grad)
+    rows.grad_dtype = None  # a program may give gradients another one
+    rows.lowtide_sharded = p
     forget = functools.partial(_forget, weakref.ref(known), id(p))
     rows.local = weakref.ref(local, forget)
     return rows
 
 
 def _forget(known: "weakref.ref[Rows]", number: int, local: Any) -> None:
-    rows = known()
+    rows: Any = known()
     if rows is not None and number in rows and rows[number].local is local:
         del rows[number]
 
 
 class _OnRows:
-    """Ahead of an optimizer's class: what is not here is the optimizer's."""
+    """Ahead of an optimizer's class: what is not here is the optimizer's. It lives for
+    one step, also for one that raises."""
 
-    def __init__(self, optimizer: Optimizer, groups: Any, states: Any) -> None:
-        vars(self).update(_optimizer=optimizer, param_groups=groups, state=states)
+    def __init__(
+        self, optimizer: Optimizer, known: Rows, groups: Any, states: Any
+    ) -> None:
+        vars(self).update(
+            _optimizer=optimizer, _rows=known, param_groups=groups, state=states
+        )
+
+    def __del__(self) -> None:
+        self._rows.let_go_of_gradients()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_optimizer"], name)
@@ -177,7 +181,7 @@ class States(dict[Tensor, Any]):
         self._states, self._elsewhere = states, elsewhere
 
     def __missing__(self, parameter: Any) -> Any:
-        p = parameter.sharded if type(parameter) is StepRows else parameter
+        p = getattr(parameter, "lowtide_sharded", parameter)
         of_p, elsewhere = self._states[p], self._elsewhere
         self[parameter] = state = _State(of_p)
         state.parameter, state.sharded = p, of_p

@@ -4,6 +4,7 @@ on DTensors, with none of their calls."""
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -233,3 +234,63 @@ def moved_rows() -> bool:
 
 def test_rows_that_moved_are_found(pool_of):
     assert pool_of(2).run(moved_rows) == [True] * 2
+
+
+def gradients_after() -> dict[str, list[int]]:
+    """How many gradients are there behind a step, and without references of the
+    program's behind that."""
+    found = {}
+
+    def count(name: str, step: Callable[[Any], Any]) -> None:
+        model: Any = shard(build(RUN.model), RUN, get_system("lowtide"))
+        accumulate(model, RUN, 0, 0)
+        gradients = [weakref.ref(p.grad._local_tensor) for p in model.parameters()]
+        optimizer = step(model)  # still there
+        numbers = [sum(each() is not None for each in gradients)]
+        for p in model.parameters():
+            p.grad = None
+        found[name] = [*numbers, sum(each() is not None for each in gradients)]
+        del optimizer
+
+    def taken(model: Any) -> Any:
+        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer.step()
+        return optimizer
+
+    def raised(model: Any) -> Any:
+        optimizer = torch.optim.AdamW(model.parameters())
+        del optimizer.param_groups[0]["betas"]
+        with pytest.raises(KeyError, match="betas"):
+            optimizer.step()
+        return optimizer
+
+    def as_they_are(model: Any) -> Any:
+        weight = list(model.parameters())[-1]
+        whole = torch.ones(weight.shape)
+        weight.grad = DTensor.from_local(whole, weight.device_mesh, [Partial()])
+        optimizer = torch.optim.SGD(model.parameters())
+        optimizer.step()
+        return optimizer
+
+    def in_bfloat16(model: Any) -> Any:
+        for p in model.parameters():
+            gradient, p.grad = p.grad.bfloat16(), None
+            p.grad_dtype, p.grad = torch.bfloat16, gradient
+        optimizer = torch.optim.SGD(model.parameters(), foreach=False)
+        optimizer.step()
+        return optimizer
+
+    for step in (taken, raised, as_they_are, in_bfloat16):
+        count(step.__name__, step)
+    return found
+
+
+def test_gradients_are_nobodys_behind_a_step(pool_of):
+    number = len(list(build(RUN.model).parameters()))
+    for found in pool_of(2).run(gradients_after):
+        assert found == {
+            "taken": [number, 0],
+            "raised": [number, 0],
+            "as_they_are": [number - 1, 0],
+            "in_bfloat16": [0, 0],
+        }
