@@ -38,6 +38,12 @@ POINTS = {
     "8 ranks, without CUDA graphs, float8 gathers": Point(
         (NO_GRAPHS, "float8_gathers")
     ),
+    "8 ranks, without CUDA graphs, whole logits, same loss": Point((NO_GRAPHS, WHOLE)),
+    "8 ranks, without CUDA graphs, whole logits, deferred logits": Point(
+        (NO_GRAPHS, WHOLE), DEFER, bar=0.65
+    ),
+    "8 ranks of H200, two sequences, without CUDA graphs, whole logits, deferred "
+    "logits": Point((NO_GRAPHS, WHOLE, "two_sequences"), DEFER, gpu="h200", bar=0.65),
 }
 
 
@@ -89,9 +95,20 @@ give to those of the last one, which is what each of them receives.
 *float8 gathers*: layers but the head in torchao's tensorwise recipe, gathered in
 float8, with scales computed in advance. torchtitan 0.2 had options for these; of 0.3 it
 is its `Float8Linear` with torchao's configuration, weights wrapped and scales computed
-as torchao does, by our program. Embedding, head and norms stay bf16. FSDP2 gathers norm
-and head, which are one unit in torchtitan, once more than lowtide, in bf16 and in
-float8.
+as torchao does, by our program. Embedding, head and norms stay bf16. With the loss by
+chunks FSDP2 gathers norm and head, which are one unit in torchtitan, once more than
+lowtide does.
+
+*whole logits*: torchtitan's loss without the chunks, as its `llama3_debugmodel_ce_loss`
+has it, on `spmd_backend="partial_dtensor"`, whose head is an `nn.Linear` with its
+class's forward. *deferred logits*: `lowtide run --defer-logits`; a step that made
+logits would end the run, and the head's rows are gathered in forward and in backward.
+*bar*: what we set out to reach. Two sequences a rank do not fit an H100 with FSDP2.
+
+Missed bars: with deferred logits `lowtide plan` says of one sequence's 35.0 GiB that
+18.9 are activations that selective checkpointing keeps, and 11.2 shards and the
+optimizer's state, which both systems hold, and that expandable segments would spare
+1.91.
 
 The loss by chunks has the head's gradient whole in both systems (2 GiB in fp32), and 16
 GiB at the peak are activations that selective checkpointing keeps. A graph has memory
