@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 from case import Case, Row, rows_of
@@ -10,38 +11,74 @@ from points import Points
 NAME = "configured_trainer"
 GIB = 1 << 30
 PROGRAM = ("titan_configured.py", "llama3", "llama3_8b")
-# Options of the program, by name and ranks.
-POINTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "8 ranks, as configured": (8, ()),
-    "8 ranks, without CUDA graphs": (8, ("no_graphs",)),
-    "8 ranks, without CUDA graphs, full checkpointing": (
-        *(8, ("no_graphs", "full_checkpointing")),
+NO_GRAPHS, WHOLE = "no_graphs", "whole_logits"
+DEFER = ("--defer-logits",)
+
+
+@dataclass(frozen=True)
+class Point:
+    """``changes`` of the configuration, by the program's names; ``options`` of
+    `lowtide run`; ``bar``: what we set out to reach, of FSDP2's reserved."""
+
+    changes: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    ranks: int = 8
+    gpu: str = "h100"
+    bar: float | None = None
+
+
+# The names say ranks and changes.
+POINTS = {
+    "8 ranks, as configured": Point(),
+    "8 ranks, without CUDA graphs": Point((NO_GRAPHS,)),
+    "8 ranks, without CUDA graphs, full checkpointing": Point(
+        (NO_GRAPHS, "full_checkpointing")
     ),
-    "128 ranks, without CUDA graphs": (128, ("no_graphs",)),
+    "128 ranks, without CUDA graphs": Point((NO_GRAPHS,), ranks=128),
+    "8 ranks, without CUDA graphs, float8 gathers": Point(
+        (NO_GRAPHS, "float8_gathers")
+    ),
+    "8 ranks, without CUDA graphs, whole logits, same loss": Point((NO_GRAPHS, WHOLE)),
+    "8 ranks, without CUDA graphs, whole logits, deferred logits": Point(
+        (NO_GRAPHS, WHOLE), DEFER, bar=0.65
+    ),
+    "8 ranks of H200, two sequences, without CUDA graphs, whole logits, deferred "
+    "logits": Point((NO_GRAPHS, WHOLE, "two_sequences"), DEFER, gpu="h200", bar=0.65),
 }
 
 
-def rows_at(point: str) -> list[Row]:
-    ranks, options = POINTS[point]
-    row = rows_of(NAME)
-    runs = [(system, *PROGRAM, *options) for system in ("lowtide", "fsdp2")]
-    points = Points("unedited.py", world=ranks, timeout=3600)
-    ours, theirs = (found["from_start"] for found in points.each(runs))
-    where = f"torchtitan 0.3, Llama 3 8B, {point}"
-    return [
-        *(
-            row(
-                *(system, f"reserved, {where}", round(found["reserved"] / GIB, 2)),
-                *("GiB", "simulated"),
-                f"allocated {found['allocated'] / GIB:.2f}",
-            )
-            for system, found in (("lowtide", ours), ("fsdp2", theirs))
-        ),
-        row(
-            *("lowtide", f"of FSDP2's reserved, {where}"),
-            *(round(ours["reserved"] / theirs["reserved"], 3), "", "arithmetic"),
-        ),
+def rows_at(name: str) -> list[Row]:
+    point, row = POINTS[name], rows_of(NAME)
+    runs = [
+        (*("lowtide", *point.options), *PROGRAM, *point.changes),
+        ("fsdp2", *PROGRAM, *point.changes),
     ]
+    points = Points("unedited.py", gpu=point.gpu, world=point.ranks, timeout=3600)
+    found = dict(zip(("lowtide", "fsdp2"), points.each(runs), strict=True))
+    reserved = {k: figures["from_start"]["reserved"] for k, figures in found.items()}
+    where = f"torchtitan 0.3, Llama 3 8B, {name}"
+    share = f"of FSDP2's reserved, {where}"
+    rows = [
+        row(
+            *(system, f"reserved, {where}", round(reserved[system] / GIB, 2)),
+            *("GiB", "simulated"),
+            f"allocated {figures['from_start']['allocated'] / GIB:.2f}",
+        )
+        for system, figures in found.items()
+    ]
+    value = round(reserved["lowtide"] / reserved["fsdp2"], 3)
+    rows.append(row("lowtide", share, value, "", "arithmetic"))
+    if point.bar is not None:
+        rows.append(row("bar", share, point.bar, "", "arithmetic"))
+    if NO_GRAPHS in point.changes:  # NCCL is not called where a graph is replayed
+        rows += [
+            row(
+                *(system, f"all-gathers of a step, {where}"),
+                *(round(figures["gathered"] * point.ranks / 1e9, 2), "GB", "simulated"),
+            )
+            for system, figures in found.items()
+        ]
+    return rows
 
 
 CASE = Case(
@@ -52,11 +89,30 @@ torchtitan's newest release with torch 2.15, its configuration `llama3_8b`: one 
 of 8,192 tokens a rank, FlexAttention, selective checkpointing, the loss by eight chunks
 of tokens, forward and backward in a CUDA graph; only tokens, logging and the number of
 steps are ours. On the [driver that computes nothing](design/phantom.md), with torch's
-own segments; the highest figure of four steps.
+own segments; the highest figure of four steps. *all-gathers of a step*: what all ranks
+give to those of the last one, which is what each of them receives.
 
-The loss by chunks has the head's gradient whole in both systems (2 GiB in fp32), and
-16 GiB at the peak are activations that selective checkpointing keeps. A graph has
-memory of its own, beside gradients of the eager step before it.""",
+*float8 gathers*: layers but the head in torchao's tensorwise recipe, gathered in
+float8, with scales computed in advance. torchtitan 0.2 had options for these; of 0.3 it
+is its `Float8Linear` with torchao's configuration, weights wrapped and scales computed
+as torchao does, by our program. Embedding, head and norms stay bf16. With the loss by
+chunks FSDP2 gathers norm and head, which are one unit in torchtitan, once more than
+lowtide does.
+
+*whole logits*: torchtitan's loss without the chunks, as its `llama3_debugmodel_ce_loss`
+has it, on `spmd_backend="partial_dtensor"`, whose head is an `nn.Linear` with its
+class's forward. *deferred logits*: `lowtide run --defer-logits`; a step that made
+logits would end the run, and the head's rows are gathered in forward and in backward.
+*bar*: what we set out to reach. Two sequences a rank do not fit an H100 with FSDP2.
+
+Missed bars: with deferred logits `lowtide plan` says of one sequence's 35.0 GiB that
+18.9 are activations that selective checkpointing keeps, and 11.2 shards and the
+optimizer's state, which both systems hold, and that expandable segments would spare
+1.91.
+
+The loss by chunks has the head's gradient whole in both systems (2 GiB in fp32), and 16
+GiB at the peak are activations that selective checkpointing keeps. A graph has memory
+of its own, beside gradients of the eager step before it.""",
     run=lambda: [row for point in POINTS for row in rows_at(point)],
     parts={point: partial(rows_at, point) for point in POINTS},
 )

@@ -157,7 +157,7 @@ LEVERS = {
         ("token-chunked loss without a graph", *TOKENS),
         ("loss over rows of the head", "--loss", "vocabulary"),
         (
-            "the same, the longest ring, 501 MiB instead of 192 MiB",
+            "the same, the longest ring, 501 MiB instead of 288 MiB",
             *("--loss", "vocabulary", "--gradient-budget", str(GIB)),
         ),
     ),

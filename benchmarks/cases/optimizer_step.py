@@ -13,6 +13,7 @@ NUM_STEPS = 40
 BAR = 8  # us, what we set out to reach with fused AdamW
 SYSTEMS = {
     "plain": "plain tensors",
+    "units": "plain tensors, one a unit",
     "fsdp2": "fsdp2",
     "lowtide": "lowtide",
     "local_parameters": "lowtide, local_parameters",
@@ -46,8 +47,12 @@ CASE = Case(
     how="""\
 `programs/optimizer_time.py`: torch's `fake` process group of 8 ranks, a Llama of 16
 blocks and tensors of a few elements. AdamW on plain tensors of the shards' sizes, on
-FSDP2's and lowtide's `model.parameters()`, and on `lowtide.local_parameters(model)`
-take turns in one process; a figure is the median of 40 steps of the thread's CPU time.
-DTensor calls: what a mode sees in a step.""",
+one for each unit's, on FSDP2's and lowtide's `model.parameters()`, and on
+`lowtide.local_parameters(model)` take turns in one process; a figure is the median of 40
+steps of the thread's CPU time, by the model's parameters. DTensor calls: what a mode sees
+in a step. One tensor a unit is not lowtide's way: it would want a unit's shards, states
+and gradients each side by side, where a model that was made on the meta device has its
+shards one by one from torch's `to_empty`, and moved together they would leave holes of
+their own size under the peak.""",
     run=measure,
 )

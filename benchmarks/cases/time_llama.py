@@ -158,16 +158,15 @@ is the head and the loss. What is assumed is in [time.md](time.md). *bar*: what 
 out to reach.
 
 FSDP2 beside lowtide is computed by the same rules. *One communicator*: lowtide under
-`LOWTIDE_COMMUNICATORS=shared`. *Communication*: a collective runs;
-bytes are of full buffers.
+`LOWTIDE_COMMUNICATORS=shared`. *Communication*: a collective runs; bytes
+are of full buffers.
 
-Missed bars. Communication at 64 ranks: lowtide's gradients leave in more collectives
-than FSDP2's, each of which pays the ring's latency and waits behind a product's blocks.
-Longer chunks cost reserved bytes; [gradients.md](design/gradients.md) has the table.
-Exposed at 64 and 256 ranks: in forward the first block's gather is hidden by the copies
-that FSDP2 makes of what it gathered before and lowtide does not; they are in its
-longer step. With the loss by chunks of tokens the head's gradient is there as soon
-as backward begins, with nothing left to hide it. *32 replicas* are of 8 shards, a node
+Missed bars. Exposed at 64 and 256 ranks: in forward the first block's gather is hidden
+by the copies that FSDP2 makes of what it gathered before and lowtide does not; they are
+in its longer step. At the end of backward the embedding's gradient leaves in a few
+chunks, FSDP2's in one. With the loss by chunks of tokens the head's gradient is there
+as soon as backward begins, and the first block waits until most of it has left.
+*32 replicas* are of 8 shards, a node
 each: both systems sum a unit's gradients over them in one all-reduce. *A node each*:
 eight nodes of one GPU, or eight GPUs on PCIe. There the third step's gathers in
 backward leave by the first steps' time stamps: by arithmetic alone, which assumes

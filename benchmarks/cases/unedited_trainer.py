@@ -90,6 +90,10 @@ that selective checkpointing keeps, 11.8 shards, gradients and the optimizer's s
 activations. Reserved is 4.8, 2.4 and 3.7 GiB more, of which expandable segments would
 spare 4.0, 2.0 and 2.9.
 
+One H200 has run the same trainer in a later version, torchtitan 0.2.2, whose compiled
+loss makes no fp32 logits, so that the compiled bar is missed there:
+[trainer-eager and trainer-compiled](gpu_check.md#trainer-eager).
+
 Clone and packages are looked for in the folder that `LOWTIDE_FOREIGN` names, as for
 published.
 """,

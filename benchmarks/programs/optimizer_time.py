@@ -1,4 +1,4 @@
-"""Thread CPU time of an optimizer step on four kinds of parameters, in turns, and how
+"""Thread CPU time of an optimizer step on five kinds of parameters, in turns, and how
 often DTensor's dispatcher is asked, as JSON."""
 
 from __future__ import annotations
@@ -27,17 +27,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fused": {"fused": True},
     "foreach": {"foreach": True},
 }
-KINDS = ("plain", "fsdp2", "lowtide", "local_parameters")
+KINDS = ("plain", "units", "fsdp2", "lowtide", "local_parameters")
 
 
 def optimizer_of(kind: str, variant: str) -> torch.optim.Optimizer:
-    """Every parameter has a gradient; plain parameters have the shards' sizes."""
+    """Every parameter has a gradient; plain parameters have the shards' sizes, or of
+    "units" those of all of a unit's."""
     model: Any = build(config(NUM_LAYERS))
-    if kind == "plain":
-        parameters = [
-            torch.nn.Parameter(p.detach()[: max(1, len(p) // dist.get_world_size())])
-            for p in model.parameters()
+    if kind in ("plain", "units"):
+        shards = [
+            [p.detach()[: max(1, len(p) // dist.get_world_size())] for p in unit]
+            for unit in units_of(model)
         ]
+        if kind == "units":
+            shards = [[torch.cat([s.flatten() for s in unit])] for unit in shards]
+        parameters = [torch.nn.Parameter(shard) for unit in shards for shard in unit]
     else:
         system = get_system("fsdp2" if kind == "fsdp2" else "lowtide")
         for module in (*model.layers, model):
@@ -55,6 +59,12 @@ def optimizer_of(kind: str, variant: str) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(parameters, **VARIANTS[variant])
     optimizer.model = model  # type: ignore[attr-defined]  keeps it alive
     return optimizer
+
+
+def units_of(model: Any) -> list[list[torch.Tensor]]:
+    blocks = [list(layer.parameters()) for layer in model.layers]
+    inside = {id(p) for block in blocks for p in block}
+    return [*blocks, [p for p in model.parameters() if id(p) not in inside]]
 
 
 class DTensorCalls(TorchDispatchMode):
@@ -85,10 +95,10 @@ def main() -> None:
                     times[kind].append(time.thread_time_ns() - begin)
         gc.enable()
         found[variant] = {}
+        number = len(optimizers["plain"].param_groups[0]["params"])
         for kind, optimizer in optimizers.items():
             with DTensorCalls() as calls:
                 optimizer.step()
-            number = sum(len(group["params"]) for group in optimizer.param_groups)
             found[variant][kind] = {
                 "us": statistics.median(times[kind]) / 1e3 / number,
                 "DTensor calls": calls.count,

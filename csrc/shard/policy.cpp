@@ -14,7 +14,7 @@ constexpr std::int64_t kMiB = std::int64_t{1} << 20;
 // A ring of its own pays from so many times the shared one on.
 constexpr std::int64_t kWorthARing = 4;
 // Latency outweighs bytes for fewer ranks than that.
-constexpr std::int64_t kVeryManyRanks = 128;
+constexpr std::int64_t kVeryManyRanks = 64;
 
 constexpr std::int64_t kLargestUnitOverRing = 11;
 // They have no ring of their own.

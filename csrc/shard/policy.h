@@ -39,7 +39,7 @@ inline constexpr std::size_t kSmallGradientBytes = std::size_t{64} << 10;
 // A reduce-scatter pays its group's latency beside its bytes: on the phantom's
 // clock, which has NCCL's tuning model, 0.025 ms of 8 H100s and about 0.2 ms of
 // 64.  So gradients leave in few chunks: in two slots of 96 MiB, one written as
-// one leaves, among very many ranks in one of 288 MiB, which Llama 8B's blocks
+// one leaves, from 64 ranks on in one of 288 MiB, which Llama 8B's blocks
 // leave by in three chunks of equal size: for a chunk that is computed
 // meanwhile its source waits, in the dtype of compute, and that is less than a
 // second slot.  docs/design/gradients.md has the table.

@@ -328,6 +328,20 @@ Root::BackwardCall Root::enter_backward(Unit& unit, std::int64_t number) {
   return {living_of(call.next), around};
 }
 
+// The next chunk's forward would drop what this one's backward has gathered and
+// does not come to.
+Prefetch::Listed Root::reached(const Prefetch::Listed& listed) const {
+  auto units = listed;
+  if (backward_of_) {
+    const auto within = schedule_.completion_order(backward_of_);
+    std::erase_if(units, [&](const auto& one) {
+      const auto unit = one.lock();
+      return !unit || std::ranges::find(within, unit->number()) == within.end();
+    });
+  }
+  return units;
+}
+
 // --- what ranks must have in common ------------------------------------------
 
 void Root::require_agreement() {

@@ -15,6 +15,7 @@
 #include "shard/gradient_plans.h"
 #include "shard/gradients/gradient_stream.h"
 #include "shard/policy.h"
+#include "shard/prefetch.h"
 #include "shard/rank_comparison.h"
 #include "shard/schedule.h"
 #include "shard/step_log.h"
@@ -75,6 +76,9 @@ class Root : public std::enable_shared_from_this<Root> {
     Unit* around;
   };
   BackwardCall enter_backward(Unit& unit, std::int64_t call);
+  // Those of `listed` that the backward which runs may come to; see [Note:
+  // Detached forwards].
+  Prefetch::Listed reached(const Prefetch::Listed& listed) const;
   GradientStream& stream() { return stream_; }
   StepLog& log() { return ranks_.log(); }
   const StepLog& log() const { return ranks_.log(); }

@@ -49,6 +49,22 @@ std::int64_t num_bytes_of(const c10::Storage& storage) {
   return static_cast<std::int64_t>(storage.nbytes());
 }
 
+// Torch's, that the bytes are from, or null.  What torch.load has read is, and
+// has a storage that names none.
+c10::Allocator* allocator_of(c10::StorageImpl& impl) {
+  if (impl.received_cuda()) {
+    return nullptr;
+  }
+  if (impl.allocator() != nullptr) {
+    return impl.allocator();
+  }
+  auto* const torchs = c10::GetAllocator(impl.device_type());
+  const auto deleter = torchs != nullptr ? torchs->raw_deleter() : nullptr;
+  const auto& bytes = impl._mutable_data_ptr_no_checks();
+  return deleter != nullptr && bytes.get_deleter() == deleter ? torchs
+                                                              : nullptr;
+}
+
 void require_no_capture(const device::Runtime& runtime, const char* what) {
   if (runtime.capturing()) {
     throw Error(base::error_text(what, "no graph that is being captured", "one",
@@ -112,14 +128,17 @@ void SleepingBytes::add(const Named& named) {
     auto* impl = all.unsafeGetStorageImpl();
     auto asked =
         memory::DeviceMemory::asked_for(impl->_mutable_data_ptr_no_checks());
-    if (!asked && (impl->allocator() == nullptr || impl->received_cuda())) {
+    auto* const allocator = allocator_of(*impl);
+    if (!asked && allocator == nullptr) {
       throw InvalidArgument(base::error_text(
           named.name, "bytes that torch or lowtide allocated, to sleep",
           "those of another library or process",
           "Let the others go first, or leave its part awake with parts=."));
     }
-    blocks_.emplace_back().asked = std::move(asked);
-    show(blocks_.back(), all, named.name);
+    auto& block = blocks_.emplace_back();
+    block.asked = std::move(asked);
+    block.allocator = allocator;
+    show(block, all, named.name);
     bytes_ += num_bytes_of(all);
   }
   if (within != nullptr) {
@@ -182,7 +201,7 @@ c10::DataPtr SleepingBytes::allocate(const Block& block) const {
     return memory_->lease(block.asked->category, block.asked->name, all.bytes);
   }
   const c10::DeviceGuard guard(all.storage.device());
-  return all.storage.allocator()->allocate(static_cast<std::size_t>(all.bytes));
+  return block.allocator->allocate(static_cast<std::size_t>(all.bytes));
 }
 
 void SleepingBytes::wake() {

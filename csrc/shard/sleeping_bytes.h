@@ -73,6 +73,7 @@ class SleepingBytes {
   struct Block {
     std::vector<Shown> shown;
     std::optional<memory::DeviceMemory::Asked> asked;
+    c10::Allocator* allocator = nullptr;  // where lowtide was not asked
     std::size_t slot = 0;
     std::int64_t offset = 0;  // in the slot
   };

@@ -112,7 +112,8 @@ void Unit::linger_inside(std::int64_t bytes) {
 // The tokens are known of this unit's ranks.  What others take part in does not
 // wait for them: between two gradients the program may have calls of its own.
 void Unit::prefetch_in_backward() {
-  if (prefetch_.waits(settings_->backward_prefetch, gradients_.elements(),
+  if (prefetch_.waits(root_->reached(settings_->backward_prefetch),
+                      gradients_.elements(),
                       expects_own_ranks_ ? tokens_of_gradients() : 0) &&
       root_->stream().contains(gradients_)) {
     root_->stream().precede(gradients_, prefetch_.gradients_before(),

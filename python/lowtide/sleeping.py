@@ -54,7 +54,8 @@ def host_pool(device: torch.device) -> _C.PinnedPool:
 _asleep: "weakref.WeakKeyDictionary[_Holder, dict[Part, list[_C.SleepingBytes]]]"
 _asleep = weakref.WeakKeyDictionary()
 # What tensor subclasses that sleep are made of, by name; asked meanwhile, some read it.
-# No others': Module.to swaps no parameters that have a weak reference.
+# No others, nor those that are awake while another part sleeps: Module.to swaps no
+# parameters that have a weak reference.
 _inner: MutableMapping[Tensor, list[str]] = WeakTensorKeyDictionary()
 _falling_asleep = False
 _guard: RemovableHandle | None = None  # of optimizers' steps, while anything sleeps
@@ -345,7 +346,7 @@ def _words(leaf: Tensor) -> Tensor:
 
 
 def _guard_steps() -> None:
-    """A step would count itself, say, before it reads what sleeps."""
+    """While anything sleeps: a step would count itself, say, before it reads that."""
     global _guard
     if _asleep and _guard is None:
         _guard = register_optimizer_step_pre_hook(_require_awake)
@@ -354,21 +355,31 @@ def _guard_steps() -> None:
     elif not _asleep and _guard is not None:
         _guard.remove()
         _guard = None
-    if not _asleep:
-        _inner.clear()
+    sleeping = _sleeping()
+    for value in list(_inner):
+        if not any(_holding(leaf, sleeping) for _, leaf in _leaves("", value)):
+            del _inner[value]
+
+
+def _sleeping() -> list[_C.SleepingBytes]:
+    return [
+        each for parts in _asleep.values() for part in parts.values() for each in part
+    ]
+
+
+def _holding(leaf: Tensor, sleeping: list[_C.SleepingBytes]) -> list[_C.SleepingBytes]:
+    return [each for each in sleeping if each.holds(leaf)]
 
 
 def _require_awake(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    sleeping = [
-        each for parts in _asleep.values() for part in parts.values() for each in part
-    ]
+    sleeping = _sleeping()
     parameters = [sharded_of(p) for g in optimizer.param_groups for p in g["params"]]
     for name, leaf in itertools.chain(
         *(_leaves("a parameter", p) for p in parameters),
         *(_leaves("a gradient", p.grad) for p in parameters),
         _states(optimizer, {}),
     ):
-        if holding := [each for each in sleeping if each.holds(leaf)]:
+        if holding := _holding(leaf, sleeping):
             state, call = "sleeps", "lowtide.wake(model, optimizer)"
             if holding[0].dropped:
                 state = "was dropped"

@@ -21,6 +21,7 @@
 #include "phantom/driver/collective_time.h"
 #include "phantom/driver/communicators.h"
 #include "phantom/driver/device.h"
+#include "phantom/driver/exchanges.h"
 #include "phantom/driver/order.h"
 
 namespace lowtide::dry {
@@ -219,7 +220,10 @@ ncclResult_t ncclGroupStart() {
 }
 ncclResult_t ncclGroupEnd() {
   collective_log().leave_group();
-  if (CollectiveLog::depth() == 0) bring_grouped_broadcasts();
+  if (CollectiveLog::depth() == 0) {
+    bring_grouped_broadcasts();
+    bring_exchanges();
+  }
   launch_unless_in_a_group();
   time_group_ends();
   return ncclSuccess;
@@ -280,15 +284,17 @@ ncclResult_t ncclAlltoAll(const void* from, void* to, std::size_t count,
   spread(to, from, bytes, 1);
   return collective("all_to_all", bytes, type, "-", -1, comm, stream);
 }
-ncclResult_t ncclSend(const void*, std::size_t count, ncclDataType_t type,
+ncclResult_t ncclSend(const void* from, std::size_t count, ncclDataType_t type,
                       int peer, ncclComm_t comm, cudaStream_t stream) {
-  return collective("send", count * type_of(type).bytes, type, "-", peer, comm,
-                    stream);
+  const auto bytes = count * type_of(type).bytes;
+  send_in_group(communicators().of(comm), peer, from, bytes);
+  return collective("send", bytes, type, "-", peer, comm, stream);
 }
 ncclResult_t ncclRecv(void* to, std::size_t count, ncclDataType_t type,
                       int peer, ncclComm_t comm, cudaStream_t stream) {
   const auto bytes = count * type_of(type).bytes;
   kept().forget(reinterpret_cast<Address>(to), bytes);
+  receive_in_group(communicators().of(comm), peer, to, bytes);
   return collective("recv", bytes, type, "-", peer, comm, stream);
 }
 

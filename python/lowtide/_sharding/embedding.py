@@ -25,11 +25,13 @@ from lowtide._base.rows import RowChunk, strided_chunks
 # Below, the kernels that a block takes cost more than the bytes are worth.
 LARGE_TABLE = 256 << 20
 # Bytes of a block that forward reads, two of which live at once. It costs a pass over
-# the output and a collective, which is long enough to be limited by bandwidth: its
-# latency grows with the number of ranks.
+# the output and a collective, which is long enough to be limited by bandwidth. Its
+# latency grows with the number of ranks: among that many it is half the table, if that
+# is no more than the most. The hole that two of them leave is one for a head of the
+# table's shape.
 LOOKUP_BYTES = 128 << 20
-# A block has LOOKUP_BYTES for every so many ranks, four times that at most.
 LOOKUP_RANKS = 64
+MOST_LOOKUP_BYTES = 1 << 30
 
 
 def wants_rows(module: nn.Module, original: type) -> bool:
@@ -65,10 +67,12 @@ class EmbeddingRows:
         row_bytes = weight.shape[1] * weight.element_size()
         self._unit, self._weight = unit, weight
         self._stream = unit.gradient_rows()
-        shard = self._stream.padded_rows
-        grown = self._stream.world_size // LOOKUP_RANKS
-        at_once = LOOKUP_BYTES * min(max(1, grown), 4)
-        most = max(1, at_once // (self._stream.world_size * row_bytes))
+        shard, ranks = self._stream.padded_rows, self._stream.world_size
+        at_once = LOOKUP_BYTES
+        if ranks >= LOOKUP_RANKS:
+            half = -(-shard // 2) * ranks * row_bytes
+            at_once = max(at_once, min(half, MOST_LOOKUP_BYTES))
+        most = max(1, at_once // (ranks * row_bytes))
         # Blocks are of equal size, so that one's bytes serve the next.
         unit.look_up_rows(-(-shard // -(-shard // most)))
         # Recorded calls whose graphs are alive.

@@ -178,7 +178,7 @@ class FSDPModule(TorchFSDPModule):
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
         """Accepted. (FSDP2: how many units' gradients may be on their way at once.
-        Here they leave through a ring of two slots, from 128 ranks on of one, whose
+        Here they leave through a ring of two slots, from 64 ranks on of one, whose
         bytes do not grow with the units': no setting makes it more or fewer.)"""
         if isinstance(max_input_buffers, bool) or not isinstance(
             max_input_buffers, int

@@ -52,6 +52,12 @@ Program by_chunks(std::int64_t num_chunks,
   };
 }
 
+// As torchtitan has it of the head of a model with experts.
+void gather_last_layer_behind_head(Rank& rank) {
+  rank.unit(kHead).settings().backward_prefetch = {
+      rank.unit(kHead - 1).weak_from_this()};
+}
+
 Scenario compared(Program program) {
   return {
       .units = with_head(), .program = std::move(program), .compared = true};
@@ -106,6 +112,17 @@ TEST(DetachedForwardsTest, OtherUnitsTakeNoPart) {
     ++steps;
   });
   EXPECT_EQ(steps, 4);
+}
+
+TEST(DetachedForwardsTest, AChunkGathersNothingAheadThatIsListedOfTheModel) {
+  const auto scenario = compared(by_chunks(3));
+  expect_naive_bits(scenario, 2, gather_last_layer_behind_head);
+  for_each_step(
+      scenario,
+      [](const Step& step) {
+        EXPECT_EQ(step.all("all-gather layers.1").size(), 2u);
+      },
+      gather_last_layer_behind_head);
 }
 
 // The exchange throws where ranks bring other calls.

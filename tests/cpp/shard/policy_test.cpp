@@ -33,15 +33,15 @@ std::vector<RingUnit> model(std::int64_t ranks, std::int64_t wire_bytes,
 TEST(RingBytesTest, TheBudgetGrowsWithTheRanks) {
   EXPECT_EQ(default_ring_budget({}), 192 * kMiB);
   EXPECT_EQ(default_ring_budget(model(8, kGiB)), 192 * kMiB);
-  EXPECT_EQ(default_ring_budget(model(127, kGiB)), 192 * kMiB);
-  EXPECT_EQ(default_ring_budget(model(128, kGiB)), 288 * kMiB);
+  EXPECT_EQ(default_ring_budget(model(63, kGiB)), 192 * kMiB);
+  EXPECT_EQ(default_ring_budget(model(64, kGiB)), 288 * kMiB);
   EXPECT_EQ(default_ring_budget(model(256, kGiB)), 288 * kMiB);
   EXPECT_EQ(default_ring_budget(model(512, kGiB)), 576 * kMiB);
 }
 
 TEST(RingBytesTest, TheBudgetGrowsWithAUnitOfManyChunks) {
-  EXPECT_EQ(default_ring_budget(model(64, 2 * kGiB)), 192 * kMiB);
-  EXPECT_EQ(default_ring_budget(model(64, 11 * kGiB)), kGiB);
+  EXPECT_EQ(default_ring_budget(model(32, 2 * kGiB)), 192 * kMiB);
+  EXPECT_EQ(default_ring_budget(model(32, 11 * kGiB)), kGiB);
 }
 
 TEST(RingBytesTest, TheBudgetOfExpertsIsLargerButBounded) {
@@ -75,9 +75,9 @@ TEST(RingBytesTest, AmongFewRanksARingOfAUnitsOwnHasMoreSlots) {
 }
 
 TEST(RingBytesTest, AmongVeryManyRanksOneSlotUntilItsCopiesOutweighALatency) {
-  EXPECT_EQ(ring_slots(model(127, kGiB), kMiB), 2);
-  EXPECT_EQ(ring_slots(model(128, kGiB), 640 * kMiB), 1);
-  EXPECT_EQ(ring_slots(model(128, kGiB), 641 * kMiB), 2);
+  EXPECT_EQ(ring_slots(model(63, kGiB), kMiB), 2);
+  EXPECT_EQ(ring_slots(model(64, kGiB), 320 * kMiB), 1);
+  EXPECT_EQ(ring_slots(model(64, kGiB), 321 * kMiB), 2);
 }
 
 TEST(RingBytesTest, BlocksOfRowsAreShorterThanOneSlot) {
@@ -91,16 +91,16 @@ TEST(RingBytesTest, ARingIsAPartOfTheLargestUnitAtMost) {
   EXPECT_EQ(ring_bytes(model(8, 400 * kMiB), 64 * kMiB), 64 * kMiB);
   EXPECT_EQ(ring_bytes(model(8, 4 * kMiB), 64 * kMiB), 2 * kMiB);
   EXPECT_EQ(ring_bytes(model(8, kMiB), 64 * kMiB), 4 * kMiB);
-  EXPECT_EQ(ring_bytes(model(127, 384 * kMiB), 640 * kMiB), 96 * kMiB);
-  EXPECT_EQ(ring_bytes(model(128, 384 * kMiB), 640 * kMiB),
-            (128 + 1 + 1) * kMiB);
+  EXPECT_EQ(ring_bytes(model(63, 384 * kMiB), 640 * kMiB), 96 * kMiB);
+  EXPECT_EQ(ring_bytes(model(64, 384 * kMiB), 640 * kMiB),
+            (128 + 2 + 1) * kMiB);
   EXPECT_EQ(ring_bytes(model(64, 384 * kMiB, /*experts=*/true), 640 * kMiB),
             (192 + 3 + 1) * kMiB);
 }
 
-// Llama 8B's blocks, 832 MiB, leave in three chunks among 128 ranks and more.
+// Llama 8B's blocks, 832 MiB, leave in three chunks among 64 ranks and more.
 TEST(RingBytesTest, TheDefaultHoldsAThirdOfABlockAndItsResult) {
-  for (const std::int64_t ranks : {128, 256}) {
+  for (const std::int64_t ranks : {64, 256}) {
     const auto units = model(ranks, 2 * kGiB);
     const auto ring = ring_bytes(units, default_ring_budget(units));
     EXPECT_EQ(ring_slots(units, ring), 1) << ranks;
@@ -155,10 +155,10 @@ TEST_F(OwnRingTest, TheLastUnitFillsWhatTheOneBeforeItLeaves) {
 }
 
 TEST_F(OwnRingTest, AmongManyRanksItIsLongerAndTheFirstHasOne) {
-  reduced_by(64);
+  reduced_by(63);
   EXPECT_EQ(of(1), 3 * kBlockBytes - kMiB);
   EXPECT_EQ(of(4), kTable);
-  reduced_by(128);
+  reduced_by(64);
   EXPECT_EQ(of(1), 2 * kBlockBytes - kMiB);
   EXPECT_EQ(of(4), kTable);
 }
@@ -193,7 +193,7 @@ TEST_F(OwnRingTest, NoLongerThanItsGradients) {
 }
 
 TEST_F(OwnRingTest, UnitsWithoutGradientsAreNeitherFirstNorLast) {
-  reduced_by(64);
+  reduced_by(63);
   units_[4].wire_bytes = 0;
   units_[1].wire_bytes = 0;
   EXPECT_EQ(of(3), kBlockBytes);

@@ -193,6 +193,18 @@ TEST_F(SleepingBytesTest, TorchsOwnBytesComeFromItsAllocatorAgain) {
   EXPECT_THAT(runtime_->violations(), IsEmpty());
 }
 
+// As torch.load makes storages.
+TEST_F(SleepingBytesTest, TorchsOwnBytesSleepWhereTheStorageNamesNoAllocator) {
+  const c10::Storage storage(c10::Storage::use_byte_size_t(), kBytes,
+                             c10::GetAllocator(at::kCPU)->allocate(kBytes),
+                             /*allocator=*/nullptr, /*resizable=*/false);
+  of(storage).copy_(at::arange(kNumel, at::kFloat));
+  const auto sleeping = sleep({{of(storage), "state"}});
+  EXPECT_EQ(sleeping->bytes(), kBytes);
+  sleeping->wake();
+  EXPECT_TRUE(of(storage).equal(at::arange(kNumel, at::kFloat)));
+}
+
 // Whoever gave them would not hear of it.
 TEST_F(SleepingBytesTest, BytesOfOthersAreRefusedByName) {
   const auto all = master();

@@ -298,6 +298,26 @@ def test_what_others_made_sleeps(pool_of, make):
     pool_of(2).run(of_others, make)
 
 
+def loaded() -> None:
+    """The optimizer keeps what torch.load has made."""
+    model, optimizer = make()
+    backward(model, 0)
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    optimizer.load_state_dict(torch.load(file))
+    before, held = everything(model, optimizer), leased()
+    with asleep(model, optimizer, held=0):
+        pass
+    assert leased(held) == held
+    assert_same_tensors(everything(model, optimizer), before, "loaded")
+
+
+def test_states_that_torch_has_loaded_sleep(pool_of):
+    pool_of(2).run(loaded)
+
+
 # -- who does not let it sleep --------------------------------------------------------
 
 
@@ -398,6 +418,7 @@ def in_parts() -> None:
     model.zero_grad()
     lowtide.sleep(model)  # parameters, and gradients that there are none of
     lowtide.wake(model, parts=["parameters"])
+    model.to("cpu")  # swaps parameters, as verl does before it hands them on
     with torch.no_grad():
         assert torch.equal(model(inputs), logits)
     with pytest.raises(RuntimeError, match="that sleeps"):

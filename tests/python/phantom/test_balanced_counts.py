@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.phantom.dry import sizes
+from lowtide.phantom.dry import launch, sizes
 from support.dry_process import call_dry
 
 pytestmark = pytest.mark.skipif(not torch.version.cuda, reason="a CPU build of torch")
@@ -77,3 +77,43 @@ def test_dimensions_that_are_not_there_are_torchs_to_refuse():
     refused, shapes = call_dry(calls_that_are_refused)
     assert refused == ["Dimension out of range"] * 2
     assert shapes == [[8, 3], [1]]
+
+
+RANKS = 4
+
+
+def exchanged() -> dict[str, list[int]]:
+    """What ranks tell each other of how many tokens come."""
+    import torch.distributed as dist
+    import torch.distributed._functional_collectives as functional
+
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl")
+    chosen = torch.randn(TOKENS + 1, EXPERTS, device="cuda").topk(TOP_K).indices
+    counts = torch.bincount(chosen.flatten(), minlength=EXPERTS)
+    at_once = torch.empty_like(counts)
+    dist.all_to_all_single(at_once, counts)
+    parts = [torch.empty_like(part) for part in counts.chunk(RANKS)]
+    dist.all_to_all(parts, list(counts.chunk(RANKS)))
+    rows = counts.view(RANKS, -1)
+    by_functional = functional.wait_tensor(
+        functional.all_to_all_single(rows, None, None, dist.group.WORLD)
+    )
+    from_other = torch.zeros_like(counts)
+    pair = (dist.P2POp(dist.isend, counts, 1), dist.P2POp(dist.irecv, from_other, 1))
+    for work in dist.batch_isend_irecv(list(pair)):
+        work.wait()
+    return {
+        "at once": at_once.tolist(),
+        "lists": torch.stack(parts).flatten().tolist(),
+        "functional": by_functional.sum(dim=1).tolist(),
+        "one other's": from_other.tolist(),
+    }
+
+
+def test_ranks_that_exchange_counts_have_equal_ones():
+    found = call_dry(exchanged, machine=launch.Machine(world=RANKS))
+    assert found["at once"] == found["lists"] == [16] * EXPERTS
+    assert found["functional"] == [16 * EXPERTS // RANKS] * RANKS
+    # What one rank tells another need not be what it is told.
+    assert found["one other's"] == [0] * EXPERTS

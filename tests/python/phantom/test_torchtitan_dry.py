@@ -4,7 +4,8 @@ not have. Experts over ranks, and forward and backward in a CUDA graph, its defa
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,26 @@ pytestmark = [
     pytest.mark.skipif(not titan_on_cpus.HAS_CONFIGS, reason="an older torchtitan"),
 ]
 STEPS = 4
+WORLD = 8
 HEAD_BYTES = 2048 * 256 * 4  # of the debug model's gradient
+NORM_BYTES = 256 * 4
+# By the ranks of the group, kind and reduction: how many calls there are, and bytes.
+Sent = dict[tuple[tuple[int, ...], str, str], list[int]]
+
+
+def sent(calls: Sequence[driver.Call]) -> Sent:
+    ranks = {each.number: each.ranks for each in driver.communicators()}
+    found: Sent = defaultdict(lambda: [0, 0])
+    for call in calls:
+        of = found[ranks[call.communicator], call.kind, call.reduction]
+        of[0] += 1
+        of[1] += call.bytes
+    return dict(found)
 
 
 def train(system: str, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Calls of NCCL by kind, addresses of gradients after each step, reserved bytes."""
+    """What the last step asks of NCCL, bytes that all steps reduce, addresses of
+    gradients after each step, reserved bytes."""
     from lowtide.integrations.torchtitan import parallelize_fn
 
     titan_on_cpus.stand_in_for_absent()
@@ -37,9 +53,11 @@ def train(system: str, folder: Path, settings: dict[str, Any]) -> dict[str, Any]
     change = parallelize_fn if system == "lowtide" else lambda theirs: theirs
     trainer = titan_configs.trainer_of(change, folder, STEPS, saves=False, **settings)
     gradients: list[list[int]] = []
+    ends: list[int] = []
     (model,) = trainer.model_parts
 
     def note_gradients(*_: Any) -> None:
+        ends.append(driver.num_calls())
         gradients.append([p.grad._local_tensor.data_ptr() for p in model.parameters()])
 
     for optimizer in trainer.optimizers:
@@ -49,14 +67,14 @@ def train(system: str, folder: Path, settings: dict[str, Any]) -> dict[str, Any]
     reserved = torch.cuda.max_memory_reserved()
     trainer.close()
     return {
-        "calls": Counter(call.kind for call in driver.calls()),
+        "sent": sent(driver.calls()[ends[-2] : ends[-1]]),
         "reduced": sum(c.bytes for c in driver.calls() if c.kind == "reduce_scatter"),
         "gradients": gradients,
         "reserved": reserved,
     }
 
 
-MACHINE = launch.Machine(world=8)
+MACHINE = launch.Machine(world=WORLD)
 
 
 def test_forward_and_backward_in_a_graph(tmp_path):
@@ -76,10 +94,29 @@ def test_forward_and_backward_in_a_graph(tmp_path):
 
 
 def test_experts_over_ranks(tmp_path):
+    """Each group carries what it carries with FSDP2, which gathers norm and head once
+    more between the model's forward and the loss; lowtide reduces them once more,
+    behind the chunks, and pads what each rank gets of a reduction to 512 bytes."""
     settings = {"model": "deepseek_v3", "expert_parallel_degree": 4}
     theirs, ours = (
         call_dry(train, system, tmp_path, settings, machine=MACHINE)
         for system in ("fsdp2", "lowtide")
     )
-    assert ours["calls"]["send"] == theirs["calls"]["send"] > 0  # of tokens
+    everyone, of_tokens, of_an_expert = tuple(range(WORLD)), (0, 1, 2, 3), (0, 4)
+    assert ours["sent"].keys() == theirs["sent"].keys()
+    assert {of[0] for of in ours["sent"]} == {everyone, of_tokens, of_an_expert}
+    head = (HEAD_BYTES + NORM_BYTES) // 2 // WORLD  # a rank's, in bf16
+    gathered_less = {everyone: head, of_an_expert: 0}
+    reduced_more = {everyone: HEAD_BYTES + NORM_BYTES, of_an_expert: 0}
+    for of, (count, num_bytes) in ours["sent"].items():
+        ranks, kind, _ = of
+        expected = theirs["sent"][of][1]
+        if kind == "all_gather":
+            assert num_bytes == expected - gathered_less[ranks], of
+        elif kind == "reduce_scatter":
+            padding = num_bytes - expected - reduced_more[ranks]
+            assert 0 <= padding <= 512 * len(ranks) * count, of
+        else:
+            assert [count, num_bytes] == theirs["sent"][of], of
+    assert ours["sent"][of_tokens, "send", "-"][0] > 0
     assert ours["reserved"] <= theirs["reserved"]

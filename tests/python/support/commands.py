@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ENVIRONMENT = {
@@ -26,10 +26,14 @@ def one_agent(num_processes: int) -> list[str]:
 
 
 def run_together(
-    commands: Sequence[Sequence[str]], *, timeout: float, folder: Path | None = None
+    commands: Sequence[Sequence[str]],
+    *,
+    timeout: float,
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """What each printed, in ``folder`` or here.  AssertionError when one fails or takes
-    too long."""
+    """What each printed, in ``folder`` or here, with ``environment`` beside this
+    process's.  AssertionError when one fails or takes too long."""
     processes = [
         subprocess.Popen(
             command,
@@ -38,7 +42,7 @@ def run_together(
             stderr=subprocess.STDOUT,
             text=True,
             cwd=folder,
-            env=os.environ | ENVIRONMENT,
+            env={**os.environ, **ENVIRONMENT, **(environment or {})},
             start_new_session=True,
         )
         for command in commands
