@@ -164,13 +164,10 @@ Missed bars. Of transformers' Qwen3: its blocks send 2.4 GB of gradients and com
 little longer than that takes. FSDP2 pays a ring's latency once a block and hides it
 behind copies, which count as computing. Chunks of half a GiB and more, instead of 320
 MiB at most, save its step 43 ms and cost Mixtral's 10, whose copies run beside products
-longer, and up to 0.6 GiB. Default segments waste 4 to 5 GiB of Mixtral's, 7 of FSDP2's,
+longer, and up to 0.6 GiB. Default segments waste 3 to 4 GiB of Mixtral's, 7 of FSDP2's,
 between blocks of 0.9 and 1.8 GiB.
 
-Of torchtitan 0.3's Mixtral: it has the head's backward prefetch the last block, and the
-loss runs that backward once a chunk; lowtide gives the block back at the end of each
-and gathers it eight times, FSDP2 once. How much of the exposed communication that makes
-is not traced.
+Of torchtitan 0.3's Mixtral, exposed: not traced.
 
 The rows of torch 2.11 are from before the driver brought counts that ranks exchange in
 pairs: their experts may have computed for no tokens. A run keeps the rows of what
