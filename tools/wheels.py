@@ -1,5 +1,5 @@
-"""Builds wheels for each torch, Python and CUDA or not, and tries each one where only
-its torch is: `make wheels [TORCH=2.15] [PYTHON=3.12] [CUDA=OFF]`.
+"""Builds wheels for each torch, Python and CUDA or not, and tries each one in a new
+environment beside its torch: `make wheels [TORCH=2.15] [PYTHON=3.12] [CUDA=OFF]`.
 
     tools/wheels.py [--torch 2.15 ...] [--python 3.12 ...] [--cuda ON|OFF ...]
 
@@ -239,8 +239,8 @@ def allowed(name: str) -> bool:
 
 
 def try_out(wheel: Path, python: Path, home: Path) -> None:
-    """Installs it in `home`, where only the torch of `python` is, with no compiler on
-    PATH, and trains and plans there."""
+    """Installs it in `home` beside torch and what else `python` has, with no compiler
+    on PATH, and trains and plans there."""
     bare = bare_environment(home, python)
     nothing_else = {"PATH": str(bare.parent), "PYTHONPATH": ""}
     run(bare, "-m", "ensurepip")
@@ -265,7 +265,7 @@ def try_out(wheel: Path, python: Path, home: Path) -> None:
 
 def bare_environment(home: Path, python: Path) -> Path:
     """The interpreter of an environment that holds no package of its own and finds the
-    ones of `python`'s: nothing is downloaded."""
+    ones of `python`'s: no second torch is downloaded."""
     run(python, "-m", "venv", "--clear", "--without-pip", home)
     (site,) = home.glob("lib/python*/site-packages")
     (packages,) = python.parents[1].glob("lib/python*/site-packages")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,15 +29,32 @@ ARGUMENTS = (
     "--model.flavor 30B-A3B --parallelism.expert_parallel_degree 8 "
     "--training.local_batch_size 1"
 )
-# By network: the program of benchmarks/programs and its arguments.
-TITANS_TORCH = (2, 11)  # 0.2.2's
-PROGRAMS = {
-    "Qwen3-30B-A3B, torchtitan, experts over 8 ranks, torch 2.11": (
+
+
+@dataclass(frozen=True)
+class Network:
+    """``program`` of benchmarks/programs with its arguments; ``torch``: what it runs
+    with, "" for any; ``defers``: its loss is over whole logits, which `lowtide run` may
+    defer."""
+
+    program: str
+    torch: str = ""
+    defers: bool = True
+
+
+NETWORKS = {
+    "Qwen3-30B-A3B, torchtitan, experts over 8 ranks, torch 2.11": Network(
         "published.py trainers.torchtitan commit=v0.2.2 file=torchtitan/train.py "
-        f"config={TITAN} ranks={WORLD} 'arguments={ARGUMENTS}'"
+        f"config={TITAN} ranks={WORLD} 'arguments={ARGUMENTS}'",
+        torch="2.11",
     ),
-    "Qwen3-30B-A3B, transformers": "foreign_experts.py qwen3",
-    "Mixtral-8x7B, transformers": "foreign_experts.py mixtral",
+    "Qwen3-30B-A3B, transformers": Network("foreign_experts.py qwen3"),
+    "Mixtral-8x7B, transformers": Network("foreign_experts.py mixtral"),
+    "Mixtral-8x7B of torchtitan 0.3's parts, experts over 8 ranks": Network(
+        "titan_configured.py mixtral mixtral_8x7b no_graphs",
+        torch="2.15",
+        defers=False,
+    ),
 }
 SYSTEMS = {
     "fsdp2": "fsdp2",
@@ -48,11 +66,13 @@ Plan = dict[str, Any]
 
 
 def rows_at(network: str) -> list[Row]:
-    if network.endswith("torch 2.11") and VERSION != TITANS_TORCH:
-        raise Absent("torchtitan 0.2.2 runs with torch 2.11")
+    wanted = NETWORKS[network].torch
+    if wanted and wanted != ".".join(map(str, VERSION)):
+        raise Absent(f"its torchtitan runs with torch {wanted}")
     plans = {
         system: plan_of(script(network, how), "--time")[0]
         for system, how in SYSTEMS.items()
+        if system != DEFERRED or NETWORKS[network].defers
     }
     row, found = rows_of(NAME), []
     for system, plan in plans.items():
@@ -87,7 +107,7 @@ def rows_at(network: str) -> list[Row]:
 
 def script(network: str, system: str) -> Script:
     return Script(
-        *(network, "unedited.py", f"{system} {PROGRAMS[network]}"), world=WORLD
+        *(network, "unedited.py", f"{system} {NETWORKS[network].program}"), world=WORLD
     )
 
 
@@ -113,7 +133,7 @@ def measure() -> Sequence[Row]:
     """Rows of what another torch runs stay as they were."""
     stored = json.loads(STORED.read_text())["rows"] if STORED.exists() else []
     rows = []
-    for network in PROGRAMS:
+    for network in NETWORKS:
         try:
             rows += rows_at(network)
         except Absent:
@@ -126,25 +146,34 @@ CASE = Case(
     describe="Networks of experts at 64 ranks, unedited: `lowtide run` and FSDP2.",
     how="""\
 torchtitan 0.2.2's trainer with its Qwen3, experts over groups of 8 ranks and sharded
-over 8 such groups (its `expert_parallel_degree`), selective checkpointing; and a loop
-over transformers' models after torch's tutorial of FSDP2, whose experts are sharded
-with their layers over all 64 ranks, Mixtral's eight within each, checkpointed: 4,096
-tokens a rank, loss over whole logits. As they stand, or under `python -m lowtide run`.
-`python -m lowtide plan --time` says what the process reserves (the most of three steps)
-and how long the third takes on H100s ([time.md](time.md)); routers are taken to choose
-every expert equally often. *deferred logits*: under `lowtide run --defer-logits`.
-*bar*: what we set out to reach.
+over 8 such groups (its `expert_parallel_degree`), selective checkpointing; a loop over
+transformers' models after torch's tutorial of FSDP2, whose experts are sharded with
+their layers over all 64 ranks, Mixtral's eight within each, checkpointed: 4,096 tokens
+a rank, loss over whole logits; and torchtitan 0.3's trainer with Mixtral-8x7B, which it
+does not have: of its parts of Qwen3 in Mixtral's sizes, without norms of queries and
+keys (`programs/titan_mixtral.py`), in its configuration of Qwen3-30B-A3B but for one
+sequence of 4,096 tokens a rank and no CUDA graph: full checkpointing, the loss by
+chunks, which is not deferred; an expert a rank, sharded over the eight ranks that have
+it, a mesh of their own in the block's `fully_shard`. As they stand, or under `python -m
+lowtide run`. `python -m lowtide plan --time` says what the process reserves (the most
+of three steps) and how long the third takes on H100s ([time.md](time.md)); routers are
+taken to choose every expert equally often. *deferred logits*: under `lowtide run
+--defer-logits`. *bar*: what we set out to reach.
 
-Missed bar: of transformers' Qwen3, whose blocks send 2.4 GB of gradients and compute
-for little longer than that takes. FSDP2 pays a ring's latency once a block and hides it
+Missed bars. Of transformers' Qwen3: its blocks send 2.4 GB of gradients and compute for
+little longer than that takes. FSDP2 pays a ring's latency once a block and hides it
 behind copies, which count as computing. Chunks of half a GiB and more, instead of 320
 MiB at most, save its step 43 ms and cost Mixtral's 10, whose copies run beside products
-longer, and up to 0.6 GiB. Default segments waste 4 to 5 GiB of Mixtral's, 7 of FSDP2's,
+longer, and up to 0.6 GiB. Default segments waste 3 to 4 GiB of Mixtral's, 7 of FSDP2's,
 between blocks of 0.9 and 1.8 GiB.
 
-A run keeps the rows of what another torch runs. Clone and packages are looked for in
-the folder that `LOWTIDE_FOREIGN` names, as for published.""",
+Of torchtitan 0.3's Mixtral, exposed: not traced.
+
+The rows of torch 2.11 are from before the driver brought counts that ranks exchange in
+pairs: their experts may have computed for no tokens. A run keeps the rows of what
+another torch runs. Clone and packages are looked for in the folder that
+`LOWTIDE_FOREIGN` names, as for published.""",
     run=measure,
-    parts={network: partial(rows_at, network) for network in PROGRAMS},
+    parts={network: partial(rows_at, network) for network in NETWORKS},
     only_by_name="wants clones of other repositories",
 )

@@ -337,14 +337,14 @@ GiB by arithmetic, which no device of 80 GB holds.
 Missed bars. They were set beside a sketch of the allocator in which FSDP2 reserves 24.3
 and 10.4 GiB (8 and 64 ranks, expandable); torch's allocator reserves 23.0 and 9.8, and
 that is what shares are of. *Same loss*: autograd sums the first two chunks' bf16
-gradients of the head out of place (the first is a view), three tables of 1 GiB at once
-in both systems. At 64 ranks they found holes with torch 2.11 (8.56 GiB reserved,
-expandable); with 2.15 two gaps of 0.8 GiB stay beside them. *Reserved /
-allocated* at 64 and 256 ranks and at 32,768 tokens, default segments: kept inputs of
-checkpoints lie in segments that temporaries of 3.5 times their length left, three in
-each, and a seventh stays unused. In the other rows above 1.06 it is not traced.
-*Best loss* at 8 ranks, expandable (1 % above the bar), and at 64 (4 and 5 %): longer
-chunks of gradients, for the sake of time_llama's.
+gradients of the head out of place (the first is a view), three tables at once in both
+systems, of 1 GiB or 70B's 2 GiB, which find holes or do not: with up to 1,000 tokens
+less or three more in the vocabulary 70B at 64 ranks reserves 33.5 to 35.3 GiB.
+*Reserved / allocated* at 64 and 256 ranks and at 32,768 tokens, default segments: kept
+inputs of checkpoints lie in segments that temporaries of 3.5 times their length left,
+three in each, and a seventh stays unused. In the other rows above 1.06 it is not
+traced. *Best loss* at 8 ranks, expandable (1 % above the bar), and at 64 (0.2 and 5 %):
+longer chunks of gradients, for the sake of time_llama's.
 
 FSDP2's allocated bytes beside that sketch's: the same at 8 ranks (18.7 GiB); 8.0
 instead of 7.5 at 64 and 7.0 instead of 6.5 at 256 ranks, where the peak is in the last

@@ -147,7 +147,9 @@ class HostStates:
                 "the optimizer's step instead of the class's."
             )
         stood_in = on_rows(optimizer, known, (), {})
-        vars(stood_in)["param_groups"] = self._of_units(stood_in, units, known)
+        # Without a reference to what has it: that goes with the step.
+        groups = self._of_units(weakref.ref(stood_in), units, known)
+        vars(stood_in)["param_groups"] = groups
         return stood_in
 
     def settle(self) -> None:
@@ -178,7 +180,7 @@ class HostStates:
             if not any(group["params"] for group in of_rows):
                 continue
             copied, there = self._bring(unit)
-            vars(stood_in)["state"] = States(optimizer.state, there)
+            vars(stood_in())["state"] = States(optimizer.state, there)
             yield from of_rows
             self._put(
                 unit, [p for group in groups for p in group["params"]], copied, there

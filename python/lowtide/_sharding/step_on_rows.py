@@ -55,9 +55,7 @@ class Rows(dict[int, nn.Parameter]):
     a subclass. They hold no memory that the parameter has left, as in ``Module.to``,
     and gradients only for a step."""
 
-    def let_go_of_gradients(self) -> None:
-        for rows in self.values():
-            rows.grad = None
+    steps = 0  # begun
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
@@ -75,7 +73,8 @@ def stand_in(
     parameter or gradient is made of. ``known`` keeps rows for the next step."""
     if not is_elementwise(optimizer):
         return None
-    of_rows = []
+    of_rows: list[dict[str, Any]] = []
+    stood_in = on_rows(optimizer, known, of_rows, States(optimizer.state, {}))
     for group in groups:
         if group["differentiable"]:
             return None
@@ -83,24 +82,17 @@ def stand_in(
         if rows is None:
             return None
         of_rows.append({**group, "params": rows})
-    return on_rows(optimizer, known, of_rows, States(optimizer.state, {}))
+    return stood_in
 
 
 def on_rows(optimizer: Optimizer, known: Rows, groups: Any, states: Any) -> Any:
-    """``optimizer`` but for these groups and states, for one step."""
+    """``optimizer`` but for these groups and states, for one step, which begins."""
     kind: Any = type(optimizer)
     return _class_on_rows(kind)(optimizer, known, groups, states)
 
 
 def rows_with_gradients(parameters: Iterable[Any], known: Rows) -> list[Any] | None:
     """None where rows are not all that one of them, or its gradient, is made of."""
-    found = _rows_with_gradients(parameters, known)
-    if found is None:
-        known.let_go_of_gradients()
-    return found
-
-
-def _rows_with_gradients(parameters: Iterable[Any], known: Rows) -> list[Any] | None:
     found: list[Any] = []
     for p in parameters:
         gradient = p.grad
@@ -148,17 +140,19 @@ def _forget(known: "weakref.ref[Rows]", number: int, local: Any) -> None:
 
 class _OnRows:
     """Ahead of an optimizer's class: what is not here is the optimizer's. It lives for
-    one step, also for one that raises."""
+    one step; the traceback of one that raised may keep it."""
 
     def __init__(
         self, optimizer: Optimizer, known: Rows, groups: Any, states: Any
     ) -> None:
-        vars(self).update(
-            _optimizer=optimizer, _rows=known, param_groups=groups, state=states
-        )
+        known.steps += 1
+        vars(self).update(_optimizer=optimizer, param_groups=groups, state=states)
+        vars(self).update(_known=known, _step=known.steps)
 
     def __del__(self) -> None:
-        self._rows.let_go_of_gradients()
+        if self._step == self._known.steps:  # no later one has gradients there
+            for rows in self._known.values():
+                rows.grad = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_optimizer"], name)

@@ -4,6 +4,7 @@ on DTensors, with none of their calls."""
 from __future__ import annotations
 
 import copy
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -294,3 +295,41 @@ def test_gradients_are_nobodys_behind_a_step(pool_of):
             "as_they_are": [number - 1, 0],
             "in_bfloat16": [0, 0],
         }
+
+
+def step_beside_one_that_raised(states_on_host: bool) -> list[bool]:
+    """Its traceback goes when the next step has found its gradients."""
+
+    def steps(raises: bool) -> tuple[list[Any], dict[str, Any]]:
+        model: Any = shard(build(RUN.model), RUN, get_system("lowtide"))
+        optimizer = torch.optim.AdamW(model.parameters())
+        if states_on_host:
+            lowtide.offload_states(optimizer)
+        accumulate(model, RUN, 0, 0)
+        kept = []
+        if raises:
+            betas = optimizer.param_groups[0].pop("betas")
+            try:
+                optimizer.step()
+            except KeyError as error:
+                kept.append(error)
+            optimizer.param_groups[0]["betas"] = betas
+
+        def let_go(*_: Any) -> None:
+            kept.clear()
+            gc.collect()
+
+        optimizer.register_step_pre_hook(let_go)
+        found = len(kept)
+        optimizer.step()
+        return [found, len(kept)], everything(model, optimizer)
+
+    (kept, after), (_, expected) = steps(True), steps(False)
+    same = [torch.equal(after[name], value) for name, value in expected.items()]
+    return [kept == [1, 0], after.keys() == expected.keys(), all(same)]
+
+
+@pytest.mark.parametrize("states_on_host", [False, True])
+def test_a_step_that_raised_takes_nothing_from_the_next(pool_of, states_on_host):
+    found = pool_of(2).run(step_beside_one_that_raised, states_on_host)
+    assert found == [[True] * 3] * 2

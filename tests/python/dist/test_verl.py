@@ -4,8 +4,10 @@ checkpoints; the bits of FSDP2."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import lowtide
 from lowtide.integrations import bind
 from support import verl_on_cpus
 from support.ranks import RankPool
 from support.recorder import Record, Recorder, assert_same_records
+from support.training import local
 from support.verl_workers import make_worker, samples
 
 pytestmark = pytest.mark.skipif(not verl_on_cpus.is_here(), reason=verl_on_cpus.MISSING)
@@ -43,17 +47,37 @@ def handed_on(engine: Any, **how: Any) -> Iterator[tuple[str, torch.Tensor]]:
     yield from engine.get_per_tensor_param(**how)[0]
 
 
-def run_worker(system: str, settings: dict[str, Any], folder: Path) -> Record:
+def lend(engine: Any) -> None:
+    """To an engine of inference, which is given the weights before the rest wakes."""
+    module, optimizer = engine.module, engine.optimizer
+    states = [local(t) for state in optimizer.state.values() for t in state.values()]
+    held = [local(p) for p in module.parameters()] + states
+    assert len(states) > 0
+    lowtide.sleep(module, optimizer)
+    for tensor in held:
+        with pytest.raises(RuntimeError, match="expected one that is awake, got"):
+            tensor.clone()
+    lowtide.wake(module, parts=["parameters"])
+    for _ in handed_on(engine):
+        pass
+    lowtide.wake(module, optimizer)
+
+
+def run_worker(
+    system: str, settings: dict[str, Any], folder: Path, lends: bool = False
+) -> Record:
     verl_on_cpus.prepare()
     if system == "lowtide":
         with bind():
-            return _run_worker(settings, folder)
-    return _run_worker(settings, folder)
+            return _run_worker(settings, folder, lends)
+    return _run_worker(settings, folder, lends)
 
 
-def _run_worker(settings: dict[str, Any], folder: Path) -> Record:
+def _run_worker(settings: dict[str, Any], folder: Path, lends: bool) -> Record:
     from verl.utils import tensordict_utils
 
+    # Its state, of a size of its own, is in the checkpoint; a process draws once of it.
+    random.seed(0)
     record = Recorder()
     worker = make_worker(folder / "model", **settings)
     engine = worker.engine
@@ -79,6 +103,8 @@ def _run_worker(settings: dict[str, Any], folder: Path) -> Record:
         for part in data.chunk(2):
             tensordict_utils.assign_non_tensor(part, update_lr_scheduler=True)
             add(f"{number} trained", worker.train_batch(part))
+            if lends:
+                lend(engine)
         for name, weight in handed_on(engine):
             record.add(f"{number} handed on {name}", weight)
         if "lora_rank" in settings and "lora" not in settings:
@@ -118,23 +144,46 @@ def workers() -> Iterator[RankPool]:
         yield pool
 
 
-QUICK = ("offload-policy", "adapters")
+@pytest.fixture(scope="module")
+def with_fsdp2(
+    workers: RankPool, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], list[Record]]:
+    """What its worker did, run once."""
+
+    @functools.cache
+    def records(case: str) -> list[Record]:
+        folder = tmp_path_factory.mktemp("fsdp2")
+        return workers.run(run_worker, "fsdp2", CASES[case], folder)
+
+    return records
+
+
 SLOW = pytest.mark.slow("frameworks")
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[] if c in QUICK else SLOW) for c in CASES]
-)
-def test_a_worker_equals_fsdp2s(workers, tmp_path, case):
-    records = {}
-    for system in ("fsdp2", "lowtide"):
-        folder = tmp_path / system
-        folder.mkdir()
-        records[system] = workers.run(run_worker, system, CASES[case], folder)
-    for mine, other in zip(records["lowtide"], records["fsdp2"], strict=True):
+def cases(quick: Sequence[str], leave_out: Sequence[str] = ()) -> list[Any]:
+    return [
+        pytest.param(case, marks=[] if case in quick else SLOW)
+        for case in CASES
+        if case not in leave_out
+    ]
+
+
+@pytest.mark.parametrize("case", cases(("offload-policy", "adapters")))
+def test_a_worker_equals_fsdp2s(workers, with_fsdp2, tmp_path, case):
+    ours = workers.run(run_worker, "lowtide", CASES[case], tmp_path)
+    for mine, other in zip(ours, with_fsdp2(case), strict=True):
         assert_same_records(mine, other)
         assert len(other) > 2
         assert all(math.isfinite(v.double().sum()) for _, v in other if v is not None)
+
+
+# A reference has no steps; with the policy nothing is on the device between two.
+@pytest.mark.parametrize("case", cases(("adapters",), ("reference", "offload-policy")))
+def test_a_worker_sleeps_between_two_steps(workers, with_fsdp2, tmp_path, case):
+    ours = workers.run(run_worker, "lowtide", CASES[case], tmp_path, lends=True)
+    for mine, other in zip(ours, with_fsdp2(case), strict=True):
+        assert_same_records(mine, other)
 
 
 def unedited(folder: Path, strategy: str) -> str:

@@ -35,7 +35,7 @@ def run(*command: object, cwd: Path) -> str:
 
 @pytest.mark.slow("install")
 @pytest.mark.timeout(1800)  # compiles the extension once
-def test_sdist_and_wheel_install_into_an_empty_environment(tmp_path):
+def test_sdist_and_wheel_install_into_a_new_environment(tmp_path):
     build = (sys.executable, "-m", "build", "--no-isolation")
     run(*build, "--sdist", "--outdir", tmp_path, cwd=ROOT)
     (sdist,) = tmp_path.glob("lowtide-*.tar.gz")

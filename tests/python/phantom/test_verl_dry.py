@@ -5,6 +5,7 @@ that it keeps there, and page-locked memory."""
 from __future__ import annotations
 
 import gc
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import lowtide
 from lowtide.integrations import bind
 from lowtide.phantom.dry import launch
 from support import verl_on_cpus
@@ -92,6 +94,59 @@ def _held(folder: Path, **settings: Any) -> list[tuple[str, str, int]]:
         worker.train_batch(samples(3))
         note("resumed")
     return points
+
+
+LENT: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "adapters": {"lora_rank": 4},
+    "experts": {"experts": 4},
+    "moved": MOVED,
+}
+
+
+def lent(folder: Path) -> dict[str, dict[str, list[int]]]:
+    """By moment the bytes that are allocated for each worker, twice; of its shards."""
+    verl_on_cpus.stand_in_for_absent()
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    bind()
+    return {name: _lent(folder / name, **settings) for name, settings in LENT.items()}
+
+
+def _lent(folder: Path, **settings: Any) -> dict[str, list[int]]:
+    from support.verl_workers import make_worker, samples
+
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    worker = make_worker(folder / "model", **settings)
+    module, optimizer = worker.engine.module, worker.engine.optimizer
+    found: dict[str, list[int]] = {}
+
+    def note(what: str) -> None:
+        gc.collect()
+        found.setdefault(what, []).append(torch.cuda.memory_allocated() - before)
+
+    for seed in range(2):
+        worker.train_batch(samples(seed))
+        note("trained")
+        lowtide.sleep(module, optimizer)
+        note("asleep")
+        lowtide.wake(module, parts=["parameters"])
+        deque(worker.engine.get_per_tensor_param()[0], maxlen=0)
+        note("handed on")
+        lowtide.wake(module, optimizer)
+        note("awake")
+    found["shards"] = [sum(p.to_local().nbytes for p in module.parameters())]
+    return found
+
+
+def test_a_worker_that_sleeps_holds_nothing(tmp_path):
+    machine = launch.Machine(world=2)
+    for name, found in call_dry(lent, tmp_path, machine=machine).items():
+        assert max(found["asleep"]) <= 512, (name, found)
+        assert found["awake"] == 2 * found["trained"][1:], (name, found)
+        moved = name == "moved"  # by verl, before it sleeps
+        gone = found["trained"][0] - found["asleep"][0]
+        assert gone == 0 if moved else gone > found["shards"][0], (name, found)
 
 
 def test_a_worker_holds_what_it_holds_with_fsdp2(tmp_path):
