@@ -65,10 +65,10 @@ def test_host_time_of_the_group_is_told_apart(seen: dict[str, Any]) -> None:
         assert host[system]["group"] > 0
 
 
-def test_an_optimizers_step_is_of_four_kinds_of_parameters(
+def test_an_optimizers_step_is_of_five_kinds_of_parameters(
     seen: dict[str, Any],
 ) -> None:
-    kinds = {"plain", "fsdp2", "lowtide", "local_parameters"}
+    kinds = {"plain", "units", "fsdp2", "lowtide", "local_parameters"}
     for variant in seen["optimizer"].values():
         assert set(variant) == kinds
         assert min(kind["us"] for kind in variant.values()) > 0
