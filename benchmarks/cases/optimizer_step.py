@@ -52,9 +52,9 @@ one for each unit's, on FSDP2's and lowtide's `model.parameters()`, and on
 40 steps of the thread's CPU time, by the model's parameters. DTensor calls: what a mode
 sees in a step. *bar*: what we set out to reach.
 
-Missed bar: a sharded parameter's gradient and states are looked up for each step, since
-a program may have put others there; that is as much again as torch takes for plain
-tensors. One tensor a unit is not lowtide's way: it would want a unit's shards, states
+A sharded parameter's gradient and states are looked up for each step, since a program
+may have put others there: as much again as torch takes for plain tensors.
+One tensor a unit is not lowtide's way: it would want a unit's shards, states
 and gradients each side by side, where a model that was made on the meta device has its
 shards one by one from torch's `to_empty`, and moved together they would leave holes of
 their own size under the peak.""",
