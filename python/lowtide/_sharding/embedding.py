@@ -46,6 +46,18 @@ def wants_rows(module: nn.Module, original: type) -> bool:
     )
 
 
+def lookup_rows(shard_rows: int, ranks: int, row_bytes: int) -> int:
+    """How many of each rank's ``shard_rows`` rows a block has that forward reads; of
+    ``row_bytes`` bytes each, in the compute dtype."""
+    at_once = LOOKUP_BYTES
+    if ranks >= LOOKUP_RANKS:
+        half = -(-shard_rows // 2) * ranks * row_bytes
+        at_once = max(at_once, min(half, MOST_LOOKUP_BYTES))
+    most = max(1, at_once // (ranks * row_bytes))
+    # Blocks are of equal size, so that one's bytes serve the next.
+    return -(-shard_rows // -(-shard_rows // most))
+
+
 class EmbeddingRows:
     """What the calls of one embedding in a step share.
 
@@ -68,13 +80,7 @@ class EmbeddingRows:
         self._unit, self._weight = unit, weight
         self._stream = unit.gradient_rows()
         shard, ranks = self._stream.padded_rows, self._stream.world_size
-        at_once = LOOKUP_BYTES
-        if ranks >= LOOKUP_RANKS:
-            half = -(-shard // 2) * ranks * row_bytes
-            at_once = max(at_once, min(half, MOST_LOOKUP_BYTES))
-        most = max(1, at_once // (ranks * row_bytes))
-        # Blocks are of equal size, so that one's bytes serve the next.
-        unit.look_up_rows(-(-shard // -(-shard // most)))
+        unit.look_up_rows(lookup_rows(shard, ranks, row_bytes))
         # Recorded calls whose graphs are alive.
         self._calls: list[weakref.ref[Any]] = []
         # (indices, gradient of the output) of those whose gradients came, in the order

@@ -265,6 +265,14 @@ def gradients_after() -> dict[str, list[int]]:
             optimizer.step()
         return optimizer
 
+    def raised_on_host(model: Any) -> Any:
+        optimizer = torch.optim.AdamW(model.parameters())
+        lowtide.offload_states(optimizer)
+        del optimizer.param_groups[0]["betas"]
+        with pytest.raises(KeyError, match="betas"):
+            optimizer.step()
+        return optimizer
+
     def as_they_are(model: Any) -> Any:
         weight = list(model.parameters())[-1]
         whole = torch.ones(weight.shape)
@@ -281,7 +289,7 @@ def gradients_after() -> dict[str, list[int]]:
         optimizer.step()
         return optimizer
 
-    for step in (taken, raised, as_they_are, in_bfloat16):
+    for step in (taken, raised, raised_on_host, as_they_are, in_bfloat16):
         count(step.__name__, step)
     return found
 
@@ -292,6 +300,7 @@ def test_gradients_are_nobodys_behind_a_step(pool_of):
         assert found == {
             "taken": [number, 0],
             "raised": [number, 0],
+            "raised_on_host": [number, 0],
             "as_they_are": [number - 1, 0],
             "in_bfloat16": [0, 0],
         }
