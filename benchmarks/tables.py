@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from case import Row
 from results import Result
@@ -26,16 +27,28 @@ def replace_region(text: str, content: str) -> str:
 
 def headlines(results: Sequence[Result]) -> str:
     """The quantities that each case names: lowtide beside FSDP2 in one table, a table
-    of its own for a case with other systems."""
+    of its own for a case with other systems; with its torch where that is not the
+    newest of all."""
     pairs = ["| | lowtide | FSDP2 | ratio | |", "|---|--:|--:|--:|---|"]
     others: list[str] = []
+    newest = max((torch_minor(result) for result in results), default=(0, 0))
     for result in results:
-        chosen = [row for row in result.rows if row.quantity in result.headlines]
+        minor = torch_minor(result)
+        of_torch = "" if minor == newest else ", torch {}.{}".format(*minor)
+        chosen = [
+            replace(row, quantity=row.quantity + of_torch)
+            for row in result.rows
+            if row.quantity in result.headlines
+        ]
         if {row.system for row in chosen} - set(SYSTEMS):
             others += [*unnoted(table(chosen)), ""]
         else:
-            pairs += [pair(chosen, quantity) for quantity in result.headlines]
+            pairs += [pair(chosen, name + of_torch) for name in result.headlines]
     return "\n".join([*others, *pairs])
+
+
+def torch_minor(result: Result) -> tuple[int, ...]:
+    return tuple(map(int, result.environment["torch"].split(".")[:2]))
 
 
 def pair(rows: Sequence[Row], quantity: str) -> str:

@@ -2,7 +2,8 @@
 
     tests/record_versions.py FOLDER    with the XML of GoogleTest and pytest
 
-One line a minor version of torch, the last run's; a run with a failure is refused.
+One line a minor version of torch, the last run's, with the commit that was checked out,
+"after" it where files differed from it; a run with a failure is refused.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from __future__ import annotations
 import datetime
 import itertools
 import re
+import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-TABLE = Path(__file__).resolve().parents[1] / "docs" / "torch_versions.md"
+ROOT = Path(__file__).resolve().parents[1]
+TABLE = ROOT / "docs" / "torch_versions.md"
+TESTED = ("csrc", "python", "tests", "examples", "CMakeLists.txt", "cmake")
 
 
 def main(folder: Path) -> None:
@@ -27,9 +31,22 @@ def main(folder: Path) -> None:
         torch.__version__,
         "{}.{}".format(*sys.version_info),
         str(today),
+        commit(),
         *map(said, (cpp, python)),
     ]
     TABLE.write_text(with_line(TABLE.read_text(), "| " + " | ".join(cells) + " |"))
+
+
+def commit() -> str:
+    try:
+        name = git("rev-parse", "--short", "HEAD")
+        return f"after {name}" if git("status", "--porcelain", *TESTED) else name
+    except (OSError, subprocess.CalledProcessError):
+        return ""  # an sdist
+
+
+def git(*words: str) -> str:
+    return subprocess.check_output(["git", *words], cwd=ROOT, text=True).strip()
 
 
 def counts(reports: list[Path]) -> tuple[int, int]:

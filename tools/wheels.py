@@ -38,6 +38,8 @@ NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": 
 # Come with torch.
 OUTSIDE = ("libtorch*.so", "libc10*.so", "libcudart.so.*")
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+PINS = ROOT / "requirements"
+INSTALL = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             began = os.times()
             wheel = build(python, source, minor, cuda, options.out)
             took = minutes_since(began)
-            try_out(wheel, python, WORK / "tried")
+            try_out(wheel, interpreter, WORK / "tried", torch=torch_of(minor, cuda))
             built.append(f"{wheel.name}  {took}")
     print("\nWheels:", *built, sep="\n  ")
     if left_out:
@@ -106,24 +108,26 @@ def find_python(version: str) -> Path | None:
 
 def environment(minor: str, version: str, interpreter: Path, cuda: str) -> Path:
     """The interpreter of one that has this torch and what builds wheels."""
-    index = os.environ.get("LOWTIDE_CPU_TORCH_INDEX") if cuda == "OFF" else None
-    home = WORK / f"torch-{minor}{'-cpu' if index else ''}-python-{version}"
+    torch = torch_of(minor, cuda)
+    cpu = "-cpu" if len(torch) > 1 else ""
+    home = WORK / f"torch-{minor}{cpu}-python-{version}"
     python = home / "bin" / "python"
     done = home / ".done"
-    pins = ROOT / "requirements"
-    (torch_pin,) = re.findall(
-        r"^torch==.*$", (pins / f"torch-{minor}.txt").read_text(), re.M
-    )
-    if index:
-        torch_pin += "+cpu"
-    if done.exists() and done.read_text() == torch_pin:
+    if done.exists() and done.read_text() == torch[0]:
         return python
     run(interpreter, "-m", "venv", "--clear", home)
-    install = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-    run(*install, "-r", pins / "build.txt")
-    run(*install, torch_pin, *(("--extra-index-url", index) if index else ()))
-    done.write_text(torch_pin)
+    run(python, *INSTALL, "-r", PINS / "build.txt")
+    run(python, *INSTALL, *torch)
+    done.write_text(torch[0])
     return python
+
+
+def torch_of(minor: str, cuda: str) -> tuple[str, ...]:
+    """What pip is asked for."""
+    text = (PINS / f"torch-{minor}.txt").read_text()
+    (pin,) = re.findall(r"^torch==.*$", text, re.M)
+    index = os.environ.get("LOWTIDE_CPU_TORCH_INDEX") if cuda == "OFF" else None
+    return (f"{pin}+cpu", "--extra-index-url", index) if index else (pin,)
 
 
 def unpacked_sdist(python: Path, out: Path) -> Path:
@@ -238,14 +242,26 @@ def allowed(name: str) -> bool:
 # -- trying ----------------------------------------------------------------------------
 
 
-def try_out(wheel: Path, python: Path, home: Path) -> None:
-    """Installs it in `home` beside torch and what else `python` has, with no compiler
-    on PATH, and trains and plans there."""
-    bare = bare_environment(home, python)
+def try_out(
+    wheel: Path,
+    interpreter: Path,
+    home: Path,
+    *,
+    torch: Sequence[str] = (),
+    packages: Path | None = None,
+) -> None:
+    """Installs it in `home`, a new environment with no compiler on PATH, beside this
+    torch or the packages of another environment, and trains and plans there."""
+    run(interpreter, "-m", "venv", "--clear", home)
+    bare = home / "bin" / "python"
     nothing_else = {"PATH": str(bare.parent), "PYTHONPATH": ""}
-    run(bare, "-m", "ensurepip")
-    install = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-    run(bare, *install, f"{wheel}[plan]", environment=nothing_else)
+    if torch:
+        run(bare, *INSTALL, *torch, environment=nothing_else)
+    if packages:
+        (site,) = home.glob("lib/python*/site-packages")
+        # A path listed here is searched, but .pth files inside it are not read.
+        (site / "packages.pth").write_text(f"{packages}\n")
+    run(bare, *INSTALL, f"{wheel}[plan]", environment=nothing_else)
     program = ROOT / "tools" / "first_step.py"
     ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     said = run(bare, *ranks, program, "--compare", environment=nothing_else, cwd=home)
@@ -261,17 +277,6 @@ def try_out(wheel: Path, python: Path, home: Path) -> None:
                 f"lowtide: {wheel.name}: expected '{expected}' of {program.name}, got "
                 f"{said!r}. Its environment is {home}."
             )
-
-
-def bare_environment(home: Path, python: Path) -> Path:
-    """The interpreter of an environment that holds no package of its own and finds the
-    ones of `python`'s: no second torch is downloaded."""
-    run(python, "-m", "venv", "--clear", "--without-pip", home)
-    (site,) = home.glob("lib/python*/site-packages")
-    (packages,) = python.parents[1].glob("lib/python*/site-packages")
-    # A path listed here is searched, but .pth files inside it are not read.
-    (site / "torch.pth").write_text(f"{packages}\n")
-    return home / "bin" / "python"
 
 
 def run(

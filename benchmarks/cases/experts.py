@@ -24,12 +24,6 @@ DEFERRED = "deferred logits"
 # What we set out to reach, of FSDP2's.
 BARS = {"exposed communication": 1.0, "communication": 1.05}
 
-TITAN = "torchtitan/models/qwen3/train_configs/qwen3_moe_debug.toml"
-ARGUMENTS = (
-    "--model.flavor 30B-A3B --parallelism.expert_parallel_degree 8 "
-    "--training.local_batch_size 1"
-)
-
 
 @dataclass(frozen=True)
 class Network:
@@ -43,15 +37,15 @@ class Network:
 
 
 NETWORKS = {
-    "Qwen3-30B-A3B, torchtitan, experts over 8 ranks, torch 2.11": Network(
-        "published.py trainers.torchtitan commit=v0.2.2 file=torchtitan/train.py "
-        f"config={TITAN} ranks={WORLD} 'arguments={ARGUMENTS}'",
-        torch="2.11",
-    ),
     "Qwen3-30B-A3B, transformers": Network("foreign_experts.py qwen3"),
     "Mixtral-8x7B, transformers": Network("foreign_experts.py mixtral"),
+    "Qwen3-30B-A3B, torchtitan 0.3, experts over 8 ranks": Network(
+        "titan_configured.py qwen3 qwen3_30b_a3b no_graphs experts_over_8",
+        torch="2.15",
+        defers=False,
+    ),
     "Mixtral-8x7B of torchtitan 0.3's parts, experts over 8 ranks": Network(
-        "titan_configured.py mixtral mixtral_8x7b no_graphs",
+        "titan_configured.py mixtral mixtral_8x7b no_graphs experts_over_8",
         torch="2.15",
         defers=False,
     ),
@@ -145,16 +139,16 @@ CASE = Case(
     name=NAME,
     describe="Networks of experts at 64 ranks, unedited: `lowtide run` and FSDP2.",
     how="""\
-torchtitan 0.2.2's trainer with its Qwen3, experts over groups of 8 ranks and sharded
-over 8 such groups (its `expert_parallel_degree`), selective checkpointing; a loop over
-transformers' models after torch's tutorial of FSDP2, whose experts are sharded with
-their layers over all 64 ranks, Mixtral's eight within each, checkpointed: 4,096 tokens
-a rank, loss over whole logits; and torchtitan 0.3's trainer with Mixtral-8x7B, which it
-does not have: of its parts of Qwen3 in Mixtral's sizes, without norms of queries and
-keys (`programs/titan_mixtral.py`), in its configuration of Qwen3-30B-A3B but for one
-sequence of 4,096 tokens a rank and no CUDA graph: full checkpointing, the loss by
-chunks, which is not deferred; an expert a rank, sharded over the eight ranks that have
-it, a mesh of their own in the block's `fully_shard`. As they stand, or under `python -m
+A loop over transformers' models after torch's tutorial of FSDP2, whose experts are
+sharded with their layers over all 64 ranks, Mixtral's eight within each, checkpointed:
+4,096 tokens a rank, loss over whole logits. And torchtitan 0.3's trainer in its
+configuration of Qwen3-30B-A3B (two sequences of 4,096 tokens a rank, full
+checkpointing, the loss by chunks, which is not deferred) but for CUDA graphs, with
+experts over groups of 8 ranks (its `expert_parallel_degree`), each rank's sharded over
+the eight that have them: a mesh of their own in the block's `fully_shard`. In the same
+configuration but for one sequence a rank Mixtral-8x7B, which it does not have: of its
+parts of Qwen3 in Mixtral's sizes, without norms of queries and keys
+(`programs/titan_mixtral.py`), an expert a rank. As they stand, or under `python -m
 lowtide run`. `python -m lowtide plan --time` says what the process reserves (the most
 of three steps) and how long the third takes on H100s ([time.md](time.md)); routers are
 taken to choose every expert equally often. *deferred logits*: under `lowtide run
@@ -162,17 +156,16 @@ taken to choose every expert equally often. *deferred logits*: under `lowtide ru
 
 Missed bars. Of transformers' Qwen3: its blocks send 2.4 GB of gradients and compute for
 little longer than that takes. FSDP2 pays a ring's latency once a block and hides it
-behind copies, which count as computing. Chunks of half a GiB and more, instead of 320
-MiB at most, save its step 43 ms and cost Mixtral's 10, whose copies run beside products
-longer, and up to 0.6 GiB. Default segments waste 3 to 4 GiB of Mixtral's, 7 of FSDP2's,
-between blocks of 0.9 and 1.8 GiB.
+behind copies, which count as computing; lowtide pays it four times. Chunks of 320 MiB
+instead of 0.6 GB at most took its step 43 ms longer and Mixtral's 10 less. Default
+segments waste 3 to 4 GiB of Mixtral's, 7 of FSDP2's, between blocks of 0.9 and 1.8 GiB.
+Of torchtitan's Mixtral, by a trace: the gradients of a block's dense weights, 161 MiB,
+use the slot of its experts', 672 MiB in five chunks, so that compute waits up to 1.6 ms
+for the last of these in two of three blocks; a slot of their own would be held beside
+it.
 
-Of torchtitan 0.3's Mixtral, exposed: not traced.
-
-The rows of torch 2.11 are from before the driver brought counts that ranks exchange in
-pairs: their experts may have computed for no tokens. A run keeps the rows of what
-another torch runs. Clone and packages are looked for in the folder that
-`LOWTIDE_FOREIGN` names, as for published.""",
+A run keeps the rows of what another torch runs. Packages are looked for in the folder
+that `LOWTIDE_FOREIGN` names, as for published.""",
     run=measure,
     parts={network: partial(rows_at, network) for network in NETWORKS},
     only_by_name="wants clones of other repositories",

@@ -339,12 +339,20 @@ and 10.4 GiB (8 and 64 ranks, expandable); torch's allocator reserves 23.0 and 9
 that is what shares are of. *Same loss*: autograd sums the first two chunks' bf16
 gradients of the head out of place (the first is a view), three tables at once in both
 systems, of 1 GiB or 70B's 2 GiB, which find holes or do not: with up to 1,000 tokens
-less or three more in the vocabulary 70B at 64 ranks reserves 33.5 to 35.3 GiB.
+less or three more in the vocabulary 70B at 64 ranks reserves 33.5 to 35.3 GiB. Four
+microbatches without sync, same loss, miss 0.90 by them, too.
 *Reserved / allocated* at 64 and 256 ranks and at 32,768 tokens, default segments: kept
 inputs of checkpoints lie in segments that temporaries of 3.5 times their length left,
-three in each, and a seventh stays unused. In the other rows above 1.06 it is not
-traced. *Best loss* at 8 ranks, expandable (1 % above the bar), and at 64 (0.2 and 5 %):
-longer chunks of gradients, for the sake of time_llama's.
+three in each, and a seventh stays unused. In the others what no allocation of the peak
+fits, by their snapshots: selective checkpointing 2.1 GiB, 0.6 of it what products of
+224 MiB leave of the segments that 416 MiB of the head's rows had, most of the rest in
+pieces of 32 to 48 MiB behind kept tensors of 64; four microbatches each reduced 1.9
+GiB, 0.9 of it four segments of 224 MiB at the embedding's gradient of 257; 70B at 64
+ranks 2.7 GiB, 434 MiB beside a product of 448 and 1.6 GiB in holes of 55 to 106 MiB
+behind the optimizer's states; 131,072 tokens 2.7 GiB, 1.8 of it in one hole, beside a
+product of 3.5.
+*Best loss* at 8 ranks, expandable (half a percent above the bar), and at 64
+(0.2 and 5 %): longer chunks of gradients, for the sake of time_llama's.
 
 FSDP2's allocated bytes beside that sketch's: the same at 8 ranks (18.7 GiB); 8.0
 instead of 7.5 at 64 and 7.0 instead of 6.5 at 256 ranks, where the peak is in the last

@@ -164,11 +164,11 @@ are of full buffers.
 Missed bars. Exposed at 64 and 256 ranks: in forward the first block's gather is hidden
 by the copies that FSDP2 makes of what it gathered before and lowtide does not; they are
 in its longer step. At the end of backward the embedding's gradient leaves in a few
-chunks, FSDP2's in one. With the loss by chunks of tokens the head's gradient is there
-as soon as backward begins, and the first block waits until most of it has left.
-*32 replicas* are of 8 shards, a node
-each: both systems sum a unit's gradients over them in one all-reduce. *A node each*:
-eight nodes of one GPU, or eight GPUs on PCIe. There the third step's gathers in
+chunks, FSDP2's in one, which shows at 256. With the loss by chunks of tokens the head's
+gradient is there as soon as backward begins, and the first block waits until most of it
+has left. *32 replicas* are of 8 shards, a node each: both systems sum a unit's
+gradients over them in one all-reduce. *A node each*: eight nodes of one GPU, or eight
+GPUs on PCIe. There the third step's gathers in
 backward leave by the first steps' time stamps: by arithmetic alone, which assumes
 NVLink among 8 ranks, the step of 16,384 tokens took 3,634 ms.""",
     run=measure,
@@ -178,5 +178,5 @@ NVLink among 8 ranks, the step of 16,384 tokens took 3,634 ms.""",
         for what in ("exposed communication", "step")
         for setting in SETTINGS[1:2]
     ),
-    only_by_name="twelve simulated runs take minutes",
+    only_by_name="two dozen simulated runs take minutes",
 )

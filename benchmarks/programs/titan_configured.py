@@ -3,9 +3,10 @@ nothing to load: run by unedited.py.
 
 titan_configured.py MODEL CONFIGURATION [CHANGE ...]
 
-CHANGE: no_graphs, full_checkpointing, two_sequences a rank; whole_logits: a loss
-without chunks, and `partial_dtensor`; float8_gathers: torchao's tensorwise recipe in
-all layers but the head, weights gathered in float8, their scales in advance.
+CHANGE: no_graphs, full_checkpointing, two_sequences a rank, experts_over_8 ranks;
+whole_logits: a loss without chunks, and `partial_dtensor`; float8_gathers: torchao's
+tensorwise recipe in all layers but the head, weights gathered in float8, their scales
+in advance.
 
 JSON: peaks from the process's start, and what a rank gives to the all-gathers of the
 last step, in bytes.
@@ -69,6 +70,8 @@ def main(model: str, configuration: str, *changes: str) -> None:
         config.activation_checkpoint = full()
     if "two_sequences" in changes:
         config.training.local_batch_size = 2
+    if "experts_over_8" in changes:
+        config.parallelism.expert_parallel_degree = 8
     if "whole_logits" in changes:
         config.loss = config.loss.loss_fn
         config.parallelism.spmd_backend = "partial_dtensor"

@@ -18,8 +18,7 @@ VOCABULARY, DIM, HEAD = 32000, 4096, 128
 
 
 def mixtral_8x7b() -> Any:
-    """torchtitan's configuration of Qwen3-30B-A3B around it, one sequence a rank, an
-    expert a rank."""
+    """torchtitan's configuration of Qwen3-30B-A3B around it, one sequence a rank."""
     config = qwen3_30b_a3b()
     assert config.model_spec is not None
     model: Any = config.model_spec.model
@@ -48,5 +47,4 @@ def mixtral_8x7b() -> Any:
         layer.attention.qk_norm = None
     config.loss.loss_fn.global_vocab_size = VOCABULARY
     config.training.local_batch_size = 1
-    config.parallelism.expert_parallel_degree = 8
     return config

@@ -71,7 +71,8 @@ def test_sdist_and_wheel_install_into_a_new_environment(tmp_path):
     for extra in ("demo", "dev", "test"):
         assert f"Provides-Extra: {extra}" in lines
 
-    wheels.try_out(wheel, Path(sys.executable), tmp_path / "tried")
+    packages = Path(sysconfig.get_paths()["purelib"])
+    wheels.try_out(wheel, Path(sys.executable), tmp_path / "tried", packages=packages)
     bare = tmp_path / "tried" / "bin" / "python"
     answer = run(
         bare,

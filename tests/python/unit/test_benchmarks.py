@@ -111,6 +111,16 @@ def test_headlines_put_lowtide_beside_fsdp2() -> None:
     assert row == "| bytes, B | 1,500 | 3,000 | 0.50 | measured / arithmetic |"
 
 
+def test_headlines_name_the_torch_of_older_figures() -> None:
+    old, new = (
+        results.of(FAKE, ROWS[:2], ENVIRONMENT | {"torch": torch})
+        for torch in ("2.9.1+cu128", "2.11.0")
+    )
+    *_, first, second = tables.headlines([old, new]).splitlines()
+    assert first.startswith("| bytes, torch 2.9, B | 1,500 | 3,000 |")
+    assert second.startswith("| bytes, B | 1,500 | 3,000 |")
+
+
 def test_a_case_with_other_systems_has_a_table_of_its_own(
     result: results.Result,
 ) -> None:

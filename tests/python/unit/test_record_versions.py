@@ -4,10 +4,10 @@ import pytest
 
 import record_versions
 
-TABLE = """| torch | Python | on | C++ tests | Python tests |
-|---|---|---|---|---|
-| 2.9.1 | 3.11 | 2026-01-02 | 3 passed | 4 passed |
-| 2.11.0 | 3.11 | 2026-01-02 | 3 passed | 4 passed |
+TABLE = """| torch | Python | on | commit | C++ tests | Python tests |
+|---|---|---|---|---|---|
+| 2.9.1 | 3.11 | 2026-01-02 | 0a | 3 passed | 4 passed |
+| 2.11.0 | 3.11 | 2026-01-02 | 0a | 3 passed | 4 passed |
 
 After it.
 
@@ -28,6 +28,7 @@ PYTEST = """<testsuites><testsuite name="pytest">
 @pytest.fixture
 def passed(tmp_path, monkeypatch):
     monkeypatch.setattr(record_versions, "TABLE", tmp_path / "torch_versions.md")
+    monkeypatch.setattr(record_versions, "commit", lambda: "1b")
     record_versions.TABLE.write_text(TABLE)
     (tmp_path / "shard_test.xml").write_text(GTEST)
     (tmp_path / "python.xml").write_text(PYTEST.format(more=""))
@@ -45,14 +46,14 @@ def test_last_run_of_a_version_is_its_line(passed, monkeypatch):
         *("| 2.9.1", "| 2.11.1+cpu", "| 2.15.0+cu132")
     ]
     assert all(
-        row.endswith(" | 2 passed, 1 skipped | 1 passed, 1 skipped |")
+        row.endswith(" | 1b | 2 passed, 1 skipped | 1 passed, 1 skipped |")
         for row in rows[1:]
     )
 
 
 def test_the_page_has_the_table_that_is_written():
     page = record_versions.TABLE.read_text()
-    line = "| 2.11.0 | 3.11 | 2026-01-02 | 3 passed | 4 passed |"
+    line = "| 2.11.0 | 3.11 | 2026-01-02 | 0a | 3 passed | 4 passed |"
     assert line in record_versions.with_line(page, line).splitlines()
 
 
@@ -63,6 +64,21 @@ def test_a_failure_is_refused(passed, bad):
     with pytest.raises(SystemExit, match="expected a run without failures, got one in"):
         record_versions.main(passed)
     assert record_versions.TABLE.read_text() == TABLE
+
+
+def test_commit_says_whether_what_was_tested_differs_from_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(record_versions, "ROOT", tmp_path)
+    assert record_versions.commit() == ""
+    author = ("-c", "user.name=a", "-c", "user.email=a@b")
+    record_versions.git("init", "--quiet")
+    record_versions.git(*author, "commit", "--quiet", "--allow-empty", "--message=a")
+    name = record_versions.commit()
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "page.md").touch()
+    assert name and record_versions.commit() == name
+    (tmp_path / "python").mkdir()
+    (tmp_path / "python" / "new.py").touch()
+    assert record_versions.commit() == f"after {name}"
 
 
 def test_no_tests_are_no_green_run(passed):
