@@ -7,7 +7,9 @@
 
 #include <c10/macros/Macros.h>
 
+#include <bit>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 namespace lowtide::ops {
@@ -80,22 +82,41 @@ C10_HOST_DEVICE Vector<T, kWidth> load(const T* from, bool as_vector) {
   return loaded;
 }
 
-// In one instruction: left alone, nvcc splits a vector of computed values.
+// What a GPU stores in one instruction.
+struct alignas(16) Words4 {
+  std::uint32_t x, y, z, w;
+};
+struct alignas(8) Words2 {
+  std::uint32_t x, y;
+};
+
+// Left alone, nvcc splits a vector of computed values.
+C10_HOST_DEVICE inline void store_at_once(void* to, const Words4& words) {
+#ifdef __CUDA_ARCH__
+  __stwb(static_cast<uint4*>(to),
+         make_uint4(words.x, words.y, words.z, words.w));
+#else
+  std::memcpy(to, &words, sizeof(words));
+#endif
+}
+C10_HOST_DEVICE inline void store_at_once(void* to, const Words2& words) {
+#ifdef __CUDA_ARCH__
+  __stwb(static_cast<uint2*>(to), make_uint2(words.x, words.y));
+#else
+  std::memcpy(to, &words, sizeof(words));
+#endif
+}
+
 template <typename T, int kWidth>
 C10_HOST_DEVICE void store(Vector<T, kWidth>* to,
                            const Vector<T, kWidth>& values) {
-#ifdef __CUDA_ARCH__
-  if constexpr (sizeof(values) == sizeof(uint4)) {
-    __stwb(reinterpret_cast<uint4*>(to),
-           *reinterpret_cast<const uint4*>(&values));
-    return;
-  } else if constexpr (sizeof(values) == sizeof(uint2)) {
-    __stwb(reinterpret_cast<uint2*>(to),
-           *reinterpret_cast<const uint2*>(&values));
-    return;
+  if constexpr (sizeof(values) == sizeof(Words4)) {
+    store_at_once(to, std::bit_cast<Words4>(values));
+  } else if constexpr (sizeof(values) == sizeof(Words2)) {
+    store_at_once(to, std::bit_cast<Words2>(values));
+  } else {
+    *to = values;
   }
-#endif
-  *to = values;
 }
 
 // Elements of a run of `elements` at `pointer` ahead of the first vector.

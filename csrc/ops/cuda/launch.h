@@ -3,7 +3,8 @@
 //
 // Here are CUDA's forms, for nvcc.  A test that compiles kernels and their
 // grids for the host includes its own forms of `launch`, `Stream`,
-// `current_stream`, `resident_groups` and LOWTIDE_SHARED ahead of this file.
+// `current_stream`, `resident_groups`, `add_at_once` and LOWTIDE_SHARED ahead
+// of this file.
 #pragma once
 
 #include <c10/core/ScalarType.h>
@@ -40,6 +41,17 @@ inline std::int64_t resident_groups() {
   C10_CUDA_CHECK(cudaDeviceGetAttribute(
       &processors, cudaDevAttrMultiProcessorCount, device));
   return std::int64_t{8} * processors;
+}
+
+// An atomicAdd of four values in one instruction; false where the GPU has none,
+// an A100.
+__device__ inline bool add_at_once(float4* to, float4 by) {
+#if __CUDA_ARCH__ >= 900
+  atomicAdd(to, by);
+  return true;
+#else
+  return false;
+#endif
 }
 
 // Runs `kernel` on `stream`, 1 to 2^31 - 1 groups of `threads` threads.  Throws

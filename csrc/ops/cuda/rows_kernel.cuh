@@ -15,15 +15,14 @@ constexpr int kWidth = 4;  // 16 bytes of fp32
 
 // Nothing reads the old value, so these become reductions in the L2 cache.
 __device__ void add_vector(float* to, const Vector<float, kWidth>& by) {
-#if __CUDA_ARCH__ >= 900
-  atomicAdd(
-      reinterpret_cast<float4*>(to),
-      make_float4(by.values[0], by.values[1], by.values[2], by.values[3]));
-#else
+  const auto four =
+      make_float4(by.values[0], by.values[1], by.values[2], by.values[3]);
+  if (add_at_once(reinterpret_cast<float4*>(to), four)) {
+    return;
+  }
   for (int k = 0; k < kWidth; ++k) {
     atomicAdd(to + k, by.values[k]);
   }
-#endif
 }
 
 // One group of threads a row at a time.

@@ -5,7 +5,8 @@ Gathers and reduce-scatters have a communicator each, so that on NCCL they overl
 over replicas have a third. There is one order over all of them, the same on every rank
 whatever its data is ([Note: One order over all communicators] in gradient_stream.h), as
 NVIDIA asks for: a kernel that waits for its peers keeps its place on the device. They
-are made when the model is sharded.
+are made when the model is sharded, with one more for the gathers of backward where
+parameters stay within fewer ranks (``reshard_after_forward=k``).
 
 LOWTIDE_COMMUNICATORS=shared uses the mesh's own for both, which saves NCCL's buffers of
 one; communication no longer overlaps (docs/design/cuda.md says when that costs time).
@@ -36,6 +37,8 @@ class Groups:
     reduce: _C.Collectives
     replicas: _C.Collectives | None
     host: _C.HostChannel | None  # over all ranks of the mesh
+    # Over each run of so many ranks of shards, once asked for.
+    runs: dict[int, _C.Collectives] = dataclasses.field(default_factory=dict)
 
     def are_of(self, groups: list[dist.ProcessGroup]) -> bool:
         """Whether the mesh has these: names come again after destroy_process_group."""
@@ -60,7 +63,10 @@ def groups_of(mesh: DeviceMesh, device: torch.device) -> Groups:
         return known
     name_failed_ranks()
     *replicas, shards = groups
-    reduce_group = shards if one_communicator() else _second_group(shards, device)
+    reduce_group = shards
+    if not one_communicator():
+        ranks = dist.get_process_group_ranks(shards)
+        reduce_group = _group_like(shards, ranks, device, "lowtide_reduce")
     for group in dict.fromkeys((*groups, reduce_group)):
         _connect(group, device)
     host_group = _host_group(mesh, device)
@@ -125,16 +131,20 @@ def _host_group(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup | N
     return group
 
 
-def _second_group(shards: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+def _group_like(
+    shards: dist.ProcessGroup, ranks: list[int], device: torch.device, name: str
+) -> dist.ProcessGroup:
+    """Another one with the settings of ``shards``, over some of its ranks or all.
+    Collective over ``ranks`` alone."""
     timeout = _timeout(shards, device)
     with no_split() as bound_device:
         made = dist.new_group(
-            dist.get_process_group_ranks(shards),
+            ranks,
             timeout=timeout,
             backend=_backend_name(shards, device),
             pg_options=_nccl_options(shards, device, timeout),
             use_local_synchronization=True,
-            group_desc="lowtide_reduce",
+            group_desc=name,
             device_id=bound_device,
         )
     assert isinstance(made, dist.ProcessGroup)
@@ -201,10 +211,17 @@ def mesh_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
 
 def smaller_group(mesh: DeviceMesh, size: int, device: torch.device) -> _C.Collectives:
     """A communicator over each run of ``size`` ranks of shards, where parameters stay
-    after forward.
-    Collective over the mesh."""
-    runs = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size))
-    return _C.Collectives(runs.get_group(1).group_name, device)
+    after forward; one for all units on the mesh. Collective over the run on first
+    use."""
+    runs = groups_of(mesh, device).runs
+    if size not in runs:
+        shards = mesh_groups(mesh)[-1]
+        begin = shards.rank() // size * size
+        ranks = dist.get_process_group_ranks(shards)[begin : begin + size]
+        group = _group_like(shards, ranks, device, "lowtide_part")
+        _connect(group, device)
+        runs[size] = _C.Collectives(group.group_name, device)
+    return runs[size]
 
 
 def _timeout(

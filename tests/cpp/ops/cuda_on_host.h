@@ -75,6 +75,10 @@ struct Launch {
 inline std::vector<Launch> launches;
 // Groups that fill the device; a test may change it.
 inline std::int64_t resident = 4;
+// Whether the device adds four values at once; a test may change it.
+inline bool adds_four = true;
+// How often it did; a test may set it to 0.
+inline std::atomic<std::int64_t> fours_added = 0;
 
 }  // namespace lowtide::ops::on_host
 
@@ -167,6 +171,25 @@ namespace {
 struct Stream {};
 Stream current_stream() { return {}; }
 std::int64_t resident_groups() { return on_host::resident; }
+
+// CUDA's own headers may be there, too, with theirs.
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+bool add_at_once(float4* to, float4 by) {
+  if (!on_host::adds_four) return false;
+  ++on_host::fours_added;
+  // CUDA takes an address that is a multiple of 16 bytes.
+  if (reinterpret_cast<std::uintptr_t>(to) % sizeof(float4) != 0) {
+    throw std::invalid_argument("misaligned address");
+  }
+  float* const values[] = {&to->x, &to->y, &to->z, &to->w};
+  const float addends[] = {by.x, by.y, by.z, by.w};
+  for (int k = 0; k < 4; ++k) atomicAdd(values[k], addends[k]);
+  return true;
+}
 
 template <typename... Parameters>
 void launch(void (*kernel)(Parameters...), std::int64_t groups, int threads,

@@ -32,6 +32,7 @@ class KernelsTest : public testing::Test {
   KernelsTest() {
     at::manual_seed(0);
     on_host::resident = 4;
+    on_host::adds_four = true;
     on_host::launches.clear();
   }
 };
@@ -178,6 +179,22 @@ struct Rows {
   std::int64_t offset;  // of the first row, in elements
 };
 
+// Additions of four values, where rows of both begin at a multiple of four.
+std::int64_t fours_of(const Rows& rows, const at::Tensor& row,
+                      std::int64_t num_to) {
+  if (!on_host::adds_four) return 0;
+  const auto aligned = [&](std::int64_t r) {
+    return (rows.offset + r * (rows.width + rows.gap)) % 4 == 0;
+  };
+  std::int64_t fours = 0;
+  for (std::int64_t i = 0; i < row.numel(); ++i) {
+    const auto to = row[i].item<std::int64_t>();
+    if (to < 0 || to >= num_to) continue;
+    if (aligned(to) && aligned(i)) fours += rows.width / 4;
+  }
+  return fours;
+}
+
 void expect_rows_added(at::ScalarType dtype, const Rows& rows) {
   constexpr std::int64_t kTo = 5;
   constexpr std::int64_t kFrom = 9;
@@ -201,12 +218,14 @@ void expect_rows_added(at::ScalarType dtype, const Rows& rows) {
                              stride,
                              2};
   on_host::launches.clear();
+  on_host::fours_added = 0;
   grids::rows(dtype, addition);
   EXPECT_EQ(on_host::launches,
             (std::vector<Launch>{
                 {std::min(kFrom, on_host::resident), kTileThreads}}));
 
   const auto row = index.slice(0, 0, index.numel(), 2);
+  EXPECT_EQ(on_host::fours_added, fours_of(rows, row, kTo));
   const auto valid = (row >= 0).logical_and(row < kTo).nonzero().squeeze(1);
   auto expected = at::zeros_like(canvas);
   expected.as_strided({kTo, rows.width}, {stride, 1}, rows.offset)
@@ -227,6 +246,11 @@ TEST_F(KernelsTest, RowsAreAddedWhereTheIndexSays) {
     on_host::resident = resident;
     expect_rows_added(at::kFloat, {64, 4, 4});
   }
+}
+
+TEST_F(KernelsTest, RowsAreAddedByDevicesThatAddOneValueAtATime) {
+  on_host::adds_four = false;
+  for (const auto dtype : kKernelTypes) expect_rows_added(dtype, {1030, 2, 0});
 }
 
 // As CUDA does: an empty grid is an error.

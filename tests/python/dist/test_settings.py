@@ -276,8 +276,8 @@ def test_columns_beside_ones_of_another_dtype_have_the_bits_of_rows(pool_of):
 
 def bytes_between_forward_and_backward(size: int) -> tuple[int, int, list[Any]]:
     """Live gathered bytes, those of one of ``size`` parts of every parameter (bf16,
-    rows padded to 4 ranks, 256 B apart), and the calls on the whole and the smaller
-    group."""
+    rows padded to 4 ranks, 256 B apart), the calls on the whole and the smaller group,
+    and the number of units."""
     import lowtide
     from lowtide._sharding.unit import unit_state
 
@@ -299,6 +299,7 @@ def bytes_between_forward_and_backward(size: int) -> tuple[int, int, list[Any]]:
         [
             state.groups.gather.counters["all-gather"][0],
             None if group is None else (group.size, group.counters["all-gather"][0]),
+            len(model.layers) + 1,
         ],
     )
 
@@ -311,10 +312,10 @@ def test_smaller_group_keeps_its_part_and_gathers_from_neighbours(pool_of):
     ):
         assert live == expected
         assert part == expected_part < live
+        num_units = calls.pop()
         assert calls == [0, None]
-        assert part_calls[0] == 0 and part_calls[1][0] == 2
-        # Its own group: one call a backward; every unit has a group object.
-        assert part_calls[1][1] == 2
+        # Of two backwards, on one group that the units share.
+        assert part_calls == [0, (2, 2 * num_units), num_units]
 
 
 def places_of_full_parameters(keep: bool) -> list[Any]:

@@ -274,13 +274,35 @@ def test_the_second_communicator_is_no_split_and_has_the_first_ones_settings(
     ] * 2
 
 
-def test_communicators_are_made_before_the_first_collective() -> None:
-    """Not by the first reduction, on autograd's thread."""
-    printed = run_dry([nccl_dry_run.__file__, "unbound"], memory=MEMORY)
-    kinds = json.loads(printed)
-    made = [kind == "init" for kind in kinds]
-    assert made == sorted(made, reverse=True) and sum(made) == 2
-    assert {"all_gather", "reduce_scatter"} <= set(kinds)
+MADE = {"init", "split"}
+COLLECTIVES = {"all_gather", "reduce_scatter", "all_reduce", "broadcast"}
+# Of how many communicators they are in a step, by the mesh.
+USED = {
+    "shards": {"all_gather": 1, "reduce_scatter": 1},
+    # Sums over replicas; norms are summed over both.
+    "replicas": {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2},
+    # Backward gathers what has stayed within two ranks.
+    "parts": {"all_gather": 2, "reduce_scatter": 1},
+}
+
+
+@pytest.mark.parametrize("backend", nccl_dry_run.BACKENDS)
+def test_communicators_are_made_when_the_model_is_sharded(backend: str) -> None:
+    """Whatever torch's group does by itself: no collective makes one, least of all a
+    reduction's on autograd's thread."""
+    program = [nccl_dry_run.__file__, "unbound", backend]
+    meshes = json.loads(run_dry(program, memory=MEMORY))
+    for mesh, used in USED.items():
+        sharded, first, second = (
+            [Call(*call) for call in meshes[mesh][part]]
+            for part in ("sharded", "first", "second")
+        )
+        made = set().union(*(communicators(sharded, what) for what in MADE))
+        assert {call.kind for call in sharded}.isdisjoint(COLLECTIVES), mesh
+        assert {call.kind for call in first + second}.isdisjoint(MADE), mesh
+        for what in COLLECTIVES:
+            assert communicators(first + second, what) <= made, (mesh, what)
+        assert {what: len(communicators(second, what)) for what in used} == used, mesh
 
 
 def test_buffers_may_be_nccls_own_and_registered(nccl: Calls) -> None:

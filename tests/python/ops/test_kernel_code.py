@@ -28,6 +28,19 @@ def test_one_function_launches_every_kernel() -> None:
     assert product == [KERNELS / "launch.h"]
 
 
+def test_only_single_instructions_are_for_a_gpu_alone() -> None:
+    """Each in a function whose host form the tests of C++ run; all around it is one
+    code for both."""
+    sources = KERNELS.parents[1].rglob("*.*")
+    counts = {
+        str(p.relative_to(KERNELS.parents[1])): p.read_text().count("__CUDA_ARCH__")
+        for p in sources
+        if p.suffix in SOURCES
+    }
+    found = {name: count for name, count in counts.items() if count}
+    assert found == {"ops/cuda/launch.h": 1, "ops/transfer.h": 2}
+
+
 def entries(name: str, folder: Path) -> dict[str, tuple[str, str]]:
     """{kernel: (its PTX, what ptxas says of it)}"""
     toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")

@@ -62,3 +62,46 @@ def test_weights_are_one_launch_and_nothing_empty_travels(backend):
 def test_where_a_communicator_does_not_block_each_is_launched_by_itself():
     groups = [group for _, group in found_of("nccl2", NONBLOCKING)]
     assert groups == [0, 0]
+
+
+MIB = 1 << 20
+# Rows of weights of 1,024 columns in fp32, and their bytes: both at most what is small
+# at 128 ranks (24 KiB a rank), and one above it.
+SMALL_ROWS, SMALL_AT_MOST_ROWS, LARGE_ROWS = 256, 768, 896
+
+
+def entries_of_a_gather() -> tuple[list[int], int]:
+    """Bytes of the calls of NCCL's that gather one unit's weights, each times the
+    ranks, and in how many groups they were made."""
+    import torch
+    import torch.distributed as dist
+
+    import lowtide
+    from lowtide.phantom.dry import driver
+
+    dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
+    rows = (SMALL_ROWS, SMALL_ROWS, SMALL_AT_MOST_ROWS, LARGE_ROWS)
+    weights = [torch.nn.Linear(1024, n, False, device="cuda") for n in rows]
+    model = lowtide.fully_shard(torch.nn.Sequential(*weights))
+    before = driver.num_calls()
+    model.unshard()
+    calls = [
+        call
+        for call in driver.calls()[before:]
+        if call.kind == "all_gather" and call.bytes
+    ]
+    ranks = dist.get_world_size()
+    return [ranks * call.bytes for call in calls], len({call.group for call in calls})
+
+
+# Of what is packed, and of each weight that is not, in bytes of all ranks.
+ENTRIES = {8: [MIB, MIB, 3 * MIB, 7 * MIB // 2], 128: [5 * MIB, 7 * MIB // 2]}
+
+
+@pytest.mark.parametrize("among", ENTRIES)
+def test_what_is_small_among_many_ranks_is_one_entry_of_a_gather(among):
+    """Each entry pays the ring of all ranks, which is small in a node."""
+    machine = launch.Machine(world=among)
+    entries, groups = call_dry(entries_of_a_gather, machine=machine)
+    assert sorted(entries) == sorted(ENTRIES[among])
+    assert groups == 1

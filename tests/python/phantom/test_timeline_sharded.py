@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -107,17 +108,41 @@ SLOW_CARDS = dataclasses.replace(machines.DGX, bandwidth_between_nodes=20e9)
 LINKS = ((machines.DGX, 8), (SLOW_CARDS, 1), (machines.PCIE, 8))
 
 
-def calls_of_backwards(network: machines.Network, ranks_per_node: int) -> list[str]:
+class Experts(torch.nn.Module):
+    """``flat``: the same products of a parameter of two dimensions."""
+
+    def __init__(self, num: int = 8, *, flat: bool = False) -> None:
+        super().__init__()
+        self.shape = (num, 4096, 4096)
+        shape = (num * 4096, 4096) if flat else self.shape
+        self.weight = torch.nn.Parameter(torch.empty(shape))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = self.weight.dim() == 2
+        return torch.bmm(x, self.weight.view(self.shape) if flat else self.weight)
+
+
+def dense() -> torch.nn.Module:
+    return torch.nn.Linear(4096, 4096, bias=False)
+
+
+# What a block has eight of, and its inputs but for their width: as many products.
+LAYERS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, ...]]] = {
+    "dense": (dense, (8192,)),
+    "stacked experts": (partial(Experts, 2), (2, 4096)),
+    "flat experts": (partial(Experts, 2, flat=True), (2, 4096)),
+}
+
+
+def calls_of_backwards(
+    network: machines.Network, ranks_per_node: int, layers: str
+) -> list[str]:
     """Of three steps: a for a gather and r for a reduction, as they run in
     backward."""
     torch.set_default_dtype(torch.bfloat16)
+    make, inputs = LAYERS[layers]
     with torch.device("meta"):
-        blocks = [
-            torch.nn.Sequential(
-                *(torch.nn.Linear(4096, 4096, bias=False) for _ in range(8))
-            )
-            for _ in range(3)
-        ]
+        blocks = [torch.nn.Sequential(*(make() for _ in range(8))) for _ in range(3)]
     system = get_system("lowtide")
     model = torch.nn.Sequential(*blocks)
     for unit in (*blocks, model):
@@ -129,7 +154,7 @@ def calls_of_backwards(network: machines.Network, ranks_per_node: int) -> list[s
         for _ in range(3):
             time.begin_step()
             time.phase("forward")
-            out = model(torch.zeros(8192, 4096, device="cuda"))
+            out = model(torch.zeros(*inputs, 4096, device="cuda"))
             time.phase("backward")
             out.sum().backward()
             model.zero_grad()
@@ -144,30 +169,34 @@ def calls_of_backwards(network: machines.Network, ranks_per_node: int) -> list[s
     return found
 
 
-def calls_by_links() -> list[list[str]]:
+def calls_by_links(layers: str) -> list[list[str]]:
     found = []
     for network, ranks_per_node in LINKS:
         dist.init_process_group("nccl")
-        found.append(calls_of_backwards(network, ranks_per_node))
+        found.append(calls_of_backwards(network, ranks_per_node, layers))
     return found
+
+
+def gathers_before_a_reduction(layers: str) -> list[list[int]]:
+    """Of each step, by links."""
+    by_links = call_dry(calls_by_links, layers, machine=Machine(world=WORLD))
+    assert len({steps[2].count("a") for steps in by_links}) == 1
+    return [[calls.index("r") for calls in steps] for steps in by_links]
 
 
 def test_gathers_in_backward_leave_at_once_where_the_first_ones_took_long():
     """Over NVLink the next unit's gather leaves behind the first gradients; over links
     that turn out to be slow, from the second step on, before them."""
-    by_links = call_dry(calls_by_links, machine=Machine(world=WORLD))
-    ahead = [[calls.index("r") for calls in steps] for steps in by_links]
-    assert ahead == [[1, 1, 1], [1, 2, 2], [1, 2, 2]]
-    assert len({steps[2].count("a") for steps in by_links}) == 1
+    assert gathers_before_a_reduction("dense") == [[1, 1, 1], [1, 2, 2], [1, 2, 2]]
 
 
-class Experts(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.empty(8, 4096, 4096))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.bmm(x, self.weight)
+def test_gathers_of_experts_leave_at_once_over_any_links():
+    """From the first step on: how many tokens an expert gets nobody knows, so its
+    gradients are taken to hide nothing."""
+    assert gathers_before_a_reduction("stacked experts") == [[2, 2, 2]] * len(LINKS)
+    # Of two dimensions they are taken for used by every token.
+    flat = gathers_before_a_reduction("flat experts")
+    assert flat == [[1, 1, 1], [1, 2, 2], [1, 2, 2]]
 
 
 def reductions_of_experts() -> list[tuple[float, float]]:

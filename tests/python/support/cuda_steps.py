@@ -71,13 +71,13 @@ class Experts(nn.Module):
         return done.view_as(x) * weights
 
 
-def start(options: Any = None, *, bound: bool = True) -> None:
+def start(options: Any = None, *, bound: bool = True, backend: str = "nccl") -> None:
     """One rank of WORLD on NCCL; ``options``: ProcessGroupNCCL's; ``bound``: the group
-    knows its device from the start."""
+    knows its device from the start; ``backend``: the name of torch's group."""
     lone_rank.replace_gloo()
     groups.install()  # torch 2.15 looks at the size of a part's communicator
     dist.init_process_group(
-        "nccl",
+        backend,
         store=dist.HashStore(),
         rank=0,
         world_size=WORLD,
@@ -113,6 +113,7 @@ def sharded(
     policy: lowtide.ActivationPolicy | None = None,
     chunking: str | None = None,
     replicas: int = 1,
+    reshard_after_forward: bool | int | None = None,
     read: bool = False,
     inputs: str = "cuda",
     compiled: bool = False,
@@ -135,6 +136,7 @@ def sharded(
     settings: dict[str, Any] = {
         "mp_policy": lowtide.MixedPrecisionPolicy(torch.bfloat16, torch.float32),
         "grads": grads,
+        "reshard_after_forward": reshard_after_forward,
     }
     if replicas > 1:
         shape = (replicas, dist.get_world_size() // replicas)

@@ -9,8 +9,10 @@
                                        are when a step has raised in forward, in
                                        backward or in a comm object, and when its model
                                        has been deleted
-    python nccl_dry_run.py unbound     prints the kinds of calls of a group that is not
-                                       bound to its device
+    python nccl_dry_run.py unbound BACKEND  prints {mesh: {"sharded", "first", "second":
+                                       calls}}: of a group that is not bound to its
+                                       device, until the model is sharded and in two
+                                       steps
     python nccl_dry_run.py recorded    prints how many blocks became free late, because
                                        another stream was recorded on them; one is the
                                        program's own
@@ -38,11 +40,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
 )
 
+from lowtide._torch_version import VERSION
 from lowtide.phantom.dry import driver
 from lowtide.phantom.dry.driver import Call
 from support.cuda_steps import sharded, start, units_of
 
 MOST_CTAS = 7  # of the default group's communicator
+# Torch's groups on NCCL: the older ones and nccl-lazy make a communicator where it is
+# first used.
+BACKENDS = ("nccl", "nccl-legacy", "nccl-lazy") if VERSION >= (2, 15) else ("nccl",)
 
 
 def all_calls() -> list[Call]:
@@ -218,15 +224,36 @@ def settings() -> dict[str, list[Call]]:
     return found
 
 
+def unbound(backend: str) -> dict[str, dict[str, list[Call]]]:
+    meshes: dict[str, dict[str, Any]] = {
+        "shards": {},
+        "replicas": {"replicas": 2},
+        "parts": {"reshard_after_forward": 2},
+    }
+    found = {}
+    for name, how in meshes.items():
+        places = [driver.num_calls()]
+
+        def note(_: Any = None, places: list[int] = places) -> None:
+            places.append(driver.num_calls())
+
+        start(bound=False, backend=backend)
+        step = sharded(prepare=note, **how)
+        for _ in range(2):
+            step()
+            note()
+        parts = (all_calls()[begin:end] for begin, end in itertools.pairwise(places))
+        found[name] = dict(zip(("sharded", "first", "second"), parts, strict=True))
+        dist.destroy_process_group()
+    return found
+
+
 def main() -> None:
     torch.cuda.init()
     torch.cuda.memory._record_memory_history(max_entries=10**6, context=None)
     torch.backends.cuda.enable_cudnn_sdp(False)
     if sys.argv[1] == "unbound":
-        start(bound=False)
-        calls_of(sharded())
-        print(json.dumps([call.kind for call in all_calls()]))
-        dist.destroy_process_group()
+        print(json.dumps(unbound(sys.argv[2])))
         return
     start_with_a_config()
     if sys.argv[1] == "calls":
