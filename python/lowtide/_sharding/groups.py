@@ -126,15 +126,29 @@ def _host_group(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup | N
 
 
 def _second_group(shards: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    timeout = _timeout(shards, device)
+    ranks = dist.get_process_group_ranks(shards)
+    return _group_like(shards, ranks, device, "lowtide_reduce")
+
+
+def group_of_one(like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """Of this rank alone. No other rank takes part in making it."""
+    return _group_like(like, [dist.get_rank()], device, "lowtide_alone")
+
+
+def _group_like(
+    like: dist.ProcessGroup, ranks: list[int], device: torch.device, name: str
+) -> dist.ProcessGroup:
+    """Another group with the backend, timeout and options of ``like``. Collective over
+    ``ranks``."""
+    timeout = _timeout(like, device)
     with no_split() as bound_device:
         made = dist.new_group(
-            dist.get_process_group_ranks(shards),
+            ranks,
             timeout=timeout,
-            backend=_backend_name(shards, device),
-            pg_options=_nccl_options(shards, device, timeout),
+            backend=_backend_name(like, device),
+            pg_options=_nccl_options(like, device, timeout),
             use_local_synchronization=True,
-            group_desc="lowtide_reduce",
+            group_desc=name,
             device_id=bound_device,
         )
     assert isinstance(made, dist.ProcessGroup)
