@@ -116,7 +116,8 @@ def fully_shard(
         ignored_params: Parameters to leave alone.
         dp_mesh_dims: ``mesh`` is the mesh that every parameter is ``DTensor`` on, whole
             over the dimensions that this names: those to shard over, several of which
-            are flattened, and those of replicas. The modules compute with ``DTensor``.
+            are flattened, and those of replicas; or of replicas alone. The modules
+            compute with ``DTensor``.
         offload_policy: ``CPUOffloadPolicy(pin_memory=True)``: shards, ``.grad`` and so
             the optimizer's states are on the host. What a gather reads is copied to
             the device ahead of it, gradients are copied back when they have been
@@ -144,16 +145,18 @@ def fully_shard(
         grads,
         "fully_shard",
         dp_mesh_dims=dp_mesh_dims,
+        places=shard_placement_fn is not None,
     )
     mesh = mesh if mesh is not None else default_mesh()
-    of_call = Where(mesh)
-    if dp_mesh_dims is not None:
-        flat = data_parallel_mesh(mesh, dp_mesh_dims)
-        of_call = Where(flat, (mesh, dp_mesh_dims))
     device = _device_of(mesh)
     modules = managed.managed_modules(roots)
     parameters = managed.managed_parameters(modules, ignored_params or set())
     managed.require_initialized(roots, parameters, "fully_shard")
+    managed.require_device_type(parameters, mesh.device_type)
+    of_call = Where(mesh)
+    if dp_mesh_dims is not None:
+        flat = data_parallel_mesh(mesh, dp_mesh_dims, device)
+        of_call = Where(flat, (mesh, dp_mesh_dims))
     meshes = by_mesh(parameters, of_call, shard_placement_fn)
     reshard = [
         arguments.post_forward(reshard_after_forward, where) for where, _ in meshes

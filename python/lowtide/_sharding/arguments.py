@@ -72,6 +72,7 @@ def check_settings(
     who: str,
     *,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    places: bool = False,
 ) -> None:
     if grads not in get_args(GradientMode):
         raise ValueError(
@@ -92,7 +93,7 @@ def check_settings(
             "group, 'cuda') makes one; leave it out for all ranks."
         )
     if dp_mesh_dims is not None:
-        check_dims(mesh, dp_mesh_dims, who)
+        check_dims(mesh, dp_mesh_dims, places, who)
     elif mesh is not None and mesh.ndim not in (1, 2):
         raise ValueError(
             f"lowtide: {who}: expected a mesh of one dimension, or of replicas "

@@ -131,18 +131,23 @@ def _host_group(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup | N
     return group
 
 
+def group_of_one(like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """Of this rank alone. No other rank takes part in making it."""
+    return _group_like(like, [dist.get_rank()], device, "lowtide_alone")
+
+
 def _group_like(
-    shards: dist.ProcessGroup, ranks: list[int], device: torch.device, name: str
+    like: dist.ProcessGroup, ranks: list[int], device: torch.device, name: str
 ) -> dist.ProcessGroup:
-    """Another one with the settings of ``shards``, over some of its ranks or all.
-    Collective over ``ranks`` alone."""
-    timeout = _timeout(shards, device)
+    """Another group with the backend, timeout and options of ``like``. Collective over
+    ``ranks`` alone."""
+    timeout = _timeout(like, device)
     with no_split() as bound_device:
         made = dist.new_group(
             ranks,
             timeout=timeout,
-            backend=_backend_name(shards, device),
-            pg_options=_nccl_options(shards, device, timeout),
+            backend=_backend_name(like, device),
+            pg_options=_nccl_options(like, device, timeout),
             use_local_synchronization=True,
             group_desc=name,
             device_id=bound_device,

@@ -84,6 +84,21 @@ def require_initialized(
         )
 
 
+def require_device_type(managed: Iterable[ManagedParameter], device_type: str) -> None:
+    """Raises for a ``DTensor`` on a mesh of other devices than those to shard over."""
+    for item in managed:
+        if not isinstance(item.parameter, DTensor):
+            continue
+        found = item.parameter.device_mesh.device_type
+        if found != device_type:
+            module, name = item.slots[0]
+            raise ValueError(
+                f"lowtide: {class_name(module)}.{name}: expected a DTensor on a mesh "
+                f"of {device_type}, as the one that fully_shard was given, got one of "
+                f"{found}. Make both meshes of one device type."
+            )
+
+
 def check_shardable(managed: ManagedParameter) -> None:
     module, name = managed.slots[0]
     who = f"{class_name(module)}.{name}"

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    DataParallelMeshInfo,
+    DDPMeshInfo,
     FSDPMeshInfo,
     HSDPMeshInfo,
     TrainingState,
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from lowtide._sharding.parameter import UnitParameter
+    from lowtide.policies import DataParallelMeshDims
 
 
 def refuse_private(who: str, what: str) -> NoReturn:
@@ -141,7 +144,7 @@ class ParameterGroup(_Counterpart):
         return self._state.policy
 
     @property
-    def mesh_info(self) -> FSDPMeshInfo:
+    def mesh_info(self) -> DataParallelMeshInfo:
         return _mesh_info(self._state)
 
     @property
@@ -190,7 +193,7 @@ class Parameter(_Counterpart):
         return Shard(self._parameter.shard_dim)
 
     @property
-    def mesh_info(self) -> FSDPMeshInfo:
+    def mesh_info(self) -> DataParallelMeshInfo:
         return _mesh_info(self._state)
 
     @property
@@ -209,7 +212,9 @@ class Parameter(_Counterpart):
         )
 
 
-def _mesh_info(state: PrivateState) -> FSDPMeshInfo:
+def _mesh_info(state: PrivateState) -> DataParallelMeshInfo:
+    if state.storage is not None and not state.storage[1].shard_names:
+        return DDPMeshInfo(state.mesh["replicas"], replicate_mesh_dim=0)
     if state.mesh.ndim == 1:
         return FSDPMeshInfo(state.mesh, shard_mesh_dim=0)
     return HSDPMeshInfo(state.mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
@@ -224,6 +229,7 @@ class PrivateState:
         mesh: DeviceMesh
         modules: tuple[nn.Module, ...]
         policy: MixedPrecisionPolicy
+        storage: tuple[DeviceMesh, DataParallelMeshDims] | None
         settings: Any  # a _C.UnitSettings
         auto_reshard: bool
         parameters: list[UnitParameter]

@@ -17,13 +17,16 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
+import lowtide
 from lowtide import DataParallelMeshDims
+from lowtide._sharding.unit import unit_state
 from lowtide._torch_version import VERSION
 from support.bits import same_bits
 from support.recorder import Record, Recorder, assert_trains_as_fsdp2
 from support.systems import get_system
 
 # Dimensions and their sizes; over which rows of the batch are split; dp_mesh_dims.
+# (DTensor takes minutes to place an operator on four dimensions.)
 MESHES: dict[str, tuple[dict[str, int], tuple[str, ...], dict[str, Any]]] = {
     "shards": ({"dp": 2, "tp": 1}, ("dp",), {"shard": "dp"}),
     "shards_and_tp": ({"dp": 2, "tp": 2}, ("dp",), {"shard": "dp"}),
@@ -37,7 +40,40 @@ MESHES: dict[str, tuple[dict[str, int], tuple[str, ...], dict[str, Any]]] = {
         ("dp", "cp"),
         {"shard": ("dp", "cp")},
     ),
+    "replicas_and_tp": (
+        {"replicate": 2, "dp": 1, "tp": 2},
+        ("replicate", "dp"),
+        {"shard": "dp", "replicate": "replicate"},
+    ),
+    "several_replicas": (
+        {"far": 2, "near": 1, "dp": 2},
+        ("far", "near", "dp"),
+        {"shard": "dp", "replicate": ("far", "near")},
+    ),
+    "replicas_alone": (
+        {"replicate": 2, "tp": 1},
+        ("replicate",),
+        {"replicate": "replicate"},
+    ),
+    "replicas_alone_and_tp": (
+        {"replicate": 2, "tp": 2},
+        ("replicate",),
+        {"replicate": "replicate"},
+    ),
+    "several_replicas_alone": (
+        {"far": 1, "near": 2},
+        ("far", "near"),
+        {"replicate": ("far", "near")},
+    ),
+    "four_replicas_alone": (
+        {"far": 2, "near": 2},
+        ("far", "near"),
+        {"replicate": ("far", "near")},
+    ),
 }
+SPLIT = [name for name, (*_, dims) in MESHES.items() if "shard" in dims]
+# gloo adds four ranks' terms in an order that their place in a buffer decides.
+WITH_BITS = [name for name in MESHES if name != "four_replicas_alone"]
 
 
 class MLP(nn.Module):
@@ -72,14 +108,25 @@ def model_on(name: str) -> tuple[Any, Any]:
     return model, (mesh, batch)
 
 
-def train(system_name: str | None, name: str, reshard: bool = True) -> Record:
+def beside_tp(parameter: nn.Parameter) -> Shard:
+    """The dimension that tensor parallelism has not split."""
+    assert isinstance(parameter, DTensor)
+    return Shard(int(Shard(0) in parameter.placements))
+
+
+def train(
+    system_name: str | None, name: str, reshard: bool = True, chosen: bool = False
+) -> Record:
     model, (mesh, batch) = model_on(name)
     if system_name is not None:
         dims = DataParallelMeshDims(**MESHES[name][2])
+        settings: dict[str, Any] = {"mesh": mesh, "dp_mesh_dims": dims}
+        if chosen:
+            settings["shard_placement_fn"] = beside_tp
+        system = get_system(system_name)
         for module in (*model, model):
-            get_system(system_name).fully_shard(
-                module, mesh=mesh, dp_mesh_dims=dims, reshard_after_forward=reshard
-            )
+            system.fully_shard(module, reshard_after_forward=reshard, **settings)
+        system.prepare(model)
     record = Recorder()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
     for step in range(3):
@@ -111,10 +158,56 @@ def num_ranks(name: str) -> int:
 
 @pytest.mark.skipif(VERSION < (2, 12), reason="FSDP2 has dp_mesh_dims from 2.12 on")
 @pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", WITH_BITS)
 def test_training_equals_fsdp2(pool_of, name, reshard):
+    if name not in SPLIT and VERSION < (2, 15):
+        pytest.skip("FSDP2's replicas alone were looked at in 2.15")
     pool = pool_of(num_ranks(name))
     assert_trains_as_fsdp2(pool, train, name, reshard)
+
+
+@pytest.mark.skipif(VERSION < (2, 12), reason="FSDP2 has dp_mesh_dims from 2.12 on")
+@pytest.mark.parametrize("name", ["shards_and_tp", "replicas_and_tp"])
+def test_training_with_chosen_placements_equals_fsdp2(pool_of, name):
+    pool = pool_of(num_ranks(name))
+    assert_trains_as_fsdp2(pool, train, name, True, True)
+
+
+def state_and_collectives(name: str) -> tuple[list[str], list[str]]:
+    """Of a state dict, each entry and where it is; what a forward and a backward
+    sent."""
+    model, (mesh, batch) = model_on(name)
+    dims = DataParallelMeshDims(**MESHES[name][2])
+    for module in (*model, model):
+        lowtide.fully_shard(module, mesh=mesh, dp_mesh_dims=dims)
+    model(batch(0)).pow(2).mean().backward()
+    state = unit_state(model[0])
+    assert state is not None and state.mesh is unit_state(model).mesh
+    placed = [
+        f"{key} {tuple(value.to_local().shape)} {value.device_mesh == mesh} "
+        f"{value.placements}"
+        for key, value in model.state_dict().items()
+    ]
+    replicas = state.groups.replicas
+    assert replicas is not None
+    sent = [
+        f"{who} {kind}"
+        for who, group in (("shards", state.groups.reduce), ("replicas", replicas))
+        for kind, (_, size) in group.counters.items()
+        if size > 0
+    ]
+    return placed, sent
+
+
+def test_replicas_alone_are_whole_and_only_summed(pool_of):
+    for placed, sent in pool_of(2).run(state_and_collectives, "replicas_alone"):
+        assert placed[:3] == [
+            "0.up (12, 8) True (Replicate(), Shard(dim=0))",
+            "0.down (8, 12) True (Replicate(), Shard(dim=1))",
+            "0.scale (8,) True (Replicate(), Replicate())",
+        ]
+        # What rank 0 tells of its times is no gradient.
+        assert set(sent) - {"replicas broadcast"} == {"replicas all-reduce"}
 
 
 @pytest.mark.parametrize("name", MESHES)
@@ -122,7 +215,7 @@ def test_gradients_are_those_of_the_unsharded_model_over_the_ranks(pool_of, name
     """The loss is a mean over all rows: its gradients are summed by DTensor, and
     averaged by ``fully_shard``."""
     pool = pool_of(num_ranks(name))
-    ranks = num_ranks(name) // MESHES[name][0]["tp"]
+    ranks = num_ranks(name) // MESHES[name][0].get("tp", 1)
     for mine, plain in zip(
         pool.run(train, "lowtide", name), pool.run(train, None, name), strict=True
     ):
@@ -138,8 +231,7 @@ def test_gradients_are_those_of_the_unsharded_model_over_the_ranks(pool_of, name
 
 
 def refusals() -> list[str]:
-    from lowtide import fully_shard
-
+    fully_shard = lowtide.fully_shard
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     unnamed = init_device_mesh("cpu", (2, 1))
     shards = DataParallelMeshDims(shard="dp")
@@ -159,7 +251,10 @@ def refusals() -> list[str]:
             linear(whole), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="fsdp")
         ),
         lambda: fully_shard(
-            linear(whole), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate="dp")
+            linear(whole),
+            mesh=mesh,
+            dp_mesh_dims=DataParallelMeshDims(replicate="dp"),
+            shard_placement_fn=lambda parameter: Shard(1),
         ),
         lambda: fully_shard(
             linear(whole), mesh=mesh, dp_mesh_dims=shards, reshard_after_forward=2
@@ -182,7 +277,7 @@ def test_what_is_no_full_mesh_is_refused(pool_of):
             [
                 "ValueError: lowtide: fully_shard: expected a mesh whose dimensions",
                 "ValueError: lowtide: fully_shard: expected dp_mesh_dims to name dim",
-                "NotImplementedError: lowtide: fully_shard: expected dp_mesh_dims with",
+                "ValueError: lowtide: fully_shard: expected dp_mesh_dims with a dimens",
                 "NotImplementedError: lowtide: fully_shard: expected reshard_after_for",
                 "ValueError: lowtide: Linear.weight: expected a DTensor on the mesh of",
                 "ValueError: lowtide: Linear.weight: expected Replicate() on the data-",

@@ -12,7 +12,7 @@ from support.bits import assert_same_tensors
 from support.systems import get_system
 from support.training import local
 
-DTYPES = [torch.float16, torch.float8_e4m3fn]
+DTYPES = [torch.float16, torch.float8_e4m3fn, torch.int64]
 
 
 class Adapted(nn.Module):
@@ -56,6 +56,35 @@ def test_it_is_gathered_and_never_reduced(pool_of, dtype, compute):
     pool = pool_of(2)
     expected = pool.run(step, "fsdp2", dtype, compute)
     for rank, actual in enumerate(pool.run(step, "lowtide", dtype, compute)):
+        assert_same_tensors(actual, expected[rank], f"rank {rank}")
+
+
+def all_frozen_at_first(system_name: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """What a gradient is reduced in is not known by the first forward."""
+    model = sharded(system_name, dtype, torch.bfloat16)
+    adapters = [block.adapter for block in model]
+    for adapter in adapters:
+        adapter.requires_grad_(False)
+    x = torch.arange(16.0).view(2, 8)
+    with torch.no_grad():
+        result = {"frozen": model(x).view(-1)}
+    for adapter in adapters:
+        adapter.requires_grad_(True)
+    model(x).float().square().mean().backward()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad.dtype == torch.float32
+            result[name] = local(parameter.grad).clone()
+    assert len(result) == 5
+    return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int64])
+def test_what_is_trained_may_all_be_frozen_at_first(pool_of, dtype):
+    pool = pool_of(2)
+    expected = pool.run(all_frozen_at_first, "fsdp2", dtype)
+    ours = pool.run(all_frozen_at_first, "lowtide", dtype)
+    for rank, actual in enumerate(ours):
         assert_same_tensors(actual, expected[rank], f"rank {rank}")
 
 

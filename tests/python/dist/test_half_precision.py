@@ -12,9 +12,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from support.recorder import Recorder, assert_pattern_equals_fsdp2, finish_step
 from support.systems import System
+from support.training import local
 
 Pattern = Callable[[System, Recorder], None]
 
@@ -114,6 +120,51 @@ def scaled(system: System, record: Recorder) -> None:
         record.add(f"scale {scaler.get_scale()}", None)
 
 
+class Parallel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 12), nn.Linear(12, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def infinite_on_one_rank(system: System, record: Recorder) -> None:
+    """Of `.grad`, as it came of the reduction: no rank may step. On four ranks, two of
+    tensor parallelism."""
+    if dist.get_world_size() == 2:
+        model = build(system)
+    else:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        torch.manual_seed(0)
+        model = nn.Sequential(Parallel(), Parallel())
+        for block in model:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, mesh["tp"], plan)
+            system.fully_shard(block, mesh=mesh["dp"])
+        system.fully_shard(model, mesh=mesh["dp"])
+    scaler = GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, foreach=False)
+    for step, place in enumerate((None, 1, None, 0)):
+        scaler.scale(loss_of(model, step)).backward()
+        before = [local(p).clone() for p in model.parameters()]
+        first = next(model.parameters())
+        if dist.get_rank() == place:
+            local(first.grad)[0, 0] = float("inf")
+        scaler.unscale_(optimizer)
+        record.add_model(model)
+        scale = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        record.add(f"scale {scaler.get_scale()}", None)
+        record.add_model(model)
+        stands = place is not None
+        assert scaler.get_scale() == (scale / 2 if stands else scale)
+        for parameter, old in zip(model.parameters(), before, strict=True):
+            assert torch.equal(local(parameter), old) == stands
+
+
 PATTERNS: dict[str, Pattern] = {
     pattern.__name__: pattern
     for pattern in (
@@ -124,6 +175,7 @@ PATTERNS: dict[str, Pattern] = {
         divided_by_a_factor,
         half_parameters,
         scaled,
+        infinite_on_one_rank,
     )
 }
 
@@ -131,6 +183,11 @@ PATTERNS: dict[str, Pattern] = {
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_half_gradients_equal_fsdp2(pool_of, pattern):
     assert_pattern_equals_fsdp2(pool_of(2), __name__, pattern)
+
+
+def test_one_ranks_infinity_is_all_ranks_of_tensor_parallelism_too(pool_of):
+    pattern = infinite_on_one_rank.__name__
+    assert_pattern_equals_fsdp2(pool_of(4), __name__, pattern)
 
 
 def test_half_gradients_of_three_ranks_equal_fsdp2(pool_of):

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecision
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import lowtide
 from lowtide import MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -94,6 +96,18 @@ def three_dimensional_mesh() -> None:
     names = ("replicate", "shard", "more")
     mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=names)
     fully_shard(linear(), mesh=mesh)
+
+
+def parameter_on_other_devices() -> None:
+    module = linear()
+    group = dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup)
+    mesh = DeviceMesh.from_group(group, "cuda")
+    meta = TensorMeta(module.weight.shape, module.weight.stride(), torch.float32)
+    spec = DTensorSpec(mesh, (Replicate(),), tensor_meta=meta)
+    whole = DTensor(module.weight.detach(), spec, requires_grad=False)
+    module.weight = nn.Parameter(whole)
+    fully_shard(module, mesh=init_device_mesh("cpu", (WORLD_SIZE,)))
 
 
 def placement_of_another_kind() -> None:
@@ -322,6 +336,11 @@ REFUSALS: dict[Callable[[], None], tuple[str, str]] = {
         "ValueError",
         "fully_shard: expected a mesh of one dimension, or of replicas and shards, got "
         "3 dimensions ",
+    ),
+    parameter_on_other_devices: (
+        "ValueError",
+        "Linear.weight: expected a DTensor on a mesh of cpu, as the one that "
+        "fully_shard was given, got one of cuda. ",
     ),
     placement_of_another_kind: (
         "ValueError",

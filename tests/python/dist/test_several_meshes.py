@@ -21,7 +21,8 @@ import torch.distributed.nn.functional as dist_nn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
@@ -58,6 +59,8 @@ class Case:
     reshard: bool | int | None = None
     keeps: bool = False  # parameters, after backward
     parallel: bool = False  # experts are DTensor over their groups, and clipped
+    # A dense layer is tensor-parallel; nothing is clipped.
+    tensor: bool = False
 
 
 CASES = {
@@ -72,6 +75,14 @@ CASES = {
     "idle experts": Case(separate=True, microbatches=2),
     "compiled": Case(compiled=True),
     "clipped": Case(parallel=True, microbatches=2),
+    "tensor parallel": Case(tensor=True, microbatches=2),
+    "tensor and expert parallel": Case(
+        tensor=True,
+        parallel=True,
+        low=True,
+        microbatches=2,
+        synced=lambda microbatch: microbatch == 1,
+    ),
     "one call": Case(whole=True, microbatches=2, low=True),
     "nested": Case(nested=True, microbatches=2),
     "nested, without sync": Case(
@@ -185,9 +196,20 @@ def meshes(case: Case) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh]:
     return dense, experts, both["ep"]
 
 
+def tensor_parallel(model: Any) -> DeviceMesh:
+    """The mesh that is left for dense parameters."""
+    both = init_device_mesh("cpu", (RANKS // 2, 2), mesh_dim_names=("dp", "tp"))
+    plan = {"mix": ColwiseParallel(output_layouts=Replicate())}
+    for block in model.blocks:
+        parallelize_module(block, both["tp"], plan)
+    return both["dp"]
+
+
 def sharded(system: System, case: Case) -> Any:
     dense, of_experts, of_groups = meshes(case)
     model: Any = Net(of_groups, case)
+    if case.tensor:
+        dense = tensor_parallel(model)
     experts = {p for block in model.blocks for p in block.experts.parameters()}
     split = Shard(1) if case.columns else None
     result = lowtide.ShardPlacementResult(
@@ -238,9 +260,14 @@ def sharded(system: System, case: Case) -> Any:
     return model
 
 
-def batches(step: int, count: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Ids, experts and targets; ranks and steps choose other experts."""
+def batches(
+    step: int, count: int, case: Case | None = None
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Ids, experts and targets; ranks and steps choose other experts. Ranks of one
+    tensor-parallel group have the same."""
     rank = dist.get_rank()
+    if case is not None and case.tensor:
+        rank //= 2
     for microbatch in range(count):
         seed = 100 * step + 10 * microbatch + rank
         generator = torch.Generator().manual_seed(seed)
@@ -267,7 +294,7 @@ def train(system_name: str, name: str) -> Record:
     optimizer = adamw(model, foreach=False)
     record = Recorder()
     for step in range(STEPS):
-        steps = batches(step, case.microbatches)
+        steps = batches(step, case.microbatches, case)
         for microbatch, (ids, chosen, targets) in enumerate(steps):
             model.set_requires_gradient_sync(case.synced(microbatch))
             last = microbatch == case.microbatches - 1
@@ -276,7 +303,7 @@ def train(system_name: str, name: str) -> Record:
             loss = nn.functional.cross_entropy(logits, targets)
             record.add("loss", loss)
             loss.backward()
-        if case.parallel:
+        if case.parallel and not case.tensor:
             record.add("norm", clip(system_name)(model.parameters()))
         finish_step(model, optimizer, record)
     return record.values
@@ -286,6 +313,7 @@ QUICK = (
     "gradients as of all ranks",
     "replicas",
     "clipped",
+    "tensor and expert parallel",
     "nested, without sync",
     "nested, replicas",
 )
