@@ -142,7 +142,7 @@ def error_in_func(derivative: str) -> str:
 
 @pytest.mark.parametrize("derivative", ["grad", "jvp of grad", "inside vmap"])
 def test_derivatives_of_torch_func_are_refused_by_name(pool_of, derivative):
-    """2.15's FSDP2 takes them. `torch.func.jvp` alone: `test_tangents.py`."""
+    """FSDP2 of 2.14 and 2.15 takes them. `torch.func.jvp` alone: `test_tangents.py`."""
     for text in pool_of(2).run(error_in_func, derivative):
         assert text == (
             "lowtide: unit 'Sequential': expected a forward outside of torch.func's "
