@@ -56,6 +56,7 @@ CASES = (
     "unedited_trainer",
     "configured_trainer",
     "experts",
+    "experts_in_blocks",
     "foreign_scripts",
     "soak",
     "worlds",

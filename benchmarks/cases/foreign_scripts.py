@@ -72,6 +72,7 @@ class Script:
     world: int | None = None
     make: Callable[[Path], None] = nothing
     origin: str = ""  # of a program of benchmarks/programs
+    packages: bool = True  # whether it imports those of others
 
     @property
     def source(self) -> str:
@@ -213,7 +214,7 @@ def planned(script: Script) -> tuple[Row, float]:
 
 def plan_of(script: Script, *options: str) -> tuple[dict[str, Any], float]:
     """Its plan as JSON, with ``options`` of the command; seconds of processor."""
-    foreign("packages")
+    packages = [foreign("packages")] if script.packages else []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
         program = str(PROGRAMS / script.program)
@@ -234,7 +235,7 @@ def plan_of(script: Script, *options: str) -> tuple[dict[str, Any], float]:
             process = subprocess.Popen(
                 command,
                 cwd=folder,
-                env=environment(folder),
+                env=environment(folder, packages),
                 stdout=subprocess.DEVNULL,
                 stderr=file,
             )
@@ -243,7 +244,7 @@ def plan_of(script: Script, *options: str) -> tuple[dict[str, Any], float]:
             said = errors.read_text()[-3000:]
             raise RuntimeError(f"{script.what}: expected a plan, got {status}\n{said}")
         plan = json.loads((folder / "plan.json").read_text())
-        places = ((f"{folder}/", ""), (f"{foreign('packages')}/", ""))
+        places = [(f"{place}/", "") for place in (folder, *packages)]
         plan["notes"] = [shortened(note, places) for note in plan["notes"]]
         return plan, used.ru_utime + used.ru_stime
 
@@ -254,9 +255,9 @@ def shortened(note: str, places: Sequence[tuple[str, str]]) -> str:
     return note
 
 
-def environment(folder: Path) -> dict[str, str]:
+def environment(folder: Path, packages: Sequence[Path]) -> dict[str, str]:
     """Caches are empty; nothing is fetched."""
-    paths = [ENVIRONMENT["PYTHONPATH"], str(foreign("packages"))]
+    paths = [ENVIRONMENT["PYTHONPATH"], *map(str, packages)]
     return os.environ | {
         **ENVIRONMENT,
         "PYTHONPATH": os.pathsep.join(paths),

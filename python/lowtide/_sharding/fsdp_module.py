@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
-from torch.distributed.fsdp import UnshardHandle, _fully_shard
+from torch.distributed.fsdp import UnshardHandle
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from lowtide import _C
@@ -307,7 +307,9 @@ class FSDPModule(TorchFSDPModule):
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """The current stream waits for ``event`` at once, and every gather issued from
-        now on with it. (FSDP2 makes only its gathers wait.)"""
+        now on with it: behind what else that stream has, whose memory it writes to.
+        (FSDP2's gathers wait for the event alone.) One that is to overlap what follows
+        an optimizer is asked for there: ``unshard(async_op=True)``."""
         device = self._get_fsdp_state().device
         if device.type != "cpu":
             # The device's own stream: torch.Stream.wait_event takes a
@@ -475,18 +477,11 @@ def _refuse_deepcopy(module: nn.Module, memo: object) -> NoReturn:
     )
 
 
-# Programs that take FSDP2's hooks off, to run on what they have gathered, know them by
-# their module.
-for _name in ("pre", "post"):
-    _hook: Any = getattr(_C.ForwardHooks, _name)
-    _hook.__func__.__module__ = f"{_fully_shard.__name__}.lowtide"
-
-
 def register_hooks(first: UnitState) -> None:
     """Units of one call are entered in their order and left in reverse."""
     for state in reversed(first.together):
         for module in state.modules:
             module.register_forward_pre_hook(
-                state.hooks.pre, prepend=True, with_kwargs=True
+                state.enter, prepend=True, with_kwargs=True
             )
-            module.register_forward_hook(state.hooks.post, prepend=False)
+            module.register_forward_hook(state.leave, prepend=False)

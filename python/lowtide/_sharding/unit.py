@@ -27,6 +27,7 @@ from lowtide._base.memory import device_memory, host_memory
 from lowtide._sharding.conversions import watch_conversions
 from lowtide._sharding.embedding import EmbeddingRows, wants_rows
 from lowtide._sharding.extension import Extensions
+from lowtide._sharding.forward_hooks import hooks_of
 from lowtide._sharding.fused import FusedWeights
 from lowtide._sharding.groups import groups_of, smaller_group
 from lowtide._sharding.modules import UNIT_STATE, ManagedParameter, check_shardable
@@ -146,6 +147,7 @@ class UnitState(PrivateState):
             lazy_init=functools.partial(_with_alive, weakref.ref(self), before_forward),
             modules=modules,
         )
+        self.enter, self.leave = hooks_of(self)  # that its modules have
         alive.add(self)
         if first is not None:
             first.beside.append(self)
@@ -164,6 +166,10 @@ class UnitState(PrivateState):
         first = self if self._first is None else self._first()
         assert first is not None
         return first
+
+    @property
+    def is_first(self) -> bool:
+        return self._first is None
 
     @property
     def together(self) -> "list[UnitState]":
@@ -533,7 +539,7 @@ class UnitState(PrivateState):
     # What torch.distributed.fsdp.register_fsdp_forward_method calls.
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         for state in self.together:
-            changed = state.hooks.pre(module, args, kwargs)
+            changed = state.enter(module, args, kwargs)
             args, kwargs = (args, kwargs) if changed is None else changed
         return args, kwargs
 
@@ -541,7 +547,7 @@ class UnitState(PrivateState):
         self, module: nn.Module, args: Any, output: Any, casts_output: bool = True
     ) -> Any:
         for state in reversed(self.together):
-            changed = state.hooks.post(module, args, output, casts_output=casts_output)
+            changed = state.leave(module, args, output, casts_output)
             output = output if changed is None else changed
         return output
 

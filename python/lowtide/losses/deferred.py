@@ -259,7 +259,7 @@ def _dtype_of_product(hidden: Tensor) -> torch.dtype:
 
 def _is_hooked(head: nn.Linear, state: UnitState | None) -> bool:
     units = () if state is None else state.together
-    ours = [hook for unit in units for hook in (unit.hooks.pre, unit.hooks.post)]
+    ours = [hook for unit in units for hook in (unit.enter, unit.leave)]
     return any(
         hook not in ours
         for hooks in (

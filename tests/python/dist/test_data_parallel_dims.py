@@ -160,8 +160,8 @@ def num_ranks(name: str) -> int:
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("name", WITH_BITS)
 def test_training_equals_fsdp2(pool_of, name, reshard):
-    if name not in SPLIT and VERSION < (2, 15):
-        pytest.skip("FSDP2's replicas alone were looked at in 2.15")
+    if name not in SPLIT and VERSION < (2, 14):
+        pytest.skip("seen of FSDP2 from 2.14 on")
     pool = pool_of(num_ranks(name))
     assert_trains_as_fsdp2(pool, train, name, reshard)
 
@@ -228,6 +228,46 @@ def test_gradients_are_those_of_the_unsharded_model_over_the_ranks(pool_of, name
                 assert num_ranks(name) > 2 or same_bits(value * ranks, wanted[key])
                 compared += 1
         assert compared == 6
+
+
+def trained_by(way: str, folder: str) -> list[torch.Tensor]:
+    """What two steps of replicas alone leave."""
+    model, (mesh, batch) = model_on("replicas_alone_and_tp")
+    dims = DataParallelMeshDims(replicate="replicate")
+    for module in (*model, model):
+        lowtide.fully_shard(module, mesh=mesh, dp_mesh_dims=dims)
+    sgd: Any = torch.optim.SGD
+    if way == "in backward":
+        optimizer = lowtide.optimize_in_backward(model, sgd, lr=0.1)
+    elif way == "local parameters":
+        optimizer = sgd(lowtide.local_parameters(model), lr=0.1)
+    else:
+        optimizer = sgd(model.parameters(), lr=0.1)
+    for step in range(2):
+        model(batch(step)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if way == "saved":
+            lowtide.save(folder, model, optimizer)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            lowtide.load(folder, model, optimizer)
+        elif way == "slept":
+            lowtide.sleep(model, optimizer)
+            lowtide.wake(model, optimizer)
+    return [parameter.full_tensor() for parameter in model.parameters()]
+
+
+WAYS = ("in backward", "local parameters", "saved", "slept")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_replicas_alone_are_stepped_and_saved_as_any(pool_of, tmp_path, way):
+    pool, folder = pool_of(4), str(tmp_path / "saved")
+    expected = pool.run(trained_by, "torch's", folder)
+    for mine, other in zip(pool.run(trained_by, way, folder), expected, strict=True):
+        assert all(map(same_bits, mine, other)), way
 
 
 def refusals() -> list[str]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from lowtide._torch_version import VERSION
 from support import layers
 from support.model import ModelConfig, batch, build, loss_fn
 from support.recorder import Recorder, assert_pattern_equals_fsdp2, finish_step
@@ -19,6 +20,7 @@ from support.training import Run, adamw, local, shard
 
 CONFIG = ModelConfig(dim=16, num_heads=2, ffn=22, vocab=37, num_layers=3)
 NUM_STEPS = 3
+BF16 = torch.bfloat16
 
 
 Pattern = Callable[[System, Recorder], None]
@@ -279,6 +281,121 @@ def output_in_a_dataclass(system: System, record: Recorder) -> None:
         model.zero_grad()
 
 
+@dataclass
+class Inner:
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+@dataclass
+class Outer:
+    inner: Inner
+    third: torch.Tensor
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+class Structured(nn.Module):
+    """A layer of each tensor that comes in and goes out in one object."""
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.dtype = dtype
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.dtype in (None, x.dtype)
+        return x + torch.tanh(self.layer(x))
+
+    def forward(self, given: Any, *, more: Any = None) -> Any:
+        if more is not None:
+            given, more = more, None
+        if isinstance(given, Outer):
+            return Outer(self.forward(given.inner), self.run(given.third))
+        return type(given)(self.run(given.left), self.run(given.right))
+
+
+class Structures(nn.Module):
+    def __init__(self, kind: str, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Structured(dtype) for _ in range(3))
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given: Any = (Pair if self.kind == "tuple" else Inner)(x, x.sin())
+        if self.kind == "nested":
+            given = Outer(given, x.cos())
+        first, second, third = self.blocks
+        given = third(second(first(given)), more=None)
+        given = third(None, more=given)
+        if self.kind == "nested":
+            return given.inner.left + given.inner.right * given.third
+        return given.left * given.right
+
+
+def inputs_in_structures(system: System, record: Recorder) -> None:
+    for kind in ("tuple", "dataclass", "nested"):
+        if kind != "tuple" and VERSION < (2, 14):
+            continue  # seen of FSDP2 from 2.14 on
+        for compute, reduce in ((None, None), (BF16, BF16), (BF16, torch.float32)):
+            torch.manual_seed(0)
+            model: Any = Structures(kind, compute)
+            for module in (*model.blocks, model):
+                policy = system.MixedPrecisionPolicy(compute, reduce)
+                system.fully_shard(module, mp_policy=policy)
+            system.prepare(model)
+            optimizer = adamw(model, foreach=False)
+            for step in range(NUM_STEPS):
+                x = float_input(step)
+                out = model(x)
+                record.add("out", out)
+                out.float().square().mean().backward()
+                record.add("x.grad", x.grad)
+                finish_step(model, optimizer, record)
+
+
+def batch_norms(system: System, record: Recorder) -> None:
+    """Buffers in the dtype of computation; or norms that compute in fp32. (CPUs take no
+    low weights beside buffers in fp32, without sharding either.)"""
+    for two in (False, True):
+        for high in (False, True):
+            torch.manual_seed(0)
+            layers: list[nn.Module] = [
+                nn.Linear(6, 5),
+                nn.BatchNorm1d(5),
+                nn.Linear(5, 3),
+            ]
+            x = torch.randn(4, 6)
+            if two:
+                layers = [nn.Conv2d(1, 5, 3), nn.BatchNorm2d(5), nn.Conv2d(5, 4, 3)]
+                x = torch.randn(3, 1, 9, 9)
+            model: Any = nn.Sequential(*layers)
+            low = system.MixedPrecisionPolicy(BF16)
+            own = system.MixedPrecisionPolicy(output_dtype=BF16) if high else low
+            for module in (*model, model):
+                policy = own if module is model[1] else low
+                system.fully_shard(module, mp_policy=policy)
+            system.prepare(model)
+            if not high:
+                for name in ("running_mean", "running_var"):
+                    setattr(model[1], name, getattr(model[1], name).to(BF16))
+            optimizer = adamw(model, foreach=False)
+            for step in range(NUM_STEPS):
+                x = x * (1 + dist.get_rank() + step) / 2
+                out = model(x)
+                assert out.dtype == BF16
+                record.add("out", out)
+                out.float().square().mean().backward()
+                finish_step(model, optimizer, record)
+                for name, buffer in model.named_buffers():
+                    record.add(name, buffer)
+            model.eval()
+            record.add("eval", model(x))
+
+
 def initialised_after_wrapping(system: System, record: Recorder) -> None:
     run = Run(CONFIG, dist.get_world_size())
     with torch.device("meta"):
@@ -360,6 +477,8 @@ PATTERNS: dict[str, Pattern] = {
         gradient_of_the_input,
         one_output_unused,
         output_in_a_dataclass,
+        inputs_in_structures,
+        batch_norms,
         initialised_after_wrapping,
         converted_after_wrapping,
         gradients_scaled_between,
