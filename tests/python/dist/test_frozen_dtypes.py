@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lowtide._torch_version import VERSION
 from support.bits import assert_same_tensors
 from support.systems import get_system
 from support.training import local
@@ -79,8 +80,12 @@ def all_frozen_at_first(system_name: str, dtype: torch.dtype) -> dict[str, Tenso
     return result
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.int64])
-def test_what_is_trained_may_all_be_frozen_at_first(pool_of, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "since"), [(torch.float16, (2, 15)), (torch.int64, (2, 14))]
+)
+def test_what_is_trained_may_all_be_frozen_at_first(pool_of, dtype, since):
+    if VERSION < since:
+        pytest.skip("FSDP2 of 2.14 raises beside fp16; an older one was not tried")
     pool = pool_of(2)
     expected = pool.run(all_frozen_at_first, "fsdp2", dtype)
     ours = pool.run(all_frozen_at_first, "lowtide", dtype)
