@@ -66,14 +66,17 @@ test: dev $(BUILD)/.tests
 test-all: test
 	$(BIN)/python tests/shards.py
 
-# The C++ tests under SANITIZE=address (and undefined) or thread, in a build of their own.
+# The C++ tests under SANITIZE=address (and undefined) or thread, in a build of their own;
+# ROOMS="comm ops": those of these folders of tests/cpp.
 sanitize: $(INSTALLED)
 	$(CMAKE) -S . -B $(BUILD)/$(SANITIZE) -G Ninja -DLOWTIDE_SANITIZE=$(SANITIZE) \
 	  -DLOWTIDE_TESTS=ON -DLOWTIDE_CUDA=OFF -DLOWTIDE_UNITY=ON \
 	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
-	$(CMAKE) --build $(BUILD)/$(SANITIZE) -j $(JOBS) --target cpp_tests
-	$(BIN)/ctest --test-dir $(BUILD)/$(SANITIZE) --output-on-failure --no-tests=error
+	$(CMAKE) --build $(BUILD)/$(SANITIZE) -j $(JOBS) \
+	  --target $(or $(ROOMS:%=%_test),cpp_tests)
+	$(BIN)/ctest --test-dir $(BUILD)/$(SANITIZE) --output-on-failure --no-tests=error \
+	  $(if $(ROOMS),-R '^cpp\.($(shell echo $(ROOMS) | tr ' ' '|'))$$')
 
 demo: dev
 	$(BIN)/python examples/demo.py

@@ -45,10 +45,14 @@ def pytest_shard(
     return Shard(name, minutes, command, takes_turns)
 
 
-def sanitized(name: str, minutes: float, *, takes_turns: bool = True) -> Shard:
-    """The C++ tests in a build of their own."""
+def sanitized(
+    name: str, minutes: float, *, rooms: Sequence[str] = (), takes_turns: bool = True
+) -> Shard:
+    """The C++ tests, or those of ``rooms``, in a build of their own."""
     command = ("make", "sanitize", f"SANITIZE={name}")
-    return Shard(name, minutes, command, takes_turns)
+    if rooms:
+        command = (*command, f"ROOMS={' '.join(rooms)}")
+    return Shard("-".join((name, *rooms)), minutes, command, takes_turns)
 
 
 def older_torch(version: str) -> Shard:
@@ -69,6 +73,8 @@ SHARDS = (
     pytest_shard("unity", 10, jobs=0),
     pytest_shard("figures", 30, jobs=0, takes_turns=False),
     sanitized("address", 12),
+    # What has threads, but for ranks that are threads.
+    sanitized("thread", 8, rooms=("comm", "device", "memory", "ops")),
     sanitized("thread", 30, takes_turns=False),
 )
 
@@ -125,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.list:
         for shard in by_name.values():
-            print(f"{shard.name:<10}{shard.minutes:>5.0f} minutes")
+            print(f"{shard.name:<30}{shard.minutes:>5.0f} minutes")
         return 0
     if unknown := sorted(set(options.name) - set(by_name)):
         parser.error(f"expected {', '.join(by_name)}, got {', '.join(unknown)}")
@@ -137,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     became = run_all(wanted, options.minutes)
     print("\nShards of make test-all:")
     for name, result in sorted(became.items()):
-        print(f"  {name:<10} {result}")
+        print(f"  {name:<30} {result}")
     return any("failed" in result for result in became.values())
 
 
