@@ -16,7 +16,6 @@
 
 #include "base/torch_version.h"
 #include "comm/call_observer.h"
-#include "comm/interpreter_lock.h"
 #include "comm/nccl_group.h"
 #include "comm/python_state.h"
 #include "comm/tensor_lists.h"
@@ -152,13 +151,10 @@ class C10dCollectives::Work final : public Pending {
 
   // The same for a list, as one launch of NCCL's.  See [Note: Lists on nccl2].
   template <typename Issue>
-  void start_grouped(c10d::Backend& backend, bool with_interpreter,
-                     Issue&& issue) {
+  void start_grouped(c10d::Backend& backend, Issue&& issue) {
     start([&](auto& outs, auto& ins) {
       NcclGroup group;
-      InterpreterLock interpreter(with_interpreter);
       issue(outs, ins);
-      interpreter.release();
       group.launch();
       auto none = at::empty({0}, ins[0].options());
       c10d::AllgatherOptions options;
@@ -231,16 +227,14 @@ C10dCollectives::C10dCollectives(std::shared_ptr<BorrowedGroup> group,
       backend_(backend_name(*group_->get(), device.type())),
       wire_(wire_for(backend_, group_, device)),
       gathers_lists_(!is_gloo(backend_)),
-      groups_lists_(wire_ && groups_lists(backend_)),
-      with_interpreter_(groups_lists_ && records_with_interpreter(backend_)) {}
+      groups_lists_(wire_ && groups_lists(backend_)) {}
 
 C10dCollectives::~C10dCollectives() = default;
 
 template <typename Issue>
 void C10dCollectives::start_list(Work& work, Issue&& issue) {
   if (groups_lists_ && work.lists().ins.size() > 1) {
-    work.start_grouped(*group_->get()->getBackend(device_.type()),
-                       with_interpreter_, issue);
+    work.start_grouped(*group_->get()->getBackend(device_.type()), issue);
   } else {
     work.start(issue);
   }

@@ -56,7 +56,6 @@ class C10dCollectives final : public Collectives {
   std::shared_ptr<Wire> wire_;  // null but for NCCL
   bool gathers_lists_;          // see [Note: Lists on gloo]
   bool groups_lists_;           // see [Note: Lists on nccl2]
-  bool with_interpreter_;       // see [Note: One turn of the interpreter]
 };
 
 }  // namespace lowtide::comm

@@ -80,15 +80,18 @@ def third_step(model: torch.nn.Module) -> dict[str, Any]:
     return report | {"flops": flops, "copied": copies}
 
 
+def small_model(system_name: str) -> tuple[Any, torch.Tensor]:
+    """Two units and the root, and an input."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(2))).to("cuda")
+    for unit in (*model, model):
+        get_system(system_name).fully_shard(unit)
+    return model, torch.zeros(4, 8, device="cuda")
+
+
 def gathers_behind_an_optimizer(system_name: str) -> tuple[float, float]:
     """The optimizer's kernels run on a stream of their own, most of a second, and
     the next step is told its event: when they end, and when its first gather begins."""
-    system = get_system(system_name)
-    model: Any = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(2)))
-    model.to("cuda")
-    for unit in (*model, model):
-        system.fully_shard(unit)
-    x = torch.zeros(4, 8, device="cuda")
+    model, x = small_model(system_name)
     other = torch.cuda.Stream()
     model(x).sum().backward()  # what runs only once
     large = torch.empty(1 << 35, device="meta", dtype=torch.uint8)
@@ -108,12 +111,7 @@ def gathers_behind_an_optimizer(system_name: str) -> tuple[float, float]:
 def gathers_beside_what_follows(system_name: str, how: str) -> tuple[float, float]:
     """Kernels that have nothing to do with the model run between the optimizer and the
     next forward, most of a second: when they end, and when its first gather begins."""
-    system = get_system(system_name)
-    model: Any = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(2)))
-    model.to("cuda")
-    for unit in (*model, model):
-        system.fully_shard(unit)
-    x = torch.zeros(4, 8, device="cuda")
+    model, x = small_model(system_name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     large = torch.empty(1 << 35, dtype=torch.uint8, device="cuda")
     for _ in range(2):  # the first forward compares what ranks have sharded
