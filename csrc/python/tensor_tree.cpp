@@ -28,6 +28,16 @@ py::object map_items(py::handle tree, TreeKind kind, const TensorMap& map) {
                  : py::reinterpret_borrow<py::object>(tree);
 }
 
+// Their values, in the order in which torch's _apply_to_tensors maps them.
+std::vector<py::object> dataclass_fields(py::handle object) {
+  std::vector<py::object> values;
+  const auto fields = py::module_::import("dataclasses").attr("fields")(object);
+  for (const auto field : fields) {
+    values.push_back(object.attr(field.attr("name")));
+  }
+  return values;
+}
+
 }  // namespace
 
 py::object map_tensors(py::handle tree, const TensorMap& map) {
@@ -61,7 +71,12 @@ std::vector<at::Tensor> tensors_requiring_grad(py::handle tree) {
       const auto leaves =
           py::module_::import("torch.utils._pytree").attr("tree_leaves")(node);
       for (const auto leaf : leaves) {
-        if (THPVariable_Check(leaf.ptr())) visit(leaf);
+        if (THPVariable_Check(leaf.ptr())) {
+          visit(leaf);
+        } else if (py::hasattr(py::type::of(leaf), "__dataclass_fields__")) {
+          // One that pytree has not been told of.
+          for (const auto& field : dataclass_fields(leaf)) visit(field);
+        }
       }
     } else if (kind != TreeKind::plain) {
       for (const auto& item : items_of(node, kind)) visit(item);

@@ -1,5 +1,5 @@
 """What a unit registers on its modules: the C++ hooks (python/forward_hooks.h), and
-what these need where a call has tangents, or arguments in dataclasses.
+what stands in for them where a call has tangents.
 
 [Note: Tangents of a unit]
 A tangent, torch.autograd.forward_ad's or torch.func.jvp's, has a graph of its own, that
@@ -30,7 +30,6 @@ from torch._functorch.pyfunctorch import (
 from torch.autograd import forward_ad
 from torch.distributed.fsdp import _fully_shard
 from torch.distributed.utils import _apply_to_tensors
-from torch.utils._pytree import SUPPORTED_NODES
 
 from lowtide import _C
 from lowtide.policies import MixedPrecisionPolicy
@@ -61,9 +60,6 @@ def hooks_of(state: Hooked) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if forward_ad._current_level >= 0 and _only_tangents():
             return _enter_with_tangents(state, module, args, kwargs)
-        if _holds_structures(args) or (kwargs and _holds_structures(kwargs)):
-            changed = pre(module, (_tensors_in((args, kwargs)),), {})
-            return None if changed is None else _with((args, kwargs), changed[0][0])
         return pre(module, args, kwargs)
 
     def leave(
@@ -71,9 +67,6 @@ def hooks_of(state: Hooked) -> tuple[Callable[..., Any], Callable[..., Any]]:
     ) -> Any:
         if forward_ad._current_level >= 0 and _only_tangents():
             return _leave_with_tangents(state, module, output, casts_output)
-        if _holds_structures(output):
-            changed = post(module, args, _tensors_in(output), casts_output)
-            return None if changed is None else _with(output, changed)
         return post(module, args, output, casts_output)
 
     hook: Any
@@ -85,41 +78,6 @@ def hooks_of(state: Hooked) -> tuple[Callable[..., Any], Callable[..., Any]]:
         hook._torchdynamo_disable = True
         eval_frame.set_code_exec_strategy(hook.__code__, _AS_IT_IS)
     return enter, leave
-
-
-# -- structures -----------------------------------------------------------------------
-
-
-def _holds_structures(tree: Any) -> bool:
-    """Dataclasses that torch's pytree, which C++ asks, does not know."""
-    kind = type(tree)
-    if kind is Tensor:
-        return False
-    if kind is dict:
-        tree = tree.values()
-    elif kind is not tuple and not isinstance(tree, tuple | list):
-        return hasattr(kind, "__dataclass_fields__") and kind not in SUPPORTED_NODES
-    for item in tree:
-        if type(item) is not Tensor and _holds_structures(item):
-            return True
-    return False
-
-
-def _tensors_in(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    _apply_to_tensors(note, tree)
-    return found
-
-
-def _with(tree: Any, tensors: list[Tensor]) -> Any:
-    """``tree`` with others in the place of `_tensors_in` it."""
-    following = iter(tensors)
-    return _apply_to_tensors(lambda tensor: next(following), tree)
 
 
 # -- tangents -------------------------------------------------------------------------
@@ -151,7 +109,14 @@ def _enter_with_tangents(
 def _leave_with_tangents(
     state: Hooked, module: nn.Module, output: Any, casts_output: bool
 ) -> Any:
-    watched = _inside_of(_tensors_in(output))
+    outputs: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        outputs.append(tensor)
+        return tensor
+
+    _apply_to_tensors(note, output)
+    watched = _inside_of(outputs)
     with temporarily_clear_interpreter_stack():
         state.hooks.post(module, (), watched, casts_output=False)
     dtype = state.policy.output_dtype
