@@ -40,7 +40,7 @@ void refuse_func_derivatives(const std::string& unit) {
       throw Error(base::error_text(
           base::concat("unit '", unit, "'"),
           "a forward outside of torch.func's derivatives",
-          "one inside torch.func.grad, vjp, jvp, jacrev or the like",
+          "one inside torch.func.grad, vjp, jacrev or the like",
           "Use torch.autograd.grad, with create_graph=True for derivatives of "
           "derivatives, or torch.autograd.forward_ad."));
     }

@@ -146,8 +146,8 @@ def test_derivatives_of_torch_func_are_refused_by_name(pool_of, derivative):
     for text in pool_of(2).run(error_in_func, derivative):
         assert text == (
             "lowtide: unit 'Sequential': expected a forward outside of torch.func's "
-            "derivatives, got one inside torch.func.grad, vjp, jvp, jacrev or the "
-            "like. Use torch.autograd.grad, with create_graph=True for derivatives of "
+            "derivatives, got one inside torch.func.grad, vjp, jacrev or the like. "
+            "Use torch.autograd.grad, with create_graph=True for derivatives of "
             "derivatives, or torch.autograd.forward_ad."
         )
 
