@@ -89,6 +89,7 @@ def drop_groups() -> None:
                 kept.add(made.reduce.process_group)
                 if made.host is not None:
                     kept.add(made.host.process_group)
+                made.runs.clear()
             else:
                 del groups._known[names]
     if "torch.distributed.tensor" in sys.modules:
