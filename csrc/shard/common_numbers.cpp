@@ -16,12 +16,13 @@ StepLog::Numbers OwnNumbers::to_compare() const {
           graphs.kept,  graphs.recorded,
           listened,     used,
           -used,        calls_without_inputs,
-          attached,     gather_ns > 0 ? gather_ns : kNotKnown};
+          attached,     gather_ns > 0 ? gather_ns : kNotKnown,
+          left_out};
 }
 
 CommonNumbers CommonNumbers::of(const StepLog::Numbers& greatest) {
   const auto [rows, saved, kept, recorded, listened, used, negative_used,
-              without_inputs, attached, gather_ns] = greatest;
+              without_inputs, attached, gather_ns, left_out] = greatest;
   return {.fewest_rows = -rows,
           .saved_by_any = saved != 0,
           .graphs_of_any = {kept, recorded},
@@ -29,7 +30,8 @@ CommonNumbers CommonNumbers::of(const StepLog::Numbers& greatest) {
           .used_alike = used == -negative_used,
           .calls_without_inputs_of_any = without_inputs != 0,
           .attached_on_any = attached != 0,
-          .gather_ns = gather_ns == kNotKnown ? 0 : gather_ns};
+          .gather_ns = gather_ns == kNotKnown ? 0 : gather_ns,
+          .left_out_by_any = left_out != 0};
 }
 
 }  // namespace lowtide::shard

@@ -18,6 +18,7 @@ struct OwnNumbers {
   bool calls_without_inputs = false;
   bool attached = false;       // see [Note: Detached forwards] in schedule.h
   std::int64_t gather_ns = 0;  // 0: not known
+  bool left_out = false;       // a parameter, of a gradient, ever
 
   // The greatest of what ranks compare is what all know.
   StepLog::Numbers to_compare() const;
@@ -38,6 +39,7 @@ struct CommonNumbers {
   bool calls_without_inputs_of_any = false;
   bool attached_on_any = true;
   std::int64_t gather_ns = 0;  // of the slowest rank; 0: one does not know
+  bool left_out_by_any = false;
 
   static CommonNumbers of(const StepLog::Numbers& greatest);
 };

@@ -89,6 +89,43 @@ void RankComparison::require() {
   }
 }
 
+void RankComparison::tell_who_used() {
+  for (const auto& channel : log_.channels()) {
+    std::vector<UnitGradients*> asking;
+    std::size_t num_bits = 0;
+    for (const auto number : channel.units) {
+      auto* unit = units_[static_cast<std::size_t>(number)];
+      if (unit == nullptr || !unit->gradients().hosts_tell()) continue;
+      asking.push_back(&unit->gradients());
+      num_bits += unit->gradients().size();
+    }
+    if (asking.empty()) continue;
+    constexpr std::size_t kWord = 64;
+    std::vector<std::int64_t> bits((num_bits + kWord - 1) / kWord);
+    std::size_t begin = 0;
+    for (const auto* gradients : asking) {
+      for (const auto i : gradients->trainable()) {
+        if (!gradients->used_here(i)) continue;
+        const auto place = begin + static_cast<std::size_t>(i);
+        bits[place / kWord] |=
+            static_cast<std::int64_t>(std::uint64_t{1} << place % kWord);
+      }
+      begin += gradients->size();
+    }
+    bits = channel.ranks->any_of(std::move(bits));
+    begin = 0;
+    for (auto* gradients : asking) {
+      gradients->told([&](std::int32_t i) {
+        const auto place = begin + static_cast<std::size_t>(i);
+        return (static_cast<std::uint64_t>(bits[place / kWord]) >>
+                    place % kWord &
+                1) != 0;
+      });
+      begin += gradients->size();
+    }
+  }
+}
+
 void RankComparison::agree_without_comparison() {
   const auto several = [](const comm::Collectives& ranks) {
     return ranks.size() > 1 && ranks.backend() != "fake";

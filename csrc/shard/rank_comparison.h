@@ -37,6 +37,10 @@ class RankComparison {
   // Waits for what was asked and tells units what is true of all ranks.  Throws
   // lowtide::Error on every rank where they differ, having forgotten it.
   void require();
+  // Tells units of which all ranks know that some leave parameters out which
+  // ones any rank has a gradient of.  Behind `require`, at the end of a
+  // backward; blocks where there are such units.
+  void tell_who_used();
 
  private:
   void agree_without_comparison();

@@ -356,6 +356,15 @@ void Root::require_agreement() {
   }
 }
 
+void Root::tell_who_used() {
+  try {
+    ranks_.tell_who_used();
+  } catch (...) {
+    failed_ = true;
+    throw;
+  }
+}
+
 void Root::reduce_accumulated() {
   if (failed_) {
     abort();
@@ -393,6 +402,7 @@ void Root::close_backward() {
   posted_backward_ = false;
   if (ranks_.compares()) {
     require_agreement();
+    tell_who_used();
   }
   // Of other forwards units wait for their own, gathered as they are.
   const bool alone = backward_of_.has_value();

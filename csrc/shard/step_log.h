@@ -57,6 +57,11 @@ class StepLog {
   void compare_over(std::shared_ptr<comm::HostChannel> channel,
                     std::vector<std::int32_t> units);
   bool compares() const { return !channels_.empty(); }
+  struct Channel {
+    std::shared_ptr<comm::HostChannel> ranks;
+    std::vector<std::int32_t> units;
+  };
+  const std::vector<Channel>& channels() const { return channels_; }
 
   // `in_words`: what its value stands for on this rank now, for error texts.
   void note(StepNote note, std::string in_words = {});
@@ -66,7 +71,7 @@ class StepLog {
   Counts counts(std::int32_t unit) const;
   // Asks the other ranks if anything has been noted since the last time;
   // `numbers_of` gives each unit's numbers.  Does not block.
-  using Numbers = std::array<std::int64_t, 10>;
+  using Numbers = std::array<std::int64_t, 11>;
   void post(const std::function<Numbers(std::int32_t unit)>& numbers_of);
   // Waits for what was posted.  `agreed` is told the greatest numbers over the
   // ranks of each unit.  Throws lowtide::Error where notes differ.
@@ -76,10 +81,6 @@ class StepLog {
   void forget();
 
  private:
-  struct Channel {
-    std::shared_ptr<comm::HostChannel> ranks;
-    std::vector<std::int32_t> units;
-  };
   struct Posted {
     std::size_t channel;
     std::size_t num_notes;  // of notes_, that it covers

@@ -216,7 +216,8 @@ StepLog::Numbers Unit::numbers_to_compare() {
                     .calls_without_inputs = calls_.has_calls_without_inputs(
                         root_->optimizer_steps()),
                     .attached = attached_at_step_ == root_->optimizer_steps(),
-                    .gather_ns = parameters_.gather_ns()}
+                    .gather_ns = parameters_.gather_ns(),
+                    .left_out = gradients_.left_out()}
       .to_compare();
 }
 

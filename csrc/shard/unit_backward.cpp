@@ -134,6 +134,8 @@ void Unit::begin_backward() {
   if (gradients_.sync() && common_.listened_by_any) {
     gradients_.on_landed = [this] { publish_gradients(); };
   }
+  gradients_.expect_hosts_to_tell(root_->log().compares() &&
+                                  common_.left_out_by_any);
 }
 
 GradientStream* Unit::stream() {

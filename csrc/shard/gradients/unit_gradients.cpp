@@ -295,7 +295,7 @@ at::Tensor UnitGradients::Parameter::piece_written_from() {
 void UnitGradients::begin(bool sync) {
   sync_ = sync;
   small_.clear();
-  sealed_ = leaves_early_ = false;
+  sealed_ = leaves_early_ = hosts_tell_ = false;
   lingering_bytes_ = 0;
   completed_.clear();
   used_elsewhere_.begin();
@@ -348,7 +348,10 @@ void UnitGradients::ask_who_used(const std::vector<std::int32_t>& parameters,
     absent.push_back(parameters[k]);
     their_columns.push_back(columns[k]);
   }
-  if (!absent.empty() && !reduction_.unused_too) {
+  if (absent.empty() || reduction_.unused_too) return;
+  if (hosts_tell_) {
+    used_elsewhere_.expect(std::move(absent), std::move(their_columns), flags);
+  } else {
     used_elsewhere_.ask(std::move(absent), std::move(their_columns), flags);
   }
 }
@@ -478,7 +481,7 @@ void UnitGradients::end() {
     accumulating_ = true;
     return;
   }
-  accumulating_ = false;
+  accumulating_ = hosts_tell_ = false;
   for (auto& lane : lanes_) {
     lane.slab.reset();
   }

@@ -274,6 +274,18 @@ class UnitGradients {
   // Returns whether there are any.
   bool publish(const std::vector<bool>& in_any_case,
                const ShardedGradients::Wrap& wrap);
+  // What this rank leaves out in this backward the hosts will tell of, if they
+  // can: not of sums that an earlier backward left, nor before its end.
+  void expect_hosts_to_tell(bool expect) {
+    hosts_tell_ = expect && sync_ && !on_landed && !reduction_.unused_too &&
+                  !reduction_.keeps_partial() && partial_.flats().empty();
+  }
+  bool hosts_tell() const { return hosts_tell_; }
+  void told(const std::function<bool(std::int32_t)>& used) {
+    used_elsewhere_.told(used);
+  }
+  // A gradient of a parameter that others may have had, ever.
+  bool left_out() const { return used_elsewhere_.ever_asked(); }
   // Throws lowtide::Error where UsedElsewhere::changed() says so.
   void require_as_captured() const;
   // Whether this rank did.
@@ -318,6 +330,7 @@ class UnitGradients {
   bool accumulating_ = false;
   bool sealed_ = false;
   bool leaves_early_ = false;
+  bool hosts_tell_ = false;
 };
 
 }  // namespace lowtide::shard

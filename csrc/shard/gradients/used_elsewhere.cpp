@@ -1,5 +1,7 @@
 #include "shard/gradients/used_elsewhere.h"
 
+#include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "base/check.h"
@@ -25,6 +27,7 @@ void UsedElsewhere::Asked::hold(const at::Tensor& like) {
 void UsedElsewhere::ask(std::vector<std::int32_t> parameters,
                         std::vector<std::int32_t> columns,
                         const at::Tensor& flags) {
+  ever_asked_ = true;
   auto& runtime = memory_->runtime();
   if (runtime.capturing()) {
     capture(std::move(parameters), std::move(columns), flags);
@@ -44,6 +47,27 @@ void UsedElsewhere::ask(std::vector<std::int32_t> parameters,
   asked.columns = std::move(columns);
   asked.hold(flags);
   copy(flags, asked);
+}
+
+void UsedElsewhere::expect(std::vector<std::int32_t> parameters,
+                           std::vector<std::int32_t> columns,
+                           const at::Tensor& flags) {
+  if (memory_->runtime().capturing()) {
+    capture(std::move(parameters), std::move(columns), flags);
+    return;
+  }
+  expected_.push_back(std::move(parameters));
+}
+
+void UsedElsewhere::told(const std::function<bool(std::int32_t)>& used) {
+  for (auto& parameters : expected_) {
+    Used of_these;
+    std::ranges::copy_if(parameters, std::inserter(of_these, of_these.end()),
+                         used);
+    known_used_.insert(of_these.begin(), of_these.end());
+    answers_[std::move(parameters)] = std::move(of_these);
+  }
+  expected_.clear();
 }
 
 void UsedElsewhere::copy(const at::Tensor& flags, const Asked& asked) {
@@ -85,12 +109,13 @@ void UsedElsewhere::capture(std::vector<std::int32_t> parameters,
     }
   }
   copy(flags, asked);
-  taken_for_used_.insert(captured.used.begin(), captured.used.end());
+  known_used_.insert(captured.used.begin(), captured.used.end());
   captured_.push_back(std::move(captured));
 }
 
 std::set<std::int32_t> UsedElsewhere::parameters() {
-  auto used = taken_for_used_;
+  LOWTIDE_INVARIANT(expected_.empty(), "hosts have told what they were to");
+  auto used = known_used_;
   if (num_asked_ == 0) return used;
   memory_->runtime().synchronize(device::Stream::reduce);
   for (std::size_t a = 0; a < num_asked_; ++a) {

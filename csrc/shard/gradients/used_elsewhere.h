@@ -3,7 +3,9 @@
 // Behind a reduction flags on the device say so (gradient_plan.h).  They are
 // copied to the host as they come, which nobody waits for, and read at the end
 // of the backward: there the host waits, once for each unit of which this rank
-// left something out.
+// left something out.  Where all ranks know of a unit that some leave
+// parameters out, their hosts tell each other (rank_comparison.h) and nobody
+// waits for a device.
 //
 // [Note: Questions in a graph]
 // A graph captures no host that reads.  It repeats the step that warmed it up,
@@ -17,6 +19,7 @@
 #include <c10/util/ArrayRef.h>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -36,13 +39,21 @@ class UsedElsewhere {
   // A new backward: nothing has been asked.
   void begin() {
     num_asked_ = 0;
-    taken_for_used_.clear();
+    expected_.clear();
+    known_used_.clear();
   }
   // flags[columns[k]], after the sum over ranks, is parameters[k]'s: copied on
   // the current stream.  Throws lowtide::Error inside a graph capture if no
   // backward in front of it has asked for the same parameters.
   void ask(std::vector<std::int32_t> parameters,
            std::vector<std::int32_t> columns, const at::Tensor& flags);
+  // The hosts will tell of them: `told`, before `parameters`.  In a graph
+  // capture as `ask`.
+  void expect(std::vector<std::int32_t> parameters,
+              std::vector<std::int32_t> columns, const at::Tensor& flags);
+  void told(const std::function<bool(std::int32_t)>& used);
+  // Asked for, or expected, in any backward until now.
+  bool ever_asked() const { return ever_asked_; }
   // Of those asked for since `begin`.  Blocks the host until they have come, if
   // any have been asked for.
   std::set<std::int32_t> parameters();
@@ -77,7 +88,11 @@ class UsedElsewhere {
   // What was last said of parameters that were asked for together.
   std::map<std::vector<std::int32_t>, Used> answers_;
   std::vector<Captured> captured_;  // whose bytes replays write
-  Used taken_for_used_;             // in this backward
+  // In this backward: of whom the hosts will tell, and who is known to be used
+  // without a flag of the device.
+  std::vector<std::vector<std::int32_t>> expected_;
+  Used known_used_;
+  bool ever_asked_ = false;
 };
 
 }  // namespace lowtide::shard

@@ -33,6 +33,8 @@ TEST(CommonNumbersTest, WhatOneRankHasAllKnow) {
   EXPECT_TRUE(common({none, {.attached = true}}).attached_on_any);
   EXPECT_EQ(nothing.graphs_of_any.kept, 0);
   EXPECT_EQ(nothing.graphs_of_any.recorded, 0);
+  EXPECT_FALSE(nothing.left_out_by_any);
+  EXPECT_TRUE(common({none, {.left_out = true}}).left_out_by_any);
   EXPECT_TRUE(common({none, {.saved = true}}).saved_by_any);
   EXPECT_TRUE(common({{.listened = true}, none}).listened_by_any);
   EXPECT_TRUE(common({none, {.calls_without_inputs = true}})

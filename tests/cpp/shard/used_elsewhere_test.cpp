@@ -41,6 +41,12 @@ class UsedElsewhereTest : public testing::Test {
     used_.ask(std::move(parameters), std::move(columns), flags);
   }
 
+  void expect(std::vector<std::int32_t> parameters,
+              std::vector<std::int32_t> columns, const at::Tensor& flags) {
+    const device::StreamScope scope(*runtime_, device::Stream::reduce);
+    used_.expect(std::move(parameters), std::move(columns), flags);
+  }
+
   std::shared_ptr<device::ScriptedRuntime> runtime_ =
       std::make_shared<device::ScriptedRuntime>();
   std::shared_ptr<memory::Ledger> ledger_ = std::make_shared<memory::Ledger>();
@@ -74,6 +80,29 @@ TEST_F(UsedElsewhereTest, ABackwardBeginsWithNothing) {
   EXPECT_THAT(used_.parameters(), IsEmpty());
   ask({1, 2, 3}, {0, 1, 2}, flags({0.0, 1.0, 1.0}, at::kFloat));
   EXPECT_THAT(used_.parameters(), ElementsAre(2, 3));
+}
+
+TEST_F(UsedElsewhereTest, HostsTellOfThoseThatTheyAreExpectedTo) {
+  EXPECT_FALSE(used_.ever_asked());
+  ask({7, 8}, {0, 1}, flags({0.0, 1.0}, at::kFloat));
+  expect({1, 2, 3}, {0, 1, 2}, flags({1.0, 0.0, 0.0}, at::kFloat));
+  expect({4}, {0}, flags({0.0}, at::kFloat));
+  used_.told([](std::int32_t i) { return i == 3 || i == 4 || i == 6; });
+  EXPECT_THAT(used_.parameters(), ElementsAre(3, 4, 8));
+  used_.begin();
+  EXPECT_THAT(used_.parameters(), IsEmpty());
+  EXPECT_TRUE(used_.ever_asked());
+}
+
+TEST_F(UsedElsewhereTest, WhatHostsToldIsAnAnswerForAGraph) {
+  expect({1, 2}, {0, 1}, flags({0.0, 1.0}, at::kFloat));
+  used_.told([](std::int32_t i) { return i == 2; });
+  used_.begin();
+  runtime_->set_capture(7);
+  expect({1, 2}, {0, 1}, flags({0.0, 1.0}, at::kFloat));
+  used_.told([](std::int32_t) { return true; });
+  EXPECT_THAT(used_.parameters(), ElementsAre(2));
+  EXPECT_EQ(used_.changed(), std::nullopt);
 }
 
 TEST_F(UsedElsewhereTest, AGraphCanNotCaptureAQuestionThatNobodyAsked) {
@@ -166,14 +195,29 @@ Waits waits_of(Rank& rank, const Scenario& scenario) {
   return waits;
 }
 
-TEST(UnusedParametersTest, TheHostWaitsBehindTheBackwardAlone) {
+void expect_used_by_any(Rank& rank) {
+  for (std::size_t u = 1; u < rank.size(); ++u) {
+    EXPECT_TRUE(rank.shard(u, 0).grad().defined());
+    EXPECT_TRUE(rank.shard(u, 1).grad().defined());
+    EXPECT_FALSE(rank.shard(u, 6).grad().defined());
+  }
+}
+
+TEST(UnusedParametersTest, TheHostWaitsBehindTheFirstBackwardAlone) {
   const auto scenario = with_unused(3);
   run_ranks(2, [&](Exchange& exchange, std::int64_t number) {
-    Rank rank(exchange, number, scenario.units);
+    Rank rank(exchange, number, scenario.units, /*offloaded=*/false,
+              /*compared=*/true);
     rank.load(initial_parameters(scenario.units));
     const auto waits = waits_of(rank, scenario);
     EXPECT_THAT(waits.after, Not(IsEmpty()));
     EXPECT_THAT(waits.after, Each(waits.kernels));
+    expect_used_by_any(rank);
+    for (int step = 1; step < 3; ++step) {
+      rank.zero_grad();
+      EXPECT_THAT(waits_of(rank, scenario).after, IsEmpty());
+      expect_used_by_any(rank);
+    }
     rank.runtime->expect_clean();
   });
 }

@@ -57,11 +57,17 @@ def chosen_by(rank: int, step: int) -> list[int]:
     return [(rank + step) % (EXPERTS - 1), rank % 2]
 
 
-def gradients(system: str, replicas: int, *, as_zeros: bool) -> list[Any]:
-    """Full gradients of each step by name, None where there is none."""
+def gradients(
+    system: str, replicas: int, *, as_zeros: bool, hooked: bool = False
+) -> list[Any]:
+    """Full gradients of each step by name, None where there is none; `hooked`: with
+    hooks that want them inside the backward."""
     model = sharded(system, replicas)
     if as_zeros:
         model.set_reduce_scatter_unused_params(True)
+    if hooked:
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
     rank = dist.get_rank()
     found = []
@@ -87,9 +93,15 @@ def is_chosen(name: str, step: int, world_size: int) -> bool:
 LAYOUTS = [(1, 1), (2, 1), (3, 1), (4, 2)]
 
 
+@pytest.mark.parametrize("hooked", [False, True], ids=("plain", "hooked"))
 @pytest.mark.parametrize(("num_ranks", "replicas"), LAYOUTS)
-def test_without_the_setting_what_nobody_used_has_none(pool_of, num_ranks, replicas):
-    for found in pool_of(num_ranks).run(gradients, "lowtide", replicas, as_zeros=False):
+def test_without_the_setting_what_nobody_used_has_none(
+    pool_of, num_ranks, replicas, hooked
+):
+    pool = pool_of(num_ranks)
+    for found in pool.run(
+        gradients, "lowtide", replicas, as_zeros=False, hooked=hooked
+    ):
         for step, by_name in enumerate(found):
             for name, gradient in by_name.items():
                 used = is_chosen(name, step, num_ranks)

@@ -33,16 +33,18 @@ CAPTURED = (*(kind for kind in STEADY if kind != DROPOUT), UNUSED)
 
 
 @pytest.mark.parametrize("events", ["immediate", "at_sync"])
-def test_the_host_never_waits_in_a_steady_step(events: str) -> None:
-    program = [steady_step_dry_run.__file__]
+@pytest.mark.parametrize("group", ["fake", "nccl"])
+def test_the_host_never_waits_in_a_steady_step(group: str, events: str) -> None:
+    program = [steady_step_dry_run.__file__, group]
     waits = json.loads(run_dry(program, memory=MEMORY, events=events))
     for kind in STEADY:
         assert waits[kind][1:] == [0] * 5, kind
     assert waits[READ_BACK][1:] == [1] * 5  # the loss's item() is seen
     # Both inputs have been read when the model returns, as with FSDP2.
     assert waits[FROM_HOST][1:] == [2] * 5
-    # At the end of the backward, for each of two units.
-    assert waits[UNUSED][1:] == [2] * 5
+    # At the end of the backward, for each of two units; hosts that compare what ranks
+    # did tell each other.
+    assert waits[UNUSED][1:] == [0 if group == "nccl" else 2] * 5
 
 
 def test_small_gradients_of_a_unit_are_copied_or_added_in_one_launch() -> None:

@@ -1,6 +1,8 @@
 """How often the host waits for the device in training steps on CUDA, dry.
 
-python steady_step_dry_run.py           prints {kind of step: waits in each step}
+python steady_step_dry_run.py           prints {kind of step: waits in each step}, on a
+                                        fake group, whose ranks are not compared
+python steady_step_dry_run.py nccl      the same on NCCL's
 python steady_step_dry_run.py small     prints {number of small parameters in a unit:
                                         launches that sharding adds to a backward}, with
                                         sync and without
@@ -19,7 +21,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lowtide
-from support.cuda_steps import KINDS, WORLD, Step
+from support.cuda_steps import KINDS, WORLD, Step, start
 
 NUM_STEPS = 6
 
@@ -72,8 +74,11 @@ def added_launches(num_norms: int, *, sync: bool) -> int:
 
 
 def main(what: str) -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    if what == "nccl":
+        start()
+    else:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+        torch.backends.cuda.enable_cudnn_sdp(False)
     if what == "small":
         found: Any = {
             str(sync): {n: added_launches(n, sync=sync) for n in (2, 8)}
@@ -82,6 +87,7 @@ def main(what: str) -> None:
     else:
         found = {name: waits_of(make()) for name, make in KINDS.items()}
     print(json.dumps(found))
+    torch.cuda.synchronize()  # NCCL's group ends when the events of its calls have come
     dist.destroy_process_group()
 
 
