@@ -9,8 +9,8 @@ namespace lowtide::comm {
 // [Note: Python in a group's threads]
 // gloo's group keeps the state of the thread that called, and lets go of it on
 // a thread of its own behind the result.  Where that is while the interpreter
-// ends, what is Python's in it ends the process (std::terminate): from torch
-// 2.15 on a backward keeps its context variables there, and a program whose
+// ends, what is Python's in it ends the process (std::terminate): on torch 2.14
+// and 2.15 a backward keeps its context variables there, and a program whose
 // last collective is a backward's ended so once in a few times.  A collective
 // asks for neither those nor modes of torch functions: while this lives the
 // thread has none.
