@@ -30,15 +30,16 @@ HELD_BAR = 1.06  # of reserved beside allocated with our loss
 class Network:
     """``program`` of benchmarks/programs with its arguments; ``torch``: what it runs
     with, "" for any; ``defers``: its loss is over whole logits, which `lowtide run` may
-    defer."""
+    defer; ``shared``: with one communicator, too."""
 
     program: str
     torch: str = ""
     defers: bool = True
+    shared: bool = False
 
 
 NETWORKS = {
-    "Qwen3-30B-A3B, transformers": Network("foreign_experts.py qwen3"),
+    "Qwen3-30B-A3B, transformers": Network("foreign_experts.py qwen3", shared=True),
     "Mixtral-8x7B, transformers": Network("foreign_experts.py mixtral"),
     "Qwen3-30B-A3B, torchtitan 0.3, experts over 8 ranks": Network(
         "titan_configured.py qwen3 qwen3_30b_a3b no_graphs experts_over_8",
@@ -102,6 +103,10 @@ def rows_at(network: str) -> list[Row]:
         found.append(row("lowtide", quantity, share, "", "arithmetic"))
         if what in BARS:
             found.append(row("bar", quantity, BARS[what], "", "arithmetic"))
+    if NETWORKS[network].shared:
+        step = times_of(plan_of(script(network, "shared"), "--time")[0])["step"]
+        quantity = f"step, {network}, one communicator"
+        found.append(row("lowtide", quantity, ms(step), "ms", "simulated"))
     return found
 
 
@@ -158,7 +163,8 @@ parts of Qwen3 in Mixtral's sizes, without norms of queries and keys
 lowtide run`. `python -m lowtide plan --time` says what the process reserves (the most
 of three steps) and how long the third takes on H100s ([time.md](time.md)); routers are
 taken to choose every expert equally often. *deferred logits*: under `lowtide run
---defer-logits`. *bar*: what we set out to reach.
+--defer-logits`; *one communicator*: under `LOWTIDE_COMMUNICATORS=shared`. *bar*: what
+we set out to reach.
 
 Missed bars. Of transformers' Qwen3: its blocks send 2.4 GB of gradients and compute for
 little longer than that takes. FSDP2 pays a ring's latency once a block and hides it
@@ -168,7 +174,8 @@ segments waste 3 to 4 GiB of Mixtral's, 7 of FSDP2's, between blocks of 0.9 and 
 Of torchtitan's Mixtral, by a trace: the gradients of a block's dense weights, 161 MiB,
 use the slot of its experts', 672 MiB in five chunks, so that compute waits up to 1.6 ms
 for the last of these in two of three blocks; a slot of their own would be held beside
-it.
+it. With torchtitan's Qwen3 FSDP2 computes 12 ms longer (step less exposed), copies of
+what it gathered and sends among it, and hides 2 ms more behind that.
 
 A run keeps the rows of what another torch runs. Packages are looked for in the folder
 that `LOWTIDE_FOREIGN` names, as for published.""",

@@ -2,10 +2,12 @@
 
 unedited.py fsdp2 PROGRAM [ARG ...]
 unedited.py lowtide [OPTION ...] PROGRAM [ARG ...]
+unedited.py shared [OPTION ...] PROGRAM [ARG ...]   with one communicator
 """
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 import warnings
@@ -18,7 +20,9 @@ if __name__ == "__main__":
     _, system, *words = sys.argv
     at = next(i for i, word in enumerate(words) if word.endswith(".py"))
     words[at] = str(PROGRAMS / words[at])
-    if system == "lowtide":
+    if system == "shared":
+        os.environ["LOWTIDE_COMMUNICATORS"] = "shared"
+    if system != "fsdp2":
         warnings.filterwarnings("error", "lowtide: deferred logits")
         sys.exit(main(["run", *words]))
     sys.argv = words

@@ -37,11 +37,22 @@ class BackendChannel final : public HostChannel {
   std::int64_t size() const override { return group_->size(); }
 
   std::unique_ptr<Maximum> maximum(std::vector<std::int64_t> numbers) override {
-    return send(numbers, c10d::ReduceOp::MAX);
-  }
-
-  std::vector<std::int64_t> any_of(std::vector<std::int64_t> bits) override {
-    return send(bits, c10d::ReduceOp::BOR)->wait();
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    auto tensor =
+        at::empty({static_cast<std::int64_t>(numbers.size())}, at::kLong);
+    std::memcpy(tensor.mutable_data_ptr(), numbers.data(), tensor.nbytes());
+    c10d::AllreduceOptions options;
+    options.reduceOp = c10d::ReduceOp::MAX;
+    std::vector<at::Tensor> tensors{tensor};
+    const auto group = group_->get();
+    const WithoutPythonState state;
+    try {
+      auto work = group->getBackend(at::kCPU)->allreduce(tensors, options);
+      return std::make_unique<OnItsWay>(*this, std::move(tensor),
+                                        std::move(work));
+    } catch (const std::exception& cause) {
+      throw_failed(cause, rank(), size());
+    }
   }
 
   std::vector<std::string> texts(const std::string& mine) override {
@@ -97,26 +108,6 @@ class BackendChannel final : public HostChannel {
     at::Tensor tensor_;
     c10::intrusive_ptr<c10d::Work> work_;
   };
-
-  std::unique_ptr<OnItsWay> send(const std::vector<std::int64_t>& numbers,
-                                 c10d::ReduceOp::RedOpType reduction) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    auto tensor =
-        at::empty({static_cast<std::int64_t>(numbers.size())}, at::kLong);
-    std::memcpy(tensor.mutable_data_ptr(), numbers.data(), tensor.nbytes());
-    c10d::AllreduceOptions options;
-    options.reduceOp = reduction;
-    std::vector<at::Tensor> tensors{tensor};
-    const auto group = group_->get();
-    const WithoutPythonState state;
-    try {
-      auto work = group->getBackend(at::kCPU)->allreduce(tensors, options);
-      return std::make_unique<OnItsWay>(*this, std::move(tensor),
-                                        std::move(work));
-    } catch (const std::exception& cause) {
-      throw_failed(cause, rank(), size());
-    }
-  }
 
   std::shared_ptr<BorrowedGroup> group_;
 };

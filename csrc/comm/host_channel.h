@@ -33,8 +33,6 @@ class HostChannel {
   // As many numbers on every rank.  Does not block.
   virtual std::unique_ptr<Maximum> maximum(
       std::vector<std::int64_t> numbers) = 0;
-  // The bits that any rank set, by place.  Blocks.
-  virtual std::vector<std::int64_t> any_of(std::vector<std::int64_t> bits) = 0;
   // Every rank's text, by rank.  Blocks.
   virtual std::vector<std::string> texts(const std::string& mine) = 0;
 };

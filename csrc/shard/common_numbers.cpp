@@ -9,7 +9,7 @@ constexpr auto kNotKnown = std::numeric_limits<std::int64_t>::max();
 
 }  // namespace
 
-StepLog::Numbers OwnNumbers::to_compare() const {
+OwnNumbers::Compared OwnNumbers::to_compare() const {
   // The greatest of a number and of its negative: whether all are equal.
   const auto used = static_cast<std::int64_t>(used_hash >> 1);
   return {-output_rows, saved,
@@ -20,7 +20,7 @@ StepLog::Numbers OwnNumbers::to_compare() const {
           left_out};
 }
 
-CommonNumbers CommonNumbers::of(const StepLog::Numbers& greatest) {
+CommonNumbers CommonNumbers::of(const OwnNumbers::Compared& greatest) {
   const auto [rows, saved, kept, recorded, listened, used, negative_used,
               without_inputs, attached, gather_ns, left_out] = greatest;
   return {.fewest_rows = -rows,

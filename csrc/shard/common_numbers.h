@@ -2,10 +2,10 @@
 // what this rank's are, and what all ranks know of each other.
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 #include "shard/graph/held_graphs.h"
-#include "shard/step_log.h"
 
 namespace lowtide::shard {
 
@@ -21,7 +21,8 @@ struct OwnNumbers {
   bool left_out = false;       // a parameter, of a gradient, ever
 
   // The greatest of what ranks compare is what all know.
-  StepLog::Numbers to_compare() const;
+  using Compared = std::array<std::int64_t, 11>;
+  Compared to_compare() const;
 };
 
 // Before any comparison: what moves no call.
@@ -41,7 +42,7 @@ struct CommonNumbers {
   std::int64_t gather_ns = 0;  // of the slowest rank; 0: one does not know
   bool left_out_by_any = false;
 
-  static CommonNumbers of(const StepLog::Numbers& greatest);
+  static CommonNumbers of(const OwnNumbers::Compared& greatest);
 };
 
 }  // namespace lowtide::shard

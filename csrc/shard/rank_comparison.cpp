@@ -19,6 +19,7 @@ RankComparison::RankComparison(std::string root, const Units& units)
 void RankComparison::begin() {
   settings_.assign(units_.size(), 0);
   frozen_.assign(units_.size(), 0);
+  num_numbers_.assign(units_.size(), 0);
   std::vector<std::shared_ptr<comm::HostChannel>> channels;
   for (const auto* unit : living(units_)) {
     const auto& channel = unit->groups().host;
@@ -30,7 +31,9 @@ void RankComparison::begin() {
   for (auto& channel : channels) {
     std::vector<std::int32_t> numbers;
     for (const auto* unit : living(units_)) {
-      if (unit->groups().host == channel) numbers.push_back(unit->number());
+      if (unit->groups().host != channel) continue;
+      numbers.push_back(unit->number());
+      numbers_of(unit->number(), false);
     }
     log_.compare_over(std::move(channel), std::move(numbers));
   }
@@ -66,10 +69,26 @@ void RankComparison::note_frozen() {
 
 void RankComparison::ask() {
   if (!compares()) return;
-  log_.post([this](std::int32_t number) {
-    auto* unit = units_[static_cast<std::size_t>(number)];
-    return unit != nullptr ? unit->numbers_to_compare() : StepLog::Numbers{};
-  });
+  log_.post([this](auto number) { return numbers_of(number, false); });
+}
+
+void RankComparison::ask_who_has_gradients() {
+  log_.post_again([this](auto number) { return numbers_of(number, true); },
+                  [this](auto number) {
+                    const auto* unit = units_[static_cast<std::size_t>(number)];
+                    return unit != nullptr && unit->gradients().hosts_tell();
+                  });
+}
+
+// A unit may die earlier on one rank than on another, whose numbers still
+// travel.
+StepLog::Numbers RankComparison::numbers_of(std::int32_t number, bool at_end) {
+  const auto place = static_cast<std::size_t>(number);
+  auto* unit = units_[place];
+  if (unit == nullptr) return StepLog::Numbers(num_numbers_[place]);
+  auto numbers = unit->numbers_to_compare(at_end);
+  num_numbers_[place] = numbers.size();
+  return numbers;
 }
 
 void RankComparison::require() {
@@ -78,7 +97,7 @@ void RankComparison::require() {
     return;
   }
   try {
-    log_.require([this](std::int32_t number, StepLog::Numbers greatest) {
+    log_.require([this](std::int32_t number, const StepLog::Numbers& greatest) {
       auto* unit = units_[static_cast<std::size_t>(number)];
       if (unit != nullptr) unit->agree_on(greatest);
     });
@@ -86,43 +105,6 @@ void RankComparison::require() {
     std::fill(settings_.begin(), settings_.end(), 0);
     std::fill(frozen_.begin(), frozen_.end(), 0);
     throw;
-  }
-}
-
-void RankComparison::tell_who_used() {
-  for (const auto& channel : log_.channels()) {
-    std::vector<UnitGradients*> asking;
-    std::size_t num_bits = 0;
-    for (const auto number : channel.units) {
-      auto* unit = units_[static_cast<std::size_t>(number)];
-      if (unit == nullptr || !unit->gradients().hosts_tell()) continue;
-      asking.push_back(&unit->gradients());
-      num_bits += unit->gradients().size();
-    }
-    if (asking.empty()) continue;
-    constexpr std::size_t kWord = 64;
-    std::vector<std::int64_t> bits((num_bits + kWord - 1) / kWord);
-    std::size_t begin = 0;
-    for (const auto* gradients : asking) {
-      for (const auto i : gradients->trainable()) {
-        if (!gradients->used_here(i)) continue;
-        const auto place = begin + static_cast<std::size_t>(i);
-        bits[place / kWord] |=
-            static_cast<std::int64_t>(std::uint64_t{1} << place % kWord);
-      }
-      begin += gradients->size();
-    }
-    bits = channel.ranks->any_of(std::move(bits));
-    begin = 0;
-    for (auto* gradients : asking) {
-      gradients->told([&](std::int32_t i) {
-        const auto place = begin + static_cast<std::size_t>(i);
-        return (static_cast<std::uint64_t>(bits[place / kWord]) >>
-                    place % kWord &
-                1) != 0;
-      });
-      begin += gradients->size();
-    }
   }
 }
 

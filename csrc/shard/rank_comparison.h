@@ -7,6 +7,7 @@
 // agree on.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -34,22 +35,23 @@ class RankComparison {
   void note_frozen();
   // Sends what this rank did and what its numbers are.  Does not block.
   void ask();
+  // The same at the end of a backward, where there are units that
+  // [Note: Who has gradients] is about: of which parameters they are.
+  void ask_who_has_gradients();
   // Waits for what was asked and tells units what is true of all ranks.  Throws
   // lowtide::Error on every rank where they differ, having forgotten it.
   void require();
-  // Tells units of which all ranks know that some leave parameters out which
-  // ones any rank has a gradient of.  Behind `require`, at the end of a
-  // backward; blocks where there are such units.
-  void tell_who_used();
 
  private:
   void agree_without_comparison();
+  StepLog::Numbers numbers_of(std::int32_t number, bool at_end);
 
   const Units& units_;
   StepLog log_;
   // By unit, as noted last.
   std::vector<std::uint64_t> settings_;
   std::vector<std::uint64_t> frozen_;
+  std::vector<std::size_t> num_numbers_;  // that travel
   bool numbers_agreed_ = false;
 };
 

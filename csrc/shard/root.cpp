@@ -356,15 +356,6 @@ void Root::require_agreement() {
   }
 }
 
-void Root::tell_who_used() {
-  try {
-    ranks_.tell_who_used();
-  } catch (...) {
-    failed_ = true;
-    throw;
-  }
-}
-
 void Root::reduce_accumulated() {
   if (failed_) {
     abort();
@@ -372,6 +363,7 @@ void Root::reduce_accumulated() {
   LOWTIDE_INVARIANT(backward_ == -1 && base::current_graph_task() == -1,
                     "no backward is under way");
   for (auto* unit : living(units_)) unit->require_split_backward_complete();
+  ranks_.note_settings();
   count_backward();
   auto units = participants();
   std::erase_if(units, [](const Unit* unit) {
@@ -400,9 +392,9 @@ void Root::close_backward() {
     ranks_.ask();
   }
   posted_backward_ = false;
+  ranks_.ask_who_has_gradients();
   if (ranks_.compares()) {
     require_agreement();
-    tell_who_used();
   }
   // Of other forwards units wait for their own, gathered as they are.
   const bool alone = backward_of_.has_value();

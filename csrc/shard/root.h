@@ -117,7 +117,6 @@ class Root : public std::enable_shared_from_this<Root> {
   void close_backward();
   void abort_here(bool drop_gradients);
   void require_agreement();
-  void tell_who_used();
   bool detached_on_all(const Unit& unit) const;
   // Of a backward of that detached forward alone, or of all that are open.
   Units participants(std::optional<std::size_t> forward = {});

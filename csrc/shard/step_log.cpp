@@ -9,7 +9,7 @@
 namespace lowtide::shard {
 namespace {
 
-constexpr std::size_t kHashNumbers = 2;
+constexpr std::ptrdiff_t kHashNumbers = 2;
 
 std::vector<std::string> lines_of(const std::string& text) {
   std::vector<std::string> lines;
@@ -58,25 +58,36 @@ void StepLog::note(StepNote note, std::string in_words) {
   notes_.push_back(note);
 }
 
-void StepLog::post(
-    const std::function<Numbers(std::int32_t unit)>& numbers_of) {
+void StepLog::post(const NumbersOf& numbers_of) {
   if (notes_.size() == num_posted_) return;
   num_posted_ = notes_.size();
+  for (std::size_t c = 0; c < channels_.size(); ++c) post_over(c, numbers_of);
+}
+
+void StepLog::post_again(const NumbersOf& numbers_of,
+                         const std::function<bool(std::int32_t unit)>& asks) {
   for (std::size_t c = 0; c < channels_.size(); ++c) {
-    // Equal on all ranks if the greatest is the least.
-    const auto hash = static_cast<std::int64_t>(hash_ >> 1);
-    std::vector<std::int64_t> numbers{hash, -hash};
-    for (const auto unit : channels_[c].units) {
-      const auto of_unit = numbers_of(unit);
-      numbers.insert(numbers.end(), of_unit.begin(), of_unit.end());
-    }
-    posted_.push_back(
-        {c, num_posted_, channels_[c].ranks->maximum(std::move(numbers))});
+    if (std::ranges::any_of(channels_[c].units, asks)) post_over(c, numbers_of);
   }
 }
 
+void StepLog::post_over(std::size_t channel, const NumbersOf& numbers_of) {
+  // Equal on all ranks if the greatest is the least.
+  const auto hash = static_cast<std::int64_t>(hash_ >> 1);
+  Numbers numbers{hash, -hash};
+  std::vector<std::size_t> num_numbers;
+  for (const auto unit : channels_[channel].units) {
+    const auto of_unit = numbers_of(unit);
+    numbers.insert(numbers.end(), of_unit.begin(), of_unit.end());
+    num_numbers.push_back(of_unit.size());
+  }
+  posted_.push_back({channel, notes_.size(), std::move(num_numbers),
+                     channels_[channel].ranks->maximum(std::move(numbers))});
+}
+
 void StepLog::require(
-    const std::function<void(std::int32_t unit, Numbers greatest)>& agreed) {
+    const std::function<void(std::int32_t unit, const Numbers& greatest)>&
+        agreed) {
   std::size_t required = 0;
   while (!posted_.empty()) {
     const auto posted = std::move(posted_.front());
@@ -86,14 +97,15 @@ void StepLog::require(
     if (greatest[0] != -greatest[1]) {
       throw_difference(channel, posted.num_notes);
     }
+    auto begin = greatest.begin() + kHashNumbers;
     for (std::size_t u = 0; u < channel.units.size(); ++u) {
-      Numbers numbers;
-      std::copy_n(greatest.begin() + static_cast<std::ptrdiff_t>(
-                                         kHashNumbers + u * numbers.size()),
-                  numbers.size(), numbers.begin());
-      agreed(channel.units[u], numbers);
+      const auto end =
+          begin + static_cast<std::ptrdiff_t>(posted.num_numbers[u]);
+      agreed(channel.units[u], {begin, end});
+      begin = end;
     }
-    required = posted.num_notes;
+    // What all channels have seen.
+    required = std::min(posted.num_notes, num_posted_);
   }
   notes_.erase(notes_.begin(),
                notes_.begin() + static_cast<std::ptrdiff_t>(required));

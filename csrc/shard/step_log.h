@@ -57,11 +57,6 @@ class StepLog {
   void compare_over(std::shared_ptr<comm::HostChannel> channel,
                     std::vector<std::int32_t> units);
   bool compares() const { return !channels_.empty(); }
-  struct Channel {
-    std::shared_ptr<comm::HostChannel> ranks;
-    std::vector<std::int32_t> units;
-  };
-  const std::vector<Channel>& channels() const { return channels_; }
 
   // `in_words`: what its value stands for on this rank now, for error texts.
   void note(StepNote note, std::string in_words = {});
@@ -70,22 +65,34 @@ class StepLog {
   using Counts = std::array<std::int64_t, StepNote::kKinds.size()>;
   Counts counts(std::int32_t unit) const;
   // Asks the other ranks if anything has been noted since the last time;
-  // `numbers_of` gives each unit's numbers.  Does not block.
-  using Numbers = std::array<std::int64_t, 11>;
-  void post(const std::function<Numbers(std::int32_t unit)>& numbers_of);
+  // `numbers_of` gives each unit's numbers, as many on every rank.  Does not
+  // block.
+  using Numbers = std::vector<std::int64_t>;
+  using NumbersOf = std::function<Numbers(std::int32_t unit)>;
+  void post(const NumbersOf& numbers_of);
+  // The same in any case, but only over channels that `asks` is true of a unit
+  // of, which all ranks of the channel must agree in.
+  void post_again(const NumbersOf& numbers_of,
+                  const std::function<bool(std::int32_t unit)>& asks);
   // Waits for what was posted.  `agreed` is told the greatest numbers over the
   // ranks of each unit.  Throws lowtide::Error where notes differ.
-  void require(
-      const std::function<void(std::int32_t unit, Numbers greatest)>& agreed);
+  void require(const std::function<void(std::int32_t unit,
+                                        const Numbers& greatest)>& agreed);
   // The step failed: nothing that was noted counts.
   void forget();
 
  private:
+  struct Channel {
+    std::shared_ptr<comm::HostChannel> ranks;
+    std::vector<std::int32_t> units;
+  };
   struct Posted {
     std::size_t channel;
-    std::size_t num_notes;  // of notes_, that it covers
+    std::size_t num_notes;                 // of notes_, that it covers
+    std::vector<std::size_t> num_numbers;  // of each of the channel's units
     std::unique_ptr<comm::HostChannel::Maximum> maximum;
   };
+  void post_over(std::size_t channel, const NumbersOf& numbers_of);
   [[noreturn]] void throw_difference(const Channel& channel,
                                      std::size_t num_notes);
   std::string text_of(std::size_t place) const;

@@ -182,7 +182,9 @@ class Unit final : public BackwardReceiver,
   void end_backward(bool more_backwards, bool graph_kept);
   void abort(bool drop_gradients);
 
-  StepLog::Numbers numbers_to_compare();
+  // See [Note: Who has gradients]; `at_end`: a backward is over but for what it
+  // publishes.
+  StepLog::Numbers numbers_to_compare(bool at_end = false);
   void agree_on(const StepLog::Numbers& greatest);
   // Where ranks are not compared, behind rank 0's first numbers.
   void agree_alone();

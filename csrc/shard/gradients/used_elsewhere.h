@@ -4,8 +4,8 @@
 // copied to the host as they come, which nobody waits for, and read at the end
 // of the backward: there the host waits, once for each unit of which this rank
 // left something out.  Where all ranks know of a unit that some leave
-// parameters out, their hosts tell each other (rank_comparison.h) and nobody
-// waits for a device.
+// parameters out, their hosts tell each other ([Note: Who has gradients])
+// and nobody waits for a device.
 //
 // [Note: Questions in a graph]
 // A graph captures no host that reads.  It repeats the step that warmed it up,
@@ -52,7 +52,7 @@ class UsedElsewhere {
   void expect(std::vector<std::int32_t> parameters,
               std::vector<std::int32_t> columns, const at::Tensor& flags);
   void told(const std::function<bool(std::int32_t)>& used);
-  // Asked for, or expected, in any backward until now.
+  // Asked for in any backward until now.
   bool ever_asked() const { return ever_asked_; }
   // Of those asked for since `begin`.  Blocks the host until they have come, if
   // any have been asked for.

@@ -39,34 +39,6 @@ class HostMeeting {
   }
 
  private:
-  using Combine = void (*)(std::int64_t& all, std::int64_t one);
-
-  struct Answer final : comm::HostChannel::Maximum {
-    Answer(HostMeeting& of, std::size_t place, Combine with)
-        : meeting(of), post(place), combine(with) {}
-    std::vector<std::int64_t> wait() override {
-      std::unique_lock lock(meeting.mutex_);
-      const auto all_have = [&] {
-        return std::ranges::all_of(meeting.posted_, [&](const auto& posted) {
-          return posted.size() > post;
-        });
-      };
-      if (!meeting.changed_.wait_for(lock, std::chrono::minutes(1), all_have)) {
-        throw Error("a rank did not post what others wait for");
-      }
-      auto all = meeting.posted_.front()[post];
-      for (const auto& posted : meeting.posted_) {
-        for (std::size_t i = 0; i < all.size(); ++i) {
-          combine(all[i], posted[post].at(i));
-        }
-      }
-      return all;
-    }
-    HostMeeting& meeting;
-    std::size_t post;
-    Combine combine;
-  };
-
   class Channel final : public comm::HostChannel {
    public:
     Channel(HostMeeting& meeting, std::size_t rank)
@@ -79,12 +51,11 @@ class HostMeeting {
     }
     std::unique_ptr<Maximum> maximum(
         std::vector<std::int64_t> numbers) override {
-      return post(std::move(numbers),
-                  [](auto& all, auto one) { all = std::max(all, one); });
-    }
-    std::vector<std::int64_t> any_of(std::vector<std::int64_t> bits) override {
-      return post(std::move(bits), [](auto& all, auto one) { all |= one; })
-          ->wait();
+      const std::lock_guard lock(meeting_.mutex_);
+      auto& posted = meeting_.posted_[rank_];
+      posted.push_back(std::move(numbers));
+      meeting_.changed_.notify_all();
+      return std::make_unique<Answer>(meeting_, posted.size() - 1);
     }
     std::vector<std::string> texts(const std::string& mine) override {
       const std::lock_guard lock(meeting_.mutex_);
@@ -95,17 +66,32 @@ class HostMeeting {
     }
 
    private:
-    std::unique_ptr<Answer> post(std::vector<std::int64_t> numbers,
-                                 Combine combine) {
-      const std::lock_guard lock(meeting_.mutex_);
-      auto& posted = meeting_.posted_[rank_];
-      posted.push_back(std::move(numbers));
-      meeting_.changed_.notify_all();
-      return std::make_unique<Answer>(meeting_, posted.size() - 1, combine);
-    }
-
     HostMeeting& meeting_;
     std::size_t rank_;
+  };
+
+  struct Answer final : comm::HostChannel::Maximum {
+    Answer(HostMeeting& of, std::size_t place) : meeting(of), post(place) {}
+    std::vector<std::int64_t> wait() override {
+      std::unique_lock lock(meeting.mutex_);
+      const auto all_have = [&] {
+        return std::ranges::all_of(meeting.posted_, [&](const auto& posted) {
+          return posted.size() > post;
+        });
+      };
+      if (!meeting.changed_.wait_for(lock, std::chrono::minutes(1), all_have)) {
+        throw Error("a rank did not post what others wait for");
+      }
+      auto greatest = meeting.posted_.front()[post];
+      for (const auto& posted : meeting.posted_) {
+        for (std::size_t i = 0; i < greatest.size(); ++i) {
+          greatest[i] = std::max(greatest[i], posted[post].at(i));
+        }
+      }
+      return greatest;
+    }
+    HostMeeting& meeting;
+    std::size_t post;
   };
 
   mutable std::mutex mutex_;

@@ -13,7 +13,9 @@
 namespace lowtide::shard {
 namespace LOWTIDE_FILE {
 
+using testing::ElementsAre;
 using testing::HasSubstr;
+using testing::IsEmpty;
 using What = StepNote::What;
 
 class StepLogTest : public testing::Test {
@@ -70,6 +72,63 @@ TEST_F(StepLogTest, AsksOnlyWhenSomethingHasBeenNoted) {
   post();
   post();
   EXPECT_EQ(meeting.num_posts(0), 1);
+}
+
+TEST_F(StepLogTest, UnitsMayHaveOtherNumbersOfNumbers) {
+  note({What::gather, 0});
+  for (std::int64_t rank = 0; rank < 2; ++rank) {
+    logs[static_cast<std::size_t>(rank)].post([&](std::int32_t unit) {
+      return unit == 0 ? StepLog::Numbers{}
+                       : StepLog::Numbers{rank, -rank, 7, 0};
+    });
+  }
+  std::vector<StepLog::Numbers> agreed;
+  logs[1].require([&](std::int32_t, const StepLog::Numbers& greatest) {
+    agreed.push_back(greatest);
+  });
+  EXPECT_THAT(agreed, ElementsAre(IsEmpty(), ElementsAre(1, 0, 7, 0)));
+}
+
+// Over the channels of units that ask for it, whatever was noted; what others
+// have not seen yet they see later.
+TEST_F(StepLogTest, SomeChannelsAreAskedAgain) {
+  HostMeeting of_experts(2);
+  const auto numbers = [](std::int32_t unit) { return StepLog::Numbers{unit}; };
+  for (std::int64_t rank = 0; rank < 2; ++rank) {
+    auto& log = logs[static_cast<std::size_t>(rank)];
+    log.compare_over(of_experts.rank(rank), {2});
+    log.note({What::backward, 0});
+    log.post(numbers);
+    log.note({What::reduce, 0, static_cast<std::int64_t>(rank)});
+    log.post_again(numbers, [](std::int32_t unit) { return unit == 2; });
+  }
+  EXPECT_EQ(meeting.num_posts(0), 1);
+  EXPECT_EQ(of_experts.num_posts(0), 2);
+  of_experts.say({"",
+                  "the backward of unit 'layers.0'\n"
+                  "the reduce-scatter of unit 'layers.0', part 1\n"});
+  EXPECT_THAT(error_of(logs[0]),
+              HasSubstr("the reduce-scatter of unit 'layers.0', part 0 on rank "
+                        "0 and the reduce-scatter of unit 'layers.0', part 1"));
+}
+
+TEST_F(StepLogTest, WhatOnlySomeChannelsHaveSeenStaysForTheOthers) {
+  HostMeeting of_experts(1);
+  HostMeeting alone(1);
+  StepLog single("model", [](std::int32_t) { return "layers.0"; });
+  single.compare_over(alone.rank(0), {0});
+  single.compare_over(of_experts.rank(0), {1});
+  const auto numbers = [](std::int32_t unit) { return StepLog::Numbers{unit}; };
+  single.note({What::gather, 0});
+  single.post(numbers);
+  single.note({What::reduce, 0, 0});
+  single.post_again(numbers, [](std::int32_t unit) { return unit == 1; });
+  EXPECT_EQ(error_of(single), "none");
+  single.post(numbers);
+  EXPECT_EQ(alone.num_posts(0), 2);
+  EXPECT_EQ(error_of(single), "none");
+  single.post(numbers);
+  EXPECT_EQ(alone.num_posts(0), 2);
 }
 
 TEST_F(StepLogTest, NamesTheFirstCallThatDiffersOnEveryRank) {
