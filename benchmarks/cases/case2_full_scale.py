@@ -165,8 +165,9 @@ over the {WORLD} devices, or replicated. The report does not give its model: it 
 {REST_GIB} GiB beside the residuals, and what is expected is that much and
 {RESIDUAL_GIB} GiB (1 + p), +- {TOLERANCE_GIB}; with both names {BOTH_GIB[0]} to
 {BOTH_GIB[1]}. Ours has other layers and holds less or more: see *of it parameters and
-gradients*, which are all there at the end of backward, with cuBLAS's two workspaces of
-32 MiB. Host memory is that of the offloaded bytes.""",
+gradients*, which are all there at the end of backward. Up to torch 2.14 cuBLAS's two
+workspaces of 32 MiB are, too; from 2.15 on a product has one while it runs. Host memory
+is that of the offloaded bytes.""",
     run=measure,
     parts=PARTS,
 )

@@ -128,9 +128,9 @@ CASE = Case(
 without parameters and the input, three layers less two. Unique storages by
 construction: it is the allocator that counts. Two sites a layer: `attn_in` in front of
 Q, K and V, `ffn_in` in front of gate and up. *a site holds*: from the difference to
-gather saved. *highest in backward*: beyond parameters and cuBLAS's workspaces, with
-their gradients; with SAC the inputs of a block's two gathers are in it, which NCCL's
-group keeps until somebody waits for what was gathered.
+gather saved. *highest in backward*: beyond parameters, with their gradients, without
+cuBLAS's workspaces; with SAC the inputs of a block's two gathers are in it, which
+NCCL's group keeps until somebody waits for what was gathered.
 
 *measured*: two small blocks on gloo, the second of two steps; collectives counted by
 lowtide's counter and a dispatch mode that sees torch's. All systems but lowtide use

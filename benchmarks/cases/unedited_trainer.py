@@ -87,8 +87,9 @@ What is left, by `lowtide plan` of the same runs with deferred logits. Allocated
 peak, which is in a block's backward: 48.2 GiB at 8 ranks, of which 30.9 are activations
 that selective checkpointing keeps, 11.8 shards, gradients and the optimizer's state;
 37.5 GiB at 128, of which 30.9 and 0.8. Compiled: 43.1 at 8 ranks, of which 27.1 are
-activations. Reserved is 4.8, 2.4 and 3.7 GiB more, of which expandable segments would
-spare 4.0, 2.0 and 2.9.
+activations. Reserved is 5.2, 2.3 and 3.7 GiB more. Expandable segments would leave 0.8,
+0.4 and 0.8 of that: replayed before the driver had a GPU's order of addresses, which
+changed 53.02 and 39.92 GiB reserved to the 53.4 and 39.8 here.
 
 One H200 has run the same trainer in a later version, torchtitan 0.2.2, whose compiled
 loss makes no fp32 logits, so that the compiled bar is missed there:

@@ -30,6 +30,9 @@ OPTIMIZER_US = Bar(8)
 STEP_TIME = Bar(1.02)
 NONE = Bar(0)  # errors, differences
 NO_WORSE = Bar(1)
+# docs/losses.md, of linear_cross_entropy
+LOSS_ERROR = Bar(1e-6)
+GRADIENT_ERROR = {"fp32": Bar(3e-6), "bf16": Bar(2**-6), "fp16": Bar(2**-9)}
 
 
 def with_bar(

@@ -121,6 +121,10 @@ def variants_rows(figures: Figures) -> Iterator[Row]:
             quantity = f"{what} whose bits differ from FSDP2's, {variant}"
             system = "fsdp2" if variant.startswith("FSDP2") else "lowtide"
             yield from with_bar(quantity, count, bars.NONE, system=system)
+    # Figures of before there was a check of it have none.
+    for what, count in figures.get("Muon beside whole matrices", {}).items():
+        quantity = f"elements of {what} whose bits differ from whole matrices', Muon"
+        yield from with_bar(quantity, count, bars.NONE)
 
 
 def bits_rows(figures: Figures) -> Iterator[Row]:
@@ -131,6 +135,16 @@ def bits_rows(figures: Figures) -> Iterator[Row]:
     beside = errors["fused"] / errors["exact"] if errors["exact"] else float("inf")
     quantity = "error of a fused gradient beside the exact mode's"
     yield from with_bar(quantity, beside, bars.NO_WORSE)
+    for dtype, systems in figures.get("deferred errors", {}).items():
+        for what, error in systems["lowtide"].items():
+            quantity = f"error of {tensor_of(what)}, deferred logits in {dtype}"
+            yield row("plain", quantity, systems["plain"][what], "", "measured")
+            bar = bars.LOSS_ERROR if what == "loss" else bars.GRADIENT_ERROR[dtype]
+            yield from with_bar(quantity, error, bar)
+
+
+def tensor_of(what: str) -> str:
+    return "the loss" if what == "loss" else f"the gradient of the {what}"
 
 
 # -- step time ------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from beside_fp64 import deferred_errors, gradient_errors
 from llama_memory import parser
 from llama_speed import build
 from stage import start_real_ranks
@@ -83,10 +84,7 @@ def train(args: Namespace, variant: Variant) -> Trained:
         import lowtide
 
         lowtide.optimize_in_backward(model, optimizer, max_norm=1.0)
-    vocabulary = model.tok_embeddings.weight.shape[0]
-    generator = torch.Generator().manual_seed(1 + dist.get_rank())
-    shape = (NUM_STEPS, 1, args.sequence + 1)
-    data = torch.randint(vocabulary, shape, generator=generator).to(args.device)
+    data = batches(args, model)
     tokens = torch.empty_like(data[0])
 
     def step() -> Tensor:
@@ -113,6 +111,14 @@ def train(args: Namespace, variant: Variant) -> Trained:
             again()
             losses.append(loss.clone())
     return Trained(losses, [p.to_local().detach().clone() for p in model.parameters()])
+
+
+def batches(args: Namespace, model: Any) -> Tensor:
+    """[steps, 1, sequence + 1], of each rank its own."""
+    vocabulary = model.tok_embeddings.weight.shape[0]
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    shape = (NUM_STEPS, 1, args.sequence + 1)
+    return torch.randint(vocabulary, shape, generator=generator).to(args.device)
 
 
 def trained(args: Namespace, variant: Variant) -> Trained:
@@ -146,15 +152,16 @@ def captured(step: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
 
 
 def differences(ours: Trained, theirs: Trained) -> dict[str, int]:
-    def differing(a: Tensor, b: Tensor) -> int:
-        return int((a.view(torch.int32) != b.view(torch.int32)).sum())
-
     losses = zip(ours.losses, theirs.losses, strict=True)
     parameters = zip(ours.parameters, theirs.parameters, strict=True)
     return {
         "losses": sum(differing(a, b) for a, b in losses),
         "parameters": sum(differing(a, b) for a, b in parameters),
     }
+
+
+def differing(a: Tensor, b: Tensor) -> int:
+    return int((a.view(torch.int32) != b.view(torch.int32)).sum())
 
 
 def of_all_ranks(counts: dict[str, int], device: str) -> dict[str, int]:
@@ -178,29 +185,39 @@ def beside_fsdp2(
     return found
 
 
-def gradient_errors(device: str, rows: int = 512, width: int = 256) -> dict[str, float]:
-    """Of a sum over four microbatches of bf16 factors, relative to it."""
+def beside_whole_matrices(args: Namespace) -> dict[str, int]:
+    """Elements that differ after `lowtide.Muon` of the blocks' sharded matrices and
+    torch's of whole ones, which have the same gradients."""
     import lowtide
 
-    torch.manual_seed(0)
-    factors = torch.randn(4, 2, rows, width, device=device).bfloat16()
-    exact = sum(g.double().t() @ x.double() for x, g in factors)
-    found = {}
-    policy = lowtide.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    modes: tuple[Any, ...] = ("exact", "fused")
-    for grads in modes:
-        linear: Any = nn.Linear(width, width, bias=False, device=device)
-        model: Any = nn.Sequential(linear)
-        lowtide.fully_shard(model, mp_policy=policy, grads=grads)
-        for i, (x, g) in enumerate(factors):
-            model.set_requires_gradient_sync(i == len(factors) - 1)
-            model(x).backward(g)
-        report = lowtide.memory_report(model).fused
-        if grads == "fused" and (report is None or report.exact):
-            raise RuntimeError(f"bits.py: expected a fused gradient, got {report}")
-        error = linear.weight.grad.to_local().double() - exact
-        found[grads] = float(error.norm() / exact.norm())
-    return found
+    model = build(args, "lowtide")
+    sharded = [p for p in model.layers.parameters() if p.dim() == 2]
+    whole = [nn.Parameter(whole_of(p)) for p in sharded]
+    ours, theirs = lowtide.Muon(sharded, lr=0.02), torch.optim.Muon(whole, lr=0.02)
+    for tokens in batches(args, model)[:WARM_UP]:
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        for p, matrix in zip(sharded, whole, strict=True):
+            matrix.grad = whole_of(p.grad)
+        ours.step()
+        theirs.step()
+        model.zero_grad()
+    pairs = list(zip(sharded, whole, strict=True))
+    counts = {
+        "matrices": sum(differing(whole_of(p), matrix) for p, matrix in pairs),
+        "momenta": sum(
+            differing(whole_of(momentum(ours, p)), momentum(theirs, matrix))
+            for p, matrix in pairs
+        ),
+    }
+    return of_all_ranks(counts, args.device)
+
+
+def whole_of(tensor: Any) -> Tensor:
+    return tensor.detach().full_tensor().clone()
+
+
+def momentum(optimizer: torch.optim.Optimizer, p: Tensor) -> Any:
+    return optimizer.state[p]["momentum_buffer"]
 
 
 def main() -> None:
@@ -217,8 +234,12 @@ def main() -> None:
     figures: dict[str, Any] = {
         "beside FSDP2": beside_fsdp2(args, CAPTURED if args.captured else EAGER)
     }
-    if not args.captured and dist.get_world_size() == 1:
-        figures["gradient errors"] = gradient_errors(args.device)
+    if not args.captured:
+        figures["Muon beside whole matrices"] = beside_whole_matrices(args)
+        if dist.get_world_size() == 1:
+            figures["gradient errors"] = gradient_errors(args.device)
+            tokens = args.sequence // 4
+            figures["deferred errors"] = deferred_errors(args.device, tokens)
     print(json.dumps(figures))
     dist.destroy_process_group()
 

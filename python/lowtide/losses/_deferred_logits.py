@@ -226,16 +226,22 @@ class DeferredLogits(Tensor):
         return func(*args, **kwargs)
 
 
-def warn_made(what: str) -> None:
-    """Once per place, as Python's warnings are: who asked for the logits."""
+def warn_made(what: str, told: set[tuple[str, str, int]]) -> None:
+    """Who asked for the logits, once per place, which is added to ``told``. Python
+    itself says it again whenever a filter of its warnings was changed meanwhile, as by
+    torch in every call of `resolve_name`."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
         level, frame = level + 1, frame.f_back
+    place = (what, frame.f_code.co_filename, frame.f_lineno)
+    if place in told:
+        return
     warnings.warn(
         f"lowtide: deferred logits: {what} needs the logits, which are made now. "
         "docs/losses.md lists what keeps them deferred.",
         stacklevel=level,
     )
+    told.add(place)  # not where a filter made an error of it
 
 
 # -- autograd -------------------------------------------------------------------------

@@ -82,11 +82,13 @@ def known_loss(model: nn.Module) -> str:
 @dataclasses.dataclass
 class Tally:
     """Of a head whose logits are deferred: its calls outside of graphs, the
-    losses they became, and who had logits made, how often."""
+    losses they became, who had logits made, how often, and which of them, by file and
+    line, were told."""
 
     calls: int = 0
     losses: int = 0
     made: Counter[str] = dataclasses.field(default_factory=Counter)
+    told: set[tuple[str, str, int]] = dataclasses.field(default_factory=set)
 
 
 _tallies: weakref.WeakKeyDictionary[nn.Module, Tally] = weakref.WeakKeyDictionary()

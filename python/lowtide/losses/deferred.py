@@ -164,8 +164,9 @@ def _version(tensor: Tensor) -> int:
 
 
 def _say_made(head: nn.Linear, what: str) -> None:
-    tally_of(head).made[what] += 1
-    warn_made(what)
+    tally = tally_of(head)
+    tally.made[what] += 1
+    warn_made(what, tally.told)
 
 
 # -- whether a call may wait ----------------------------------------------------------

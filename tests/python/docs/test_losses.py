@@ -1,11 +1,16 @@
 """The code of docs/losses.md runs as printed, and its arithmetic is right."""
 
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from lowtide.losses import _sizes
+from lowtide import _C
+from lowtide.losses import _sizes, linear_cross_entropy
 
 PAGE = (Path(__file__).parents[3] / "docs" / "losses.md").read_text()
 MIB = 1 << 20
@@ -63,6 +68,22 @@ def test_table_of_bytes() -> None:
     }
     for start, shape in shapes.items():
         assert cells(start)[1:4] == arithmetic(*shape), start
+
+
+def test_measured_peaks() -> None:
+    def peak(loss_of: Callable[..., Tensor]) -> str:
+        hidden = torch.zeros(2048, 512, requires_grad=True)
+        weight = torch.zeros(32_000, 512, requires_grad=True)
+        targets = torch.zeros(2048, dtype=torch.int64)
+        with _C.AllocationTimeline(torch.device("cpu"), capacity=1 << 16) as timeline:
+            loss_of(hidden, weight, targets).backward()
+        return mib(max(timeline.samples()["total"]))
+
+    plain = peak(lambda h, w, targets: F.cross_entropy(F.linear(h, w), targets))
+    by_rows = peak(linear_cross_entropy)
+    by_tokens = peak(partial(linear_cross_entropy, chunking="tokens"))
+    start = "the same, whole peak; plain loss"
+    assert cells(start) == [f"{start} {plain}", "", by_rows, by_tokens, "measured"]
 
 
 def test_chunks_that_keep_an_h100_busy() -> None:

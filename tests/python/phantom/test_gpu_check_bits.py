@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import bars
 import bits
 import launch
+import measure_llama
 import pytest
 import torch
 
@@ -25,6 +27,7 @@ ON_CPU = {
     "lowtide, optimizer in backward",
     "lowtide, parameters on the host",
 }
+NO_MATRIX = {"matrices": 0, "momenta": 0}
 
 
 def test_no_bit_differs_on_the_cpu() -> None:
@@ -39,8 +42,13 @@ def test_no_bit_differs_on_the_cpu() -> None:
     figures: dict[str, Any] = json.loads(printed.splitlines()[-1])
     none = {"losses": 0, "parameters": 0}
     assert figures["beside FSDP2"] == dict.fromkeys(ON_CPU, none)
+    assert figures["Muon beside whole matrices"] == NO_MATRIX
     errors = figures["gradient errors"]
     assert 0 < errors["fused"] < 1e-6 < 1e-4 < errors["exact"]
+    assert figures["deferred errors"].keys() == bars.GRADIENT_ERROR.keys()
+    assert bars.missed(measure_llama.bits_rows(figures)) == []
+    for of_dtype in figures["deferred errors"].values():
+        assert min(of_dtype["lowtide"]["hidden"], of_dtype["lowtide"]["weight"]) > 0
 
 
 SMALL = ("--cpu", "--config", "tiny", "--sequence", "64", "--loss", "chunked:2")
@@ -54,6 +62,7 @@ def test_nor_does_one_of_several_ranks(world: int, replicas: int) -> None:
     figures: dict[str, Any] = json.loads(printed.splitlines()[-1])
     none = {"losses": 0, "parameters": 0}
     assert figures["beside FSDP2"] == dict.fromkeys(ON_CPU, none)
+    assert figures["Muon beside whole matrices"] == NO_MATRIX
 
 
 def test_a_rank_that_fails_is_named_and_the_others_are_ended(tmp_path: Path) -> None:
@@ -85,6 +94,9 @@ def test_it_runs_on_cuda(tmp_path: Path) -> None:
     assert set(figures["bits"]["beside FSDP2"]) == ON_CPU
     assert set(figures["graphs"]["beside FSDP2"]) == captured
     with_bars = {row["quantity"] for row in rows if row["system"] == "met"}
-    assert len(with_bars) == 2 * 8 + 1
+    assert set(figures["bits"]["Muon beside whole matrices"]) == set(NO_MATRIX)
+    # Of eight variants two each, of Muon two, of the fused gradient one; of three
+    # dtypes the loss and two gradients.
+    assert len(with_bars) == 2 * 8 + 2 + 1 + 3 * 3
     control = {row["system"] for row in rows if bits.AGAIN in row["quantity"]}
     assert control == {"fsdp2", "bar", "met"}

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lowtide.losses import defer_logits, linear_cross_entropy
 from lowtide.losses._deferred_logits import DeferredLogits
+from lowtide.losses._heads import tally_of
 from support import models
 from support.bits import same_bits
 from support.deferred_heads import (
@@ -248,6 +249,52 @@ def test_logits_are_made_once_and_all_see_the_same():
     wanted = F.cross_entropy((plain(hidden) * 0.5).flatten(0, 1), targets.flatten())
     assert same_bits(loss, wanted)
     assert same_bits(*(torch.autograd.grad(z, hidden)[0] for z in (loss, wanted)))
+
+
+def test_looks_at_one_call_multiply_and_say_so_once(monkeypatch):
+    _, deferred = heads(torch.bfloat16)
+    hidden, _ = inputs(torch.bfloat16)
+    products: list[Tensor] = []
+    linear = F.linear
+
+    def counted(*args: Any) -> Tensor:
+        products.append(linear(*args))
+        return products[-1]
+
+    monkeypatch.setattr(F, "linear", counted)
+    logits = deferred(hidden)
+    wide, part = logits.float().flatten(0, 1), logits[:, 1:]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        part.argmax(-1)
+        wide.softmax(-1)
+        for _ in range(2):
+            logits.argmax(-1)
+    assert [each.shape for each in products] == [logits.shape]
+    assert len(caught) == 1
+    assert tally_of(deferred).made == {"torch.Tensor.argmax": 1}
+
+
+def test_a_place_is_told_once_whatever_the_step():
+    _, deferred = heads()
+    hidden, _ = inputs()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            deferred(hidden).argmax(-1)
+            deferred(hidden).argmax(-1)
+            for look in (torch.sum, torch.mean):
+                look(deferred(hidden))
+    assert {one.filename for one in caught} == {__file__}
+    first = caught[0].lineno
+    said = [(one.lineno - first, str(one.message).split()[3]) for one in caught]
+    assert said == [
+        (0, "torch.Tensor.argmax"),
+        (1, "torch.Tensor.argmax"),
+        (3, "torch.sum"),
+        (3, "torch.mean"),
+    ]
+    assert tally_of(deferred).made.total() == 12
 
 
 def test_a_look_without_gradients_leaves_the_graph_to_the_loss():

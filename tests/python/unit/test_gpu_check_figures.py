@@ -68,6 +68,17 @@ def speed(ratio: float) -> dict[str, Any]:
     return {"ms": {"lowtide": [1.0], "fsdp2": [1.0]}, "ratio": spread, "flops": 1}
 
 
+def bits(momenta: int, loss: float, of_hidden: float) -> dict[str, Any]:
+    errors = {"loss": loss, "hidden": of_hidden, "weight": 0.0}
+    none = {"losses": 0, "parameters": 0}
+    return {
+        "beside FSDP2": {"FSDP2 again": none, "lowtide": none},
+        "Muon beside whole matrices": {"matrices": 0, "momenta": momenta},
+        "gradient errors": {"exact": 1e-3, "fused": 1e-6},
+        "deferred errors": {"bf16": {"plain": errors, "lowtide": errors}},
+    }
+
+
 SLICE = partial(measure_llama.llama_memory_rows, "full")
 SPEED = partial(measure_llama.llama_speed_rows, "plain")
 
@@ -86,6 +97,16 @@ SPEED = partial(measure_llama.llama_speed_rows, "plain")
             slice_of(peaks(52.5, 50), peaks(100, 90)),
             slice_of(peaks(53, 50), peaks(100, 90)),
             ["reserved / allocated"],
+        ),
+        (
+            measure_llama.bits_rows,
+            bits(0, 1e-6, 2**-6),
+            bits(1, 1.1e-6, 1.1 * 2**-6),
+            [
+                "elements of momenta whose bits differ from whole matrices'",
+                "error of the loss",
+                "error of the gradient of the hidden",
+            ],
         ),
         (
             measure_cases.flat_peaks_rows,
