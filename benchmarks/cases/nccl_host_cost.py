@@ -94,4 +94,5 @@ and have it back 5 ms later, the unsharded model's, too, and each wait is CPU ti
 These figures are of a tree that held the interpreter over a list's calls, which torch's
 recorder takes for each tensor: the share was 0.281 without, so that it is gone.""",
     run=measure,
+    headlines=("host time per unit, flight recorder",),
 )

@@ -100,9 +100,5 @@ published.
 """,
     run=measure,
     parts={point: partial(rows_at, point) for point in POINTS},
-    headlines=tuple(
-        f"reserved, torchtitan's trainer, 8B, {ranks} ranks, {DEFERRED}"
-        for ranks in BARS
-    ),
     only_by_name="wants a clone of another repository",
 )
