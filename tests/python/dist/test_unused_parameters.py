@@ -133,6 +133,65 @@ def test_it_has_the_bits_of_fsdp2(pool_of, num_ranks, replicas):
                 assert same_bits(gradient, other[step][name]), (step, name)
 
 
+class WithSide(nn.Module):
+    """Experts that are on a mesh of their own, and a layer that some ranks use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Experts()
+        self.side = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, expert: int, *, side: bool) -> torch.Tensor:
+        x = self.experts(x, expert)
+        return x + self.side(x) if side else x
+
+
+def of_two_meshes(*, as_zeros: bool) -> list[dict[str, torch.Tensor | None]]:
+    """This rank's shards of gradients by step. Ranks with the same experts are two
+    apart."""
+    rank = dist.get_rank()
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("same", "parts"))
+    placed = lowtide.ShardPlacementResult(None, both["same"])
+    torch.manual_seed(0)
+    model: Any = nn.ModuleList(WithSide() for _ in range(2))
+    of_experts = {p for block in model for p in block.experts.parameters()}
+    for block in model:
+        lowtide.fully_shard(
+            block, shard_placement_fn=lambda p: placed if p in of_experts else None
+        )
+        block.set_reduce_scatter_unused_params(as_zeros)
+    found = []
+    for step in range(STEPS):
+        torch.manual_seed(10 * step + rank)
+        x = torch.randn(3, WIDTH)
+        for block in model:
+            x = block(x, (rank // 2 + step * rank) % EXPERTS, side=rank == step)
+        x.square().sum().backward()
+        found.append(
+            {
+                name: None if p.grad is None else p.grad.to_local().clone()
+                for name, p in model.named_parameters()
+            }
+        )
+        model.zero_grad()
+    return found
+
+
+def test_ranks_of_each_mesh_tell_each_other(pool_of):
+    pool = pool_of(4)
+    alike = pool.run(of_two_meshes, as_zeros=True)
+    for rank, found in enumerate(pool.run(of_two_meshes, as_zeros=False)):
+        for step, by_name in enumerate(found):
+            same = (rank % 2, rank % 2 + 2)
+            chosen = {(other // 2 + step * other) % EXPERTS for other in same}
+            for name, gradient in by_name.items():
+                expert = int(name.split(".")[3]) if "experts" in name else None
+                used = expert is None or expert in chosen
+                assert (gradient is not None) == used, (rank, step, name)
+                if gradient is not None:
+                    assert torch.equal(gradient, alike[rank][step][name])
+
+
 def reset_after_a_failure(_: str) -> tuple[str, bool]:
     model = sharded("lowtide", 1)
     model.reset_iter_state()  # nothing has run
