@@ -91,8 +91,8 @@ what we set out to reach.
 
 Beside a busy thread the aims are missed: most calls of torch give the interpreter up
 and have it back 5 ms later, the unsharded model's, too, and each wait is CPU time.
-These figures are of a tree that held the interpreter over a list's calls, which torch's
-recorder takes for each tensor: the share was 0.281 without, so that it is gone.""",
+Holding the interpreter over a list's calls, which torch's recorder takes for each
+tensor, changed nothing.""",
     run=measure,
     headlines=("host time per unit, flight recorder",),
 )
