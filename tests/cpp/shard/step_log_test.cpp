@@ -113,22 +113,25 @@ TEST_F(StepLogTest, SomeChannelsAreAskedAgain) {
 }
 
 TEST_F(StepLogTest, WhatOnlySomeChannelsHaveSeenStaysForTheOthers) {
-  HostMeeting of_experts(1);
-  HostMeeting alone(1);
-  StepLog single("model", [](std::int32_t) { return "layers.0"; });
-  single.compare_over(alone.rank(0), {0});
-  single.compare_over(of_experts.rank(0), {1});
+  HostMeeting of_experts(2);
   const auto numbers = [](std::int32_t unit) { return StepLog::Numbers{unit}; };
-  single.note({What::gather, 0});
-  single.post(numbers);
-  single.note({What::reduce, 0, 0});
-  single.post_again(numbers, [](std::int32_t unit) { return unit == 1; });
-  EXPECT_EQ(error_of(single), "none");
-  single.post(numbers);
-  EXPECT_EQ(alone.num_posts(0), 2);
-  EXPECT_EQ(error_of(single), "none");
-  single.post(numbers);
-  EXPECT_EQ(alone.num_posts(0), 2);
+  for (std::int64_t rank = 0; rank < 2; ++rank) {
+    auto& log = logs[static_cast<std::size_t>(rank)];
+    log.compare_over(of_experts.rank(rank), {2});
+    log.note({What::backward, 0});
+    log.post(numbers);
+    log.note({What::reduce, 0, 5});
+    log.post_again(numbers, [](std::int32_t unit) { return unit == 2; });
+  }
+  for (auto& log : logs) EXPECT_EQ(error_of(log), "none");
+  logs[0].note({What::gather, 0});
+  logs[1].note({What::gather, 1});
+  for (auto& log : logs) log.post(numbers);
+  EXPECT_EQ(meeting.num_posts(0), 2);
+  EXPECT_NE(error_of(logs[0]), "none");
+  EXPECT_EQ(meeting.said(0),
+            "the reduce-scatter of unit 'layers.0', part 5\n"
+            "the all-gather of unit 'layers.0'\n");
 }
 
 TEST_F(StepLogTest, NamesTheFirstCallThatDiffersOnEveryRank) {

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import lowtide
 from lowtide._torch_version import VERSION
 from support.bits import same_bits
+from support.recorder import Record, Recorder, assert_same_records
 from support.systems import get_system
 
 WIDTH, EXPERTS, STEPS = 5, 4, 3
@@ -190,6 +191,64 @@ def test_ranks_of_each_mesh_tell_each_other(pool_of):
                 assert (gradient is not None) == used, (rank, step, name)
                 if gradient is not None:
                     assert torch.equal(gradient, alike[rank][step][name])
+
+
+def switch_transformers() -> Any:
+    from transformers import (
+        SwitchTransformersConfig,
+        SwitchTransformersForConditionalGeneration,
+    )
+
+    torch.manual_seed(0)
+    config = SwitchTransformersConfig(
+        **{"vocab_size": 32, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_heads": 4},
+        **{"num_layers": 2, "num_decoder_layers": 2, "num_experts": 8},
+        **{"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+        **{"dropout_rate": 0.0, "router_jitter_noise": 0.0, "use_cache": False},
+        **{"router_dtype": "bfloat16", "decoder_start_token_id": 0},
+    )
+    return SwitchTransformersForConditionalGeneration(config).train()
+
+
+def translations(system_name: str) -> tuple[Record, list[list[str]]]:
+    """Of four steps; the parameters that have no gradient in each."""
+    system = get_system(system_name)
+    model = switch_transformers()
+    policy = system.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for block in [*model.encoder.block, *model.decoder.block]:
+        if system_name == "lowtide":
+            lowtide.checkpoint(block, lowtide.ActivationPolicy(offload=["input"]))
+        system.fully_shard(block, mp_policy=policy)
+    system.fully_shard(model, mp_policy=policy)
+    if system_name == "fsdp2":
+        model.set_reduce_scatter_unused_params(True)
+    # Of those without a gradient zeros change nothing.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    record, without = Recorder(), []
+    for step in range(4):
+        for microbatch in range(2):
+            model.set_requires_gradient_sync(microbatch == 1)
+            torch.manual_seed(100 * step + 10 * microbatch + dist.get_rank())
+            ids = torch.randint(0, 32, (1, 5))
+            loss = model(input_ids=ids, labels=ids.roll(1, 1)).loss
+            loss.backward()
+            record.add("loss", loss)
+        without.append([n for n, p in model.named_parameters() if p.grad is None])
+        optimizer.step()
+        optimizer.zero_grad()
+        record.add_model(model)
+    return record.values, without
+
+
+@pytest.mark.skipif(VERSION < (2, 13), reason="FSDP2 has it from torch 2.13 on")
+def test_switch_transformers_trains_as_with_fsdp2(pool_of):
+    """Its experts are modules that are not called without tokens."""
+    pool = pool_of(2)
+    theirs = pool.run(translations, "fsdp2")
+    for mine, other in zip(pool.run(translations, "lowtide"), theirs, strict=True):
+        assert_same_records(mine[0], other[0])
+        assert all(mine[1])
+        assert other[1] == [[]] * 4
 
 
 def reset_after_a_failure(_: str) -> tuple[str, bool]:
