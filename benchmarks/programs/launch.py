@@ -22,6 +22,7 @@ REPOSITORY = PROGRAMS.parents[1]
 # The package that this process would import, whatever else is installed.
 (PACKAGE,) = importlib.util.find_spec("lowtide").submodule_search_locations
 PATHS = (REPOSITORY / "tests" / "python", Path(PACKAGE).parent, PROGRAMS)
+LEAVE = REPOSITORY / "tests/python/dist/scripts/run_and_leave.py"
 NCCL = "LOWTIDE_NCCL"
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 ENVIRONMENT = {
@@ -76,7 +77,8 @@ def run(
 def run_ranks(world: int, program: str, *arguments: object, timeout: float) -> str:
     """The program once a rank, all on the first GPU, which NCCL allows from 2.30 on;
     what rank 0 printed. ``LOWTIDE_NCCL`` names another library than torch's. When one
-    fails the others are ended: RuntimeError with the end of its errors."""
+    fails the others are ended: RuntimeError with the end of its errors. Ranks leave
+    without teardown, in which threads of gloo abort the process now and then."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -90,7 +92,7 @@ def run_ranks(world: int, program: str, *arguments: object, timeout: float) -> s
     }
     if nccl := os.environ.get(NCCL):
         base["LD_PRELOAD"] = nccl
-    line = command(program, *arguments)
+    line = command(LEAVE, PROGRAMS / program, *arguments)
     with ExitStack() as stack:
         files = [
             stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(world)

@@ -1,9 +1,12 @@
 #include "comm/borrowed_group.h"
 
 #include <exception>
+#include <mutex>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <unordered_set>
 #include <utility>
+#include <vector>
 
 #include "base/check.h"
 
@@ -18,6 +21,17 @@ c10::intrusive_ptr<c10d::ProcessGroup> registered(const std::string& name) {
   }
 }
 
+struct Borrowed {
+  std::mutex mutex;
+  std::unordered_set<BorrowedGroup*> groups;
+};
+
+// Never destroyed: models may outlive static objects.
+Borrowed& borrowed() {
+  static auto* const all = new Borrowed;
+  return *all;
+}
+
 }  // namespace
 
 BorrowedGroup::BorrowedGroup(c10::intrusive_ptr<c10d::ProcessGroup> group,
@@ -25,9 +39,23 @@ BorrowedGroup::BorrowedGroup(c10::intrusive_ptr<c10d::ProcessGroup> group,
     : group_(std::move(group)),
       name_(std::move(name)),
       rank_(group_->getRank()),
-      size_(group_->getSize()) {}
+      size_(group_->getSize()) {
+  const std::scoped_lock lock(borrowed().mutex);
+  borrowed().groups.insert(this);
+}
 
-BorrowedGroup::~BorrowedGroup() = default;
+BorrowedGroup::~BorrowedGroup() {
+  const std::scoped_lock lock(borrowed().mutex);
+  borrowed().groups.erase(this);
+}
+
+void BorrowedGroup::give_back_ended() {
+  std::vector<c10::intrusive_ptr<c10d::ProcessGroup>> ended_on_return;
+  const std::scoped_lock lock(borrowed().mutex);
+  for (BorrowedGroup* each : borrowed().groups) {
+    ended_on_return.push_back(each->take_if_ended());
+  }
+}
 
 c10::intrusive_ptr<c10d::ProcessGroup> BorrowedGroup::get() const {
   const std::scoped_lock lock(mutex_);
@@ -47,10 +75,10 @@ bool BorrowedGroup::is(
   return group_ == group;
 }
 
-void BorrowedGroup::give_back() {
-  c10::intrusive_ptr<c10d::ProcessGroup> ended_on_return;
+c10::intrusive_ptr<c10d::ProcessGroup> BorrowedGroup::take_if_ended() {
   const std::scoped_lock lock(mutex_);
-  if (registered(name_) != group_) ended_on_return = std::move(group_);
+  if (!group_ || registered(name_) == group_) return {};
+  return std::exchange(group_, {});
 }
 
 }  // namespace lowtide::comm

@@ -26,20 +26,22 @@ using comm::Pending;
 using NoGil = py::call_guard<py::gil_scoped_release>;
 using Tensors = std::vector<at::Tensor>;
 
+void give_back_ended_groups() {
+  const py::gil_scoped_release no_gil;
+  comm::BorrowedGroup::give_back_ended();
+}
+
 // Until torch's own object of Python's is gone, which destroy_process_group
 // drops.
 std::shared_ptr<comm::BorrowedGroup> borrow(const std::string& group_name) {
+  give_back_ended_groups();
   const auto group = c10d::resolve_process_group(group_name);
-  auto borrowed = std::make_shared<comm::BorrowedGroup>(group, group_name);
-  const py::cpp_function give_back([borrowed](const py::handle& reference) {
-    {
-      const py::gil_scoped_release no_gil;
-      borrowed->give_back();
-    }
+  const py::cpp_function at_end([](const py::handle& reference) {
+    give_back_ended_groups();
     reference.dec_ref();
   });
-  py::weakref(py::cast(group), give_back).release();
-  return borrowed;
+  py::weakref(py::cast(group), at_end).release();
+  return std::make_shared<comm::BorrowedGroup>(group, group_name);
 }
 
 std::shared_ptr<Collectives> make_collectives(const std::string& group_name,
@@ -88,6 +90,8 @@ py::dict counters(const Collectives& collectives) {
 }  // namespace
 
 void bind_comm(py::module_& module) {
+  py::module_::import("atexit").attr("register")(
+      py::cpp_function(&give_back_ended_groups));
   module.def(
       "find_first_failure_in",
       [](const std::string& group_name, const std::string& key) {

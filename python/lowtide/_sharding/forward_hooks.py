@@ -17,7 +17,7 @@ torch.func.grad and its like differentiate by graphs of their own: those are ref
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +34,8 @@ from torch.distributed.utils import _apply_to_tensors
 from lowtide import _C
 from lowtide.policies import MixedPrecisionPolicy
 
-# For torch.compile: not compiled, what it calls may be.
-_AS_IT_IS = eval_frame._FrameExecStrategy(
-    eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
-)
+_SKIP, _DEFAULT = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+_F = TypeVar("_F", bound=Callable[..., Any])
 _Jvp, _Vmap = _functorch.TransformType.Jvp, _functorch.TransformType.Vmap
 
 
@@ -74,21 +72,31 @@ def hooks_of(state: Hooked) -> tuple[Callable[..., Any], Callable[..., Any]]:
         # Programs that take FSDP2's hooks off, to run on what they have gathered, know
         # them by their module.
         hook.__module__ = f"{_fully_shard.__name__}.lowtide"
-        # torch.compile calls it as it is, like the C++ hooks.
+        # Like the C++ hooks; what it calls may be compiled.
         hook._torchdynamo_disable = True
-        eval_frame.set_code_exec_strategy(hook.__code__, _AS_IT_IS)
+        _as_it_is(hook, _DEFAULT)
     return enter, leave
+
+
+def _as_it_is(function: _F, what_it_calls: Any = _SKIP) -> _F:
+    """torch.compile leaves it so."""
+    strategy = eval_frame._FrameExecStrategy(_SKIP, what_it_calls)
+    of: Any = function
+    eval_frame.set_code_exec_strategy(of.__code__, strategy)
+    return function
 
 
 # -- tangents -------------------------------------------------------------------------
 
 
+@_as_it_is
 def _only_tangents() -> bool:
     """No other derivatives of torch.func's are being taken."""
     kinds = {each.key() for each in _functorch.get_interpreter_stack() or ()}
     return kinds <= {_Jvp, _Vmap}
 
 
+@_as_it_is
 def _enter_with_tangents(
     state: Hooked, module: nn.Module, args: Any, kwargs: Any
 ) -> Any:
@@ -106,6 +114,7 @@ def _enter_with_tangents(
     return _apply_to_tensors(prepared, (args, kwargs))
 
 
+@_as_it_is
 def _leave_with_tangents(
     state: Hooked, module: nn.Module, output: Any, casts_output: bool
 ) -> Any:

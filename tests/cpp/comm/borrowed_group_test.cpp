@@ -39,7 +39,7 @@ class BorrowedGroupTest : public testing::Test {
 };
 
 TEST_F(BorrowedGroupTest, LivesWhileTorchHasIt) {
-  borrowed_->give_back();
+  BorrowedGroup::give_back_ended();
   EXPECT_TRUE(alive_);
   EXPECT_EQ(c10d::resolve_process_group("borrowed"), borrowed_->get());
 }
@@ -47,9 +47,9 @@ TEST_F(BorrowedGroupTest, LivesWhileTorchHasIt) {
 TEST_F(BorrowedGroupTest, EndsWithTorchs) {
   c10d::unregister_process_group("borrowed");
   EXPECT_TRUE(alive_);
-  borrowed_->give_back();
+  BorrowedGroup::give_back_ended();
   EXPECT_FALSE(alive_);
-  borrowed_->give_back();
+  BorrowedGroup::give_back_ended();
   EXPECT_EQ(borrowed_->rank(), 1);
   EXPECT_EQ(borrowed_->size(), 4);
   EXPECT_THAT([&] { borrowed_->get(); },
@@ -62,14 +62,14 @@ TEST_F(BorrowedGroupTest, AnotherOfItsNameIsNotIt) {
   bool other = false;
   c10d::register_process_group("borrowed",
                                c10::make_intrusive<WatchedGroup>(other));
-  borrowed_->give_back();
+  BorrowedGroup::give_back_ended();
   EXPECT_FALSE(alive_);
 }
 
 TEST_F(BorrowedGroupTest, ACallKeepsItUntilItReturns) {
   c10d::unregister_process_group("borrowed");
   auto in_use = borrowed_->get();
-  borrowed_->give_back();
+  BorrowedGroup::give_back_ended();
   EXPECT_TRUE(alive_);
   in_use.reset();
   EXPECT_FALSE(alive_);

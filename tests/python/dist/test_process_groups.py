@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -252,6 +254,21 @@ def test_groups_end_with_destroy_process_group(pool_of, tmp_path):
             "destroy_process_group after the last step, or shard a new model over a "
             "new group."
         )
+
+
+def test_no_group_of_lowtide_outlives_its_program():
+    """Where all are destroyed at once. Of the world's two threads torch's default
+    arguments (torch.distributed.nn.functional) keep hold."""
+    script = Path(__file__).parent / "scripts" / "threads_at_exit.py"
+    printed = subprocess.check_output(
+        [sys.executable, "-m", "torch.distributed.run"]
+        + ["--standalone", "--nproc-per-node=2", str(script)],
+        text=True,
+        timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    assert {*printed.split()} <= {"0", "2"}
+    assert len(printed.split()) == 2
 
 
 # -- one communicator -----------------------------------------------------------------
