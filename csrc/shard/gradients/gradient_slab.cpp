@@ -92,6 +92,14 @@ void GradientSlab::add(const std::vector<Gradient>& gradients) {
   writes.later.add();
 }
 
+void GradientSlab::round_sum(std::int32_t p, at::ScalarType dtype) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  auto sum = block(p);
+  memory_->runtime().touches(device::Stream::compute, sum.const_data_ptr(),
+                             sum.nbytes(), device::Access::write);
+  sum.copy_(sum.to(dtype));
+}
+
 void GradientSlab::add_rows(std::int32_t p, std::int64_t begin,
                             const GradientColumns& columns,
                             const at::Tensor& rows) {

@@ -43,8 +43,12 @@ class GradientSlab {
   // The same for several parameters, each once, together.
   using Gradient = std::pair<std::int32_t, at::Tensor>;
   void add(const std::vector<Gradient>& gradients);
-  // The same for the columns of every rank's shard from `begin` on that `rows`,
-  // laid out as `columns` says, stands for.  They come in order, all of them.
+  // The sum of parameter i is what adding in `dtype`, which is narrower, gives:
+  // after each addition, on the compute stream.
+  void round_sum(std::int32_t i, at::ScalarType dtype);
+  // As `add`, for the columns of every rank's shard from `begin` on that
+  // `rows`, laid out as `columns` says, stands for.  They come in order, all of
+  // them.
   void add_rows(std::int32_t i, std::int64_t begin,
                 const GradientColumns& columns, const at::Tensor& rows);
 

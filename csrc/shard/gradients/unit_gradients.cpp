@@ -388,9 +388,26 @@ void UnitGradients::all_landed(GradientRing& ring) {
   }
 }
 
+// AccumulateGrad of FSDP2 adds in the dtype that gradients arrive in, which a
+// unit may reduce in a wider one of others.
+void UnitGradients::add(GradientSlab& slab,
+                        const std::vector<GradientSlab::Gradient>& gradients) {
+  std::vector<std::int32_t> rounded;
+  for (const auto& [i, gradient] : gradients) {
+    const auto& info = infos_.of(i);
+    if (slab.touched(i) && info.dtype_on_arrival() != info.reduce_dtype) {
+      rounded.push_back(i);
+    }
+  }
+  slab.add(gradients);
+  for (const auto i : rounded) {
+    slab.round_sum(i, infos_.of(i).dtype_on_arrival());
+  }
+}
+
 void UnitGradients::accumulate(std::int32_t i, at::Tensor gradient) {
   if (gradient.nbytes() > kSmallGradientBytes || in_place(i)) {
-    slab(i).add(i, gradient);
+    add(slab(i), {{i, std::move(gradient)}});
     return;
   }
   const auto same = [i](const auto& other) { return other.first == i; };
@@ -413,7 +430,7 @@ void UnitGradients::add_small() {
       }
     }
     if (!of_lane.empty()) {
-      lane.slab.add(of_lane);
+      add(lane.slab, of_lane);
     }
   }
 }

@@ -304,6 +304,9 @@ class UnitGradients {
   void ask_who_used(const std::vector<std::int32_t>& parameters,
                     const std::vector<std::int32_t>& columns,
                     const at::Tensor& flags);
+  // To the slab, which all are of, each once.
+  void add(GradientSlab& slab,
+           const std::vector<GradientSlab::Gradient>& gradients);
   void add_lanes(const std::vector<bool>& takes_part,
                  std::int64_t budget_bytes);
   UnitName unit_;

@@ -80,6 +80,18 @@ TEST_F(GradientSlabTest, TakesBytesAtFirstTouchAndGivesThemBack) {
   EXPECT_THAT(runtime_->violations(), IsEmpty());
 }
 
+TEST_F(GradientSlabTest, ASumIsRoundedAsIfAddedInANarrowerDtype) {
+  GradientSlab slab = this->slab();
+  const auto a = at::randn({3, 5}).to(at::kBFloat16);
+  const auto b = at::randn({3, 5}).to(at::kBFloat16);
+  slab.add(0, a);
+  slab.add(0, b);
+  EXPECT_FALSE(slab.read(0).equal((a + b).to(at::kFloat).view(-1)));
+  slab.round_sum(0, at::kBFloat16);
+  EXPECT_TRUE(slab.read(0).equal((a + b).to(at::kFloat).view(-1)));
+  EXPECT_THAT(runtime_->violations(), IsEmpty());
+}
+
 TEST_F(GradientSlabTest, ColumnsAreMultiplesOf128) {
   const GradientSlab slab = this->slab();
   EXPECT_EQ(slab.columns(0), kChunkColumnMultiple);

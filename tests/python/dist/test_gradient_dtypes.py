@@ -92,8 +92,6 @@ def train(system_name: str, name: str, accumulate: bool, late: bool = False) -> 
 def test_bits_are_those_of_fsdp2(pool_of, name, accumulate):
     if name != "unset" and VERSION < (2, 15):
         pytest.skip("FSDP2 follows grad_dtype from 2.15 on")
-    if name == "mixed" and accumulate:
-        pytest.skip("microbatches are summed in the wider dtype, FSDP2's in theirs")
     assert_trains_as_fsdp2(pool_of(2), train, name, accumulate)
 
 
