@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import _C
-from lowtide._activation import regions
+from lowtide._activation import regions, remat_regions
 from lowtide._base.classes import ClassSwap
 from lowtide.policies import INPUT, ActivationPolicy
 
@@ -88,6 +88,7 @@ def checkpoint(module: _Module, policy: ActivationPolicy = _RECOMPUTE_ALL) -> _M
                 "submodule, got none. "
                 f"{regions.nearest(listed, regions.descendant_names(module))}"
             )
+    remat_regions.follow(tag)
     regions.attach(module, policy)
     _checkpointed.apply(module)
     for listed, modules in named.items():
@@ -117,6 +118,7 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     compiled = region.compiled_call
     if compiled is not None:
         return compiled(*args, **kwargs)
+    remat_regions.follow(tag)  # it may have been imported since
     return regions.run_region(self, args, kwargs)
 
 

@@ -343,7 +343,8 @@ def _advice(name: str, modules: Iterable[nn.Module]) -> str:
 
 
 _REGIONS_OF_TORCH_REMAT = (
-    "torch_remat.region is a plain call here: name its result with lowtide.tag."
+    "A call that torch_remat.region made before lowtide.checkpoint has no name: make "
+    "it later, or name its result with lowtide.tag."
 )
 
 

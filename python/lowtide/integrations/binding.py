@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_state
 from torch.distributed.fsdp._fully_shard import _fully_shard as _torch
 
 from lowtide import api
+from lowtide._base import holders
 from lowtide._sharding.unit import unit_state
 
 # Both of torch's paths, and the modules behind them.
@@ -44,19 +44,19 @@ class Binding:
 
     def __init__(self, called: Callable[..., Any]) -> None:
         self._ours = called
-        self.places = sorted(_replace(_of_torch, called))
-        _replace(_state_of_torch, _get_module_fsdp_state)
+        self.places = sorted(holders.replace(_of_torch, called))
+        holders.replace(_state_of_torch, _get_module_fsdp_state)
 
     def undo(self) -> None:
         """Puts torch's function back, also into modules that were imported since. What
         lowtide has sharded stays so."""
-        _replace(self._ours, _of_torch)
-        _replace(_get_module_fsdp_state, _state_of_torch)
+        holders.replace(self._ours, _of_torch)
+        holders.replace(_get_module_fsdp_state, _state_of_torch)
 
     def users(self) -> list[str]:
         """The modules outside of torch that hold the function by now."""
-        holders = {module for module, _ in _holders(self._ours)}
-        return sorted(name for name in holders if not _is_within(name, "torch"))
+        places = {module for module, _ in holders.holders(self._ours)}
+        return sorted(name for name in places if not holders.is_within(name, "torch"))
 
     def __enter__(self) -> Binding:
         return self
@@ -102,29 +102,3 @@ def is_bound() -> bool:
 def _get_module_fsdp_state(module: nn.Module) -> Any:
     """By which programs ask whether a module is sharded already."""
     return unit_state(module) or _state_of_torch(module)
-
-
-def _replace(one: Callable[..., Any], other: Callable[..., Any]) -> list[str]:
-    places = []
-    for module, name in list(_holders(one)):
-        vars(sys.modules[module])[name] = other
-        places.append(module)
-    return list(dict.fromkeys(places))
-
-
-def _holders(function: Callable[..., Any]) -> Iterator[tuple[str, str]]:
-    """(module, attribute) of each that is ``function``."""
-    for module_name, module in list(sys.modules.items()):
-        if _is_within(module_name, "lowtide"):
-            continue
-        # Not getattr: modules may load what they do not have yet.
-        attributes = getattr(module, "__dict__", None)
-        if not isinstance(attributes, dict):
-            continue
-        for name, value in list(attributes.items()):
-            if value is function:
-                yield module_name, name
-
-
-def _is_within(module: str, package: str) -> bool:
-    return module == package or module.startswith(f"{package}.")

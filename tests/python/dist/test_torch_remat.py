@@ -1,5 +1,6 @@
 """torch_remat's regions, which save what they compute inside of a checkpoint: around
-sharded modules and inside of them the bits of FSDP2, around lowtide's own refused."""
+sharded modules and inside of them the bits of FSDP2, around lowtide's own refused; in
+lowtide's their names are those of a policy."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import torch_remat
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from support.recorder import Record, Recorder, assert_trains_as_fsdp2
@@ -103,30 +105,31 @@ def test_a_region_of_lowtides_within_is_refused():
     )
 
 
-def test_a_name_of_a_region_is_refused():
-    policy = lowtide.ActivationPolicy(save=["remat_residual"])
-    block = lowtide.checkpoint(Block(within=False), policy)
-    with pytest.raises(ValueError, match=r"torch_remat\.region is a plain call here"):
-        block(torch.randn(4, 6, DIM, requires_grad=True)).sum().backward()
-
-
-class Tagged(nn.Module):
-    """docs/frameworks/torch_remat.md's."""
-
+class Regions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.linear, self.mlp = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
-        self.calls = 0
 
-    def attention(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return self.linear(x).tanh()
+    def attention(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return self.linear(x).tanh(), None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         attention = torch_remat.region(self.attention, "attention", recompute=False)
         mlp = torch_remat.region(self.mlp, "mlp", recompute=True)
-        return mlp(lowtide.tag(attention(x), "attention")).sin()
+        with torch_remat.name_scope("within"):
+            sine = torch_remat.region(torch.sin, "sin", recompute=True)(x)
+        return mlp(attention(sine)[0]).cos()
+
+
+class Tanhs(TorchDispatchMode):
+    """Counts them."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten.tanh.default
+        return function(*args, **(kwargs or {}))
 
 
 def gradients_of(block: Any, call: Any) -> list[torch.Tensor]:
@@ -135,12 +138,57 @@ def gradients_of(block: Any, call: Any) -> list[torch.Tensor]:
     return [x.grad, *(p.grad for p in block.parameters())]
 
 
-def test_one_tagged_model_is_checkpointed_by_either():
-    plain, ours, theirs = Tagged(), Tagged(), Tagged()
+@pytest.mark.parametrize(
+    ("policy", "tanhs"),
+    [
+        (lowtide.ActivationPolicy(save=["attention", "within/sin"]), 1),
+        (lowtide.ActivationPolicy(offload=["attention"], save=["mlp"]), 1),
+        (lowtide.ActivationPolicy(save=["mlp"], recompute=["attention"]), 2),
+    ],
+    ids=("saved", "offloaded", "recomputed"),
+)
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_a_region_has_its_name_in_a_policy(policy, tanhs, backend):
+    """A name that nothing had would raise; whether it is computed again is not what
+    the region says."""
+    plain, ours = Regions(), Regions()
     expected = gradients_of(plain, plain)
-    policy = lowtide.ActivationPolicy(save=["attention"])  # no such name raises
+    lowtide.checkpoint(ours, policy)
+    if backend is not None:
+        if "within/sin" in policy.save or policy.offload:
+            pytest.skip("scopes and the host are of regions that run eagerly")
+        ours.compile(backend=backend)
+    if backend is None:
+        with Tanhs() as counted:
+            found = gradients_of(ours, ours)
+        assert counted.count == tanhs
+    else:
+        found = gradients_of(ours, ours)
+    for a, b in zip(expected, found, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_one_model_is_checkpointed_by_either():
+    plain, ours, theirs = Regions(), Regions(), Regions()
+    expected = gradients_of(plain, plain)
+    policy = lowtide.ActivationPolicy(save=["attention"])
     mine = gradients_of(ours, lowtide.checkpoint(ours, policy))
     other = gradients_of(theirs, torch_remat.checkpoint()(theirs))
     for a, b, c in zip(expected, mine, other, strict=True):
         assert torch.equal(a, b) and torch.equal(a, c)
-    assert (plain.calls, theirs.calls) == (1, 1)  # whose region was not run again
+
+
+def test_a_call_made_before_has_no_name():
+    class Early(Regions):
+        def __init__(self) -> None:
+            super().__init__()
+            region = torch_remat.region.__wrapped__  # as it was before lowtide's
+            self.named = region(self.linear, "early", recompute=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.named(x).sin()
+
+    lowtide.checkpoint(nn.Linear(2, 2))  # from here on regions are followed
+    block = lowtide.checkpoint(Early(), lowtide.ActivationPolicy(save=["early"]))
+    with pytest.raises(ValueError, match=r"torch_remat\.region made before"):
+        block(torch.randn(4, DIM, requires_grad=True)).sum().backward()
