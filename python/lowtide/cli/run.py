@@ -92,7 +92,8 @@ def run(options: argparse.Namespace) -> int:
         as_main.run(words)
     except BaseException as error:
         _hide_frames_above(error)
-        raise
+        if not _is_good_end(error):
+            raise
     finally:
         _conclude(session)
     return _status(session, options.policy)
@@ -126,8 +127,15 @@ def _conclude(session: Session) -> None:
         )
 
 
+def _is_good_end(error: BaseException) -> bool:
+    """As under ``sys.exit(main())``, whose main returns nothing."""
+    if not isinstance(error, SystemExit):
+        return False
+    return error.code is None or (isinstance(error.code, int) and error.code == 0)
+
+
 def _status(session: Session, policy: str | None) -> int:
-    """Of a program that ended without one."""
+    """Of a program that ended well."""
     if policy is None or session.num_blocks or not session.has_sharded:
         return 0
     return _usage(

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from lowtide._base import environment
 from lowtide._base.classes import class_name
@@ -65,7 +66,7 @@ class Session:
         self._ended: list[str] = []  # what models held that are gone
         self.num_blocks = 0  # that got it
         self.binding = bind(self._shard)
-        self._undo_refusal = _refuse_fsdp1()
+        self._undo_refusals = [_refuse_fsdp1(), _refuse_hidden()]
         self._guards = options.all_or_nothing
         self._undo_guards = all_or_nothing.guard_all() if self._guards else lambda: None
         FSDPModule.__del__ = self._on_end_of
@@ -74,7 +75,8 @@ class Session:
 
     def end(self) -> None:
         self.binding.undo()
-        self._undo_refusal()
+        for undo in self._undo_refusals:
+            undo()
         self._undo_guards()
         del FSDPModule.__del__
 
@@ -95,8 +97,15 @@ class Session:
     def report(self) -> None:
         """The memory report of each model, on rank 0 of what was sharded here, on the
         standard error."""
-        if self.is_rank_0 and self.has_sharded:
-            print("\n".join(self._lines()), file=sys.stderr, flush=True)
+        if not (self.is_rank_0 and self.has_sharded):
+            return
+        lines: list[str] = []
+        try:
+            for line in self._lines():
+                lines.append(line)
+        except Exception as error:  # the program may be ending with its own
+            lines.append(f"lowtide: run: expected a report, got {error!r}.")
+        print("\n".join(lines), file=sys.stderr, flush=True)
 
     def _arrive_in_child(self) -> None:
         self._sharded, self._ended = [], []
@@ -141,16 +150,8 @@ class Session:
 
         def note(module: Any) -> None:
             session = reference()
-            if session is None or not session.is_rank_0 or not _is_root(module):
-                return
-            try:
+            if session is not None and session.is_rank_0 and _is_root(module):
                 session._ended.append(_report(module))
-            except Exception as error:  # in a circle that the collector took apart
-                session._ended.append(
-                    f"lowtide: run: {class_name(module)}: no report, it was found "
-                    f"taken apart ({error!r}). Print lowtide.memory_report(model) "
-                    "where the program still has it."
-                )
 
         return note
 
@@ -188,7 +189,16 @@ def _is_root(module: nn.Module) -> bool:
 
 
 def _report(root: nn.Module) -> str:
-    return f"lowtide: run: {class_name(root)}\n{memory_report(root)}"
+    """Says why where there is none: a model in a circle that the collector took apart,
+    or a device that answers no more, must not hide how the program ended."""
+    try:
+        return f"lowtide: run: {class_name(root)}\n{memory_report(root)}"
+    except Exception as error:
+        return (
+            f"lowtide: run: {class_name(root)}: expected a report of its memory, got "
+            f"{error!r}. Print lowtide.memory_report(model) where the program still "
+            "has it."
+        )
 
 
 def _give_policy(root: nn.Module, policy: ActivationPolicy) -> int:
@@ -233,5 +243,30 @@ def _refuse_fsdp1() -> Callable[[], None]:
 
     def undo() -> None:
         FullyShardedDataParallel.__init__ = theirs  # type: ignore[method-assign]
+
+    return undo
+
+
+def _refuse_hidden() -> Callable[[], None]:
+    """Of torch's ``fully_shard``, which only a program that has hidden it from
+    :func:`bind` still calls."""
+    theirs = FSDPState.init
+
+    def init(
+        self: FSDPState, modules: tuple[nn.Module, ...], *args: Any, **kw: Any
+    ) -> None:
+        if type(self) is not FSDPState:  # torch's `replicate`
+            return theirs(self, modules, *args, **kw)
+        raise ValueError(
+            "lowtide: run: fully_shard: expected lowtide's, got torch's own for "
+            f"{class_name(modules[0])}. It was hidden, in a partial, a closure or a "
+            "class, before lowtide was there: take it from torch.distributed.fsdp, or "
+            "from lowtide, where it is called."
+        )
+
+    FSDPState.init = init  # type: ignore[method-assign]
+
+    def undo() -> None:
+        FSDPState.init = theirs  # type: ignore[method-assign]
 
     return undo

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -148,3 +149,88 @@ def test_processes_that_the_program_starts_are_bound_too(tmp_path, how):
     assert done.stdout == f"trained in {main}\n"
     assert done.stderr.count(REPORT) == 1  # rank 0 of the group, not the parent
     assert done.stderr.count("fully_shard is lowtide's in") == 1
+
+
+ENDING = """
+import sys
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+whole = fully_shard(nn.Sequential(nn.Linear(4, 4)))
+broken = fully_shard(nn.Sequential(nn.Linear(4, 4)))
+for model in (whole, broken):
+    model(torch.ones(2, 4)).sum().backward()
+fully_shard.state(broken).device = "one that answers no more"
+dist.destroy_process_group()
+if sys.argv[1] == "raise":
+    raise RuntimeError("its own")
+sys.exit({"status": 3, "well": None}[sys.argv[1]])
+"""
+ENDS = {"raise": 1, "status": 3, "well": 0}
+
+
+def test_every_end_has_a_report_that_does_not_hide_it(tmp_path):
+    """Of a model that has none, too."""
+    (tmp_path / "train.py").write_text(ENDING)
+    commands = {end: [sys.executable, *RUN, "train.py", end] for end in ENDS}
+    with ThreadPoolExecutor(2) as pool:
+        done = {
+            end: pool.submit(execute, command, tmp_path)
+            for end, command in commands.items()
+        }
+    said = {end: run.result().stderr for end, run in done.items()}
+    assert {end: run.result().returncode for end, run in done.items()} == ENDS, said
+    for text in said.values():
+        assert text.count(REPORT) == 1
+        assert (
+            "\nlowtide: run: Sequential: expected a report of its memory, got "
+            "AttributeError(" in text
+        )
+    lines = said["raise"].splitlines()
+    assert lines[-1].endswith("RuntimeError: its own")
+    assert said["raise"].count("Traceback") == 1
+    assert "Traceback" not in said["status"] + said["well"]
+
+
+def test_a_policy_that_no_model_got_is_an_error_of_sys_exit_too(tmp_path):
+    """A model that never ran forward has no blocks yet."""
+    trained = "for model in (whole, broken):\n    model(torch.ones(2, 4))"
+    assert trained in ENDING
+    (tmp_path / "train.py").write_text(ENDING.replace(trained, "if 0:\n    model()"))
+    words = (*RUN, "--policy", "recompute", "train.py", "well")
+    done = execute([sys.executable, *words], tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(
+        "lowtide: run: --policy: expected a model that ran a forward, got none that "
+    )
+
+
+HIDDEN = """
+import functools, sys
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+
+# As who made it before lowtide was there.
+from lowtide.integrations.binding import _of_torch
+shard = functools.partial(_of_torch, reshard_after_forward=True)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+replicate(nn.Linear(4, 4))  # has a state like it, and is none
+print("replicated", flush=True)
+shard(nn.Linear(4, 4))
+print("sharded", flush=True)
+"""
+
+
+def test_a_function_of_torchs_that_was_hidden_is_refused(tmp_path):
+    (tmp_path / "train.py").write_text(HIDDEN)
+    done = execute([sys.executable, *RUN, "train.py"], tmp_path)
+    assert (done.returncode, done.stdout) == (1, "replicated\n"), done.stderr
+    assert (
+        "ValueError: lowtide: run: fully_shard: expected lowtide's, got torch's own "
+        "for Linear. It was hidden, in a partial, a closure or a class, before lowtide "
+        "was there: take it from torch.distributed.fsdp, or from lowtide, where it is "
+        "called." in done.stderr
+    )
