@@ -7,10 +7,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
-from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from lowtide._sharding import modules as managed
-from lowtide._sharding.fsdp_module import FSDPModule
+from lowtide._sharding.fsdp_module import is_of_torch
 from lowtide._sharding.placements import Where
 from lowtide._sharding.spmd_mesh import check_dims
 from lowtide.policies import (
@@ -55,7 +54,15 @@ def require_shardable(root: Any, who: str) -> None:
             f"{name}, which is. Call {who} once for each module."
         )
     for path, module in root.named_modules():
-        if isinstance(module, TorchFSDPModule) and not isinstance(module, FSDPModule):
+        if is_of_torch(module):
+            if managed.is_replicated(module):
+                if module is not root:
+                    continue
+                raise ValueError(
+                    f"lowtide: {who}: expected a module that torch's replicate does "
+                    f"not manage, got {name}. Shard what is around it, or parts of the "
+                    "model beside it."
+                )
             where = f" at {path!r}" if path else ""
             raise ValueError(
                 f"lowtide: {who}: expected a module that torch's fully_shard has not "

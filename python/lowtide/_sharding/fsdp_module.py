@@ -34,6 +34,11 @@ class _PlaceOfOriginal:
         return place
 
 
+def is_of_torch(module: nn.Module) -> bool:
+    """Whether torch's ``fully_shard`` or ``replicate`` made ``module`` its own."""
+    return isinstance(module, TorchFSDPModule) and not isinstance(module, FSDPModule)
+
+
 class FSDPModule(TorchFSDPModule):
     """A module whose parameters lowtide shards. ``isinstance`` of torch's
     ``FSDPModule`` too, with the same methods. Settings take effect with the next
@@ -88,6 +93,8 @@ class FSDPModule(TorchFSDPModule):
         for state in self._states(recurse):
             state.settings.gradient_sync = requires_gradient_sync
             state.settings.reduction.all_reduce = requires_gradient_sync
+        if recurse:
+            self._tell_replicas("set_requires_gradient_sync", requires_gradient_sync)
 
     def set_requires_all_reduce(
         self, requires_all_reduce: bool, *, recurse: bool = True
@@ -96,6 +103,8 @@ class FSDPModule(TorchFSDPModule):
         Without, what was reduced over the shards is kept, in the reduce dtype."""
         for state in self._states(recurse):
             state.settings.reduction.all_reduce = requires_all_reduce
+        if recurse:
+            self._tell_replicas("set_requires_all_reduce", requires_all_reduce)
 
     def set_reshard_after_forward(
         self, reshard_after_forward: bool, recurse: bool = True
@@ -118,6 +127,8 @@ class FSDPModule(TorchFSDPModule):
         the next microbatch."""
         for state in self._states(recurse):
             state.settings.reshard_after_backward = reshard_after_backward
+        if recurse:
+            self._tell_replicas("set_reshard_after_backward", reshard_after_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Whether resharding leaves the bytes of the full parameters in place, so that
@@ -126,6 +137,8 @@ class FSDPModule(TorchFSDPModule):
         :func:`lowtide.sleep`. An embedding whose rows come in blocks has none."""
         for state in self._states(recurse):
             state.settings.keep_unsharded_storage = keep
+        if recurse:
+            self._tell_replicas("set_keep_unsharded_storage", keep)
 
     def set_modules_to_forward_prefetch(  # type: ignore[override]
         self, modules: "list[FSDPModule]"
@@ -173,6 +186,10 @@ class FSDPModule(TorchFSDPModule):
         raise."""
         for state in self._states(recurse):
             state.settings.reduction.unused_too = reduce_scatter_unused_params
+        if recurse:
+            self._tell_replicas(
+                "set_reduce_scatter_unused_params", reduce_scatter_unused_params
+            )
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
@@ -319,6 +336,7 @@ class FSDPModule(TorchFSDPModule):
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Accepted for compatibility: a backward without sync is finalized by
         :meth:`finalize_backward` in either case, one with sync at its own end."""
+        self._tell_replicas("set_manual_backward_finalization", enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> Any:
         """Reduces what backwards without sync have accumulated, in the whole model, and
@@ -338,6 +356,7 @@ class FSDPModule(TorchFSDPModule):
         if state.settings.gradient_sync:
             _require_no_partial_sums(state)
             state._root_post_backward_final_callback()
+        self._tell_replicas("finalize_backward")
         return _Finalized() if async_op else None
 
     def reset_iter_state(self) -> None:
@@ -361,6 +380,26 @@ class FSDPModule(TorchFSDPModule):
     def _states(self, recurse: bool) -> list[UnitState]:
         assert isinstance(self, nn.Module)
         return units_of(self.modules() if recurse else [self])
+
+    def _tell_replicas(self, method: str, *values: Any) -> None:
+        """What torch's ``replicate`` keeps inside of this module is told what FSDP2
+        tells it: each outermost one, which is a root of its own."""
+
+        def tell(module: nn.Module) -> None:
+            if not is_of_torch(module):
+                for child in module.children():
+                    tell(child)
+            elif hasattr(module, method):
+                getattr(module, method)(*values)
+            else:
+                raise NotImplementedError(
+                    f"lowtide: FSDPModule.{method}: expected no {class_name(module)} "
+                    f"inside, got one, whose {method} torch {torch.__version__} does "
+                    "not have. Leave the call out."
+                )
+
+        assert isinstance(self, nn.Module)
+        tell(self)
 
     def _only_state(self, method: str) -> UnitState:
         """Raises where the parameters are on several meshes, as FSDP2 does."""

@@ -33,7 +33,7 @@ def managed_modules(roots: tuple[nn.Module, ...]) -> list[nn.Module]:
     def visit(module: nn.Module) -> None:
         if module in found or (module not in roots and is_unit(module)):
             return
-        if "replicate" in (_get_registry(module) or ()):
+        if is_replicated(module):
             return
         found[module] = None
         for child in module.children():
@@ -47,6 +47,11 @@ def managed_modules(roots: tuple[nn.Module, ...]) -> list[nn.Module]:
 def is_unit(module: nn.Module) -> bool:
     """Whether ``module`` was passed to ``fully_shard``."""
     return UNIT_STATE in module.__dict__
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether one of torch's ``replicate`` functions was called on ``module``."""
+    return "replicate" in (_get_registry(module) or ())
 
 
 def managed_parameters(

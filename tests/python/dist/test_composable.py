@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
+from lowtide._torch_version import VERSION
 from support.recorder import Recorder, assert_pattern_equals_fsdp2, finish_step
-from support.systems import System
+from support.systems import System, get_system
 
 Pattern = Callable[[System, Recorder], None]
 
@@ -60,6 +61,59 @@ def replicate_inside(system: System, record: Recorder) -> None:
     replicate(model[1])
     system.fully_shard(model)
     train(model, record)
+
+
+def replicas_inside(system: System, **policy: Any) -> Any:
+    """Of torch's FSDP, one within another, around nothing of ``system``'s."""
+    model = build()
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("replicas",))
+    policies = {"mp_policy": system.MixedPrecisionPolicy(**policy)}
+    replicate2(model[1][0], mesh=mesh, **policies)
+    replicate2(model[1], mesh=mesh, **policies)
+    system.fully_shard(model[0], **policies)
+    system.fully_shard(model, **policies)
+    return model
+
+
+def replicate_with_fsdp_inside(system: System, record: Recorder) -> None:
+    train(replicas_inside(system), record)
+
+
+def replicate_with_fsdp_inside_in_bf16(system: System, record: Recorder) -> None:
+    half, single = torch.bfloat16, torch.float32
+    train(replicas_inside(system, param_dtype=half, reduce_dtype=single), record)
+
+
+def microbatches_of_replicas_inside(system: System, record: Recorder) -> None:
+    """Settings of the root are theirs, too."""
+    model = replicas_inside(system)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    for step in range(2):
+        for microbatch in range(3):
+            if step == 0:
+                model.set_requires_gradient_sync(microbatch == 2)
+            else:
+                model.set_requires_all_reduce(microbatch == 2)
+            model.set_reshard_after_backward(microbatch == 2)
+            x = torch.full((2, 8), 1.0 + dist.get_rank() + 0.1 * microbatch + step)
+            model(x).square().mean().backward()
+            record.add_model(model[1])  # whole replicas, but behind the last one
+        finish_step(model, optimizer, record)
+
+
+def finalized_replicas_inside(system: System, record: Recorder) -> None:
+    model = replicas_inside(system)
+    model.set_manual_backward_finalization(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    for step in range(2):
+        for microbatch in range(2):
+            model.set_requires_gradient_sync(False)
+            x = torch.full((2, 8), 1.0 + dist.get_rank() + 0.1 * microbatch + step)
+            model(x).square().mean().backward()
+        model.set_requires_gradient_sync(True)
+        model.finalize_backward()
+        finish_step(model, optimizer, record)
 
 
 def ddp_around(system: System, record: Recorder) -> None:
@@ -124,6 +178,10 @@ PATTERNS: dict[str, Pattern] = {
         replicate_around,
         replicate_with_fsdp_around,
         replicate_inside,
+        replicate_with_fsdp_inside,
+        replicate_with_fsdp_inside_in_bf16,
+        microbatches_of_replicas_inside,
+        *((finalized_replicas_inside,) if VERSION >= (2, 15) else ()),
         checkpointed,
         ddp_around,
         ddp_around_what_a_unit_ignores,
@@ -167,6 +225,52 @@ def replicate_what_is_sharded() -> str:
 
 def test_a_sharded_module_is_not_replicated(pool_of):
     assert pool_of(1).run(replicate_what_is_sharded)
+
+
+def settings_of_replicas() -> tuple[list[tuple[str, bool]], str]:
+    """What reaches the outermost ones, and what is said of a method that torch does not
+    have."""
+    model = replicas_inside(get_system("lowtide"))
+    names = ("set_keep_unsharded_storage", "set_reduce_scatter_unused_params")
+    told: list[tuple[str, bool]] = []
+    for name in names:
+        method = lambda _, value, name=name: told.append((name, value))  # noqa: E731
+        setattr(type(model[1]), name, method)
+        getattr(model, name)(True)
+        getattr(model, name)(False, recurse=False)
+    with pytest.raises(NotImplementedError) as error:
+        model._tell_replicas("of_another_torch", True)
+    return told, str(error.value)
+
+
+def test_settings_reach_replicas_that_torch_keeps_inside(pool_of):
+    ((told, said),) = pool_of(1).run(settings_of_replicas)
+    assert told == [
+        ("set_keep_unsharded_storage", True),
+        ("set_reduce_scatter_unused_params", True),
+    ]
+    assert said.startswith(
+        "lowtide: FSDPModule.of_another_torch: expected no ReplicateSequential inside, "
+        "got one, whose of_another_torch torch "
+    )
+
+
+def shard_what_is_replicated() -> str:
+    model = build()
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("replicas",))
+    replicate2(model[1], mesh=mesh)
+    with pytest.raises(ValueError, match="does not manage") as error:
+        lowtide.fully_shard(model[1])
+    return str(error.value)
+
+
+def test_a_replicated_module_is_not_sharded(pool_of):
+    (said,) = pool_of(1).run(shard_what_is_replicated)
+    assert said == (
+        "lowtide: fully_shard: expected a module that torch's replicate does not "
+        "manage, got ReplicateSequential. Shard what is around it, or parts of the "
+        "model beside it."
+    )
 
 
 def prefetch_on_meta() -> list[str]:
