@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPrecision
 from torch.distributed.tensor import Shard
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -88,18 +88,30 @@ else:
             """Waits until the gradients are reduced."""
 
 
-_OVERRIDE = "param_dtype_override_fn"  # a field of 2.15's MixedPrecisionPolicy
+_Override = Callable[[torch.nn.Parameter], torch.dtype | None] | None
+_OVERRIDE = "param_dtype_override_fn"
+
+if VERSION >= (2, 15):
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+else:
+
+    @dataclasses.dataclass(frozen=True)
+    class MixedPrecisionPolicy(TorchPrecision):  # type: ignore[no-redef]
+        """torch's, with a field of torch 2.15's: the dtype that a parameter is
+        computed with, its own or ``param_dtype``; None is that of ``param_dtype``."""
+
+        param_dtype_override_fn: _Override = dataclasses.field(
+            default=None, kw_only=True
+        )
 
 
-def dtype_override(
-    policy: MixedPrecisionPolicy,
-) -> Callable[[torch.nn.Parameter], torch.dtype | None] | None:
-    """The policy's ``param_dtype_override_fn``, if it has one: before 2.15 only a
-    program that has put one there does."""
+def dtype_override(policy: TorchPrecision) -> _Override:
+    """The policy's ``param_dtype_override_fn``, if it has one: before 2.15 torch's own
+    has none."""
     return getattr(policy, _OVERRIDE, None)
 
 
-def without_dtype_override(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+def without_dtype_override(policy: TorchPrecision) -> TorchPrecision:
     """The policy of parameters of which ``param_dtype_override_fn`` says nothing."""
     names = {field.name for field in dataclasses.fields(policy)} & {_OVERRIDE}
     changes: dict[str, Any] = dict.fromkeys(names)

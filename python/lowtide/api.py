@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
+    MixedPrecisionPolicy,
     OffloadPolicy,
     UnshardHandle,
     register_fsdp_forward_method,
@@ -31,7 +32,6 @@ from lowtide.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
     GradientMode,
-    MixedPrecisionPolicy,
 )
 
 __all__ = [

@@ -6,16 +6,14 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPrecision
 
 from lowtide._torch_version import (
     OWN,
     DataParallelMeshDims,
     GradDtype,
+    MixedPrecisionPolicy,
     ShardPlacementResult,
     default_reduce_dtype,
     dtype_override,
@@ -60,7 +58,7 @@ class ParameterDtypes:
 
 def parameter_dtypes(
     storage: torch.dtype,
-    policy: MixedPrecisionPolicy,
+    policy: TorchPrecision,
     *,
     who: str,
     grad_dtype: GradDtype = OWN,
@@ -117,7 +115,7 @@ def reduced_together(
 
 
 def overridden_dtype(
-    parameter: torch.nn.Parameter, policy: MixedPrecisionPolicy, *, who: str
+    parameter: torch.nn.Parameter, policy: TorchPrecision, *, who: str
 ) -> torch.dtype | None:
     """What the policy's ``param_dtype_override_fn`` (of torch 2.15) says of one
     parameter; None where the policy's ``param_dtype`` holds.

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lowtide._sharding import arguments, blocks
 from lowtide._sharding import modules as managed
@@ -20,7 +21,6 @@ from lowtide.losses._heads import NoHead, find_head, known_loss
 from lowtide.policies import (
     ActivationPolicy,
     GradientMode,
-    MixedPrecisionPolicy,
     OffloadPolicy,
 )
 

@@ -6,7 +6,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from lowtide._sharding import modules as managed
 from lowtide._sharding.fsdp_module import is_of_torch
@@ -15,7 +15,6 @@ from lowtide._sharding.spmd_mesh import check_dims
 from lowtide.policies import (
     DataParallelMeshDims,
     GradientMode,
-    MixedPrecisionPolicy,
 )
 
 

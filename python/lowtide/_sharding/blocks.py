@@ -7,8 +7,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-
-from lowtide.policies import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 # An embedding or a head is worth a unit of its own from this part of a block's
 # parameters on; without blocks, of the model's.

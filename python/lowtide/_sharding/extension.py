@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lowtide._base.agreement import require_same_lines
@@ -29,7 +30,6 @@ from lowtide._sharding.subclass import (
     require_hooks,
     versions_of,
 )
-from lowtide.policies import MixedPrecisionPolicy
 
 
 def _undisturbed(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,11 +28,10 @@ from torch._functorch.pyfunctorch import (
     temporarily_pop_interpreter_stack,
 )
 from torch.autograd import forward_ad
-from torch.distributed.fsdp import _fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, _fully_shard
 from torch.distributed.utils import _apply_to_tensors
 
 from lowtide import _C
-from lowtide.policies import MixedPrecisionPolicy
 
 _SKIP, _DEFAULT = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
 _F = TypeVar("_F", bound=Callable[..., Any])

@@ -16,6 +16,7 @@ from torch.distributed._composable.contract import (
     RegistryItem,
 )
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
@@ -55,7 +56,6 @@ from lowtide.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
     GradientMode,
-    MixedPrecisionPolicy,
     OffloadPolicy,
     ParameterDtypes,
     overridden_dtype,

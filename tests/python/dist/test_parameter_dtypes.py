@@ -34,9 +34,9 @@ class Routed(nn.Module):
 def policy_with(
     system: Any, override: Any, dtype: torch.dtype | None = torch.bfloat16
 ) -> Any:
-    policy = system.MixedPrecisionPolicy(dtype, torch.float32)
-    object.__setattr__(policy, "param_dtype_override_fn", override)
-    return policy
+    return system.MixedPrecisionPolicy(
+        dtype, torch.float32, param_dtype_override_fn=override
+    )
 
 
 def routers_stay(parameter: nn.Parameter) -> torch.dtype | None:
@@ -47,8 +47,9 @@ def train(system_name: str) -> dict[str, Tensor]:
     torch.manual_seed(0)
     system = get_system(system_name)
     model = nn.Sequential(Routed(), Routed())
-    policy = policy_with(system, routers_stay)
-    if system_name == "fsdp2" and VERSION < (2, 15):
+    if system_name == "lowtide" or VERSION >= (2, 15):
+        policy = policy_with(system, routers_stay)
+    else:
         policy = system.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         for block in model:  # what a careful user does there
             alone = system.MixedPrecisionPolicy(None, torch.float32)
