@@ -9,8 +9,7 @@
 #
 # Reads: TORCH (2.13, say: that version of torch, in .venv-2.13 and build-2.13), JOBS,
 #   LOWTIDE_CUDA (AUTO|ON|OFF), LOWTIDE_CUDA_ARCHS, LOWTIDE_UNITY, LOWTIDE_WERROR.
-# Needs: Debian with g++, make, python3-dev and python3-venv (Python >= 3.11; 3.10 with
-#   torch up to 2.14).
+# Needs: Debian with g++, make, python3-dev and python3-venv (Python >= 3.11).
 
 PYTHON ?= python3
 JOBS ?= $(shell nproc)

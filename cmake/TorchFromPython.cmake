@@ -13,9 +13,9 @@ list(GET LOWTIDE_TORCH_MINORS 0 torch_first)
 list(JOIN LOWTIDE_TORCH_MINORS ", " torch_minors)
 string(REGEX REPLACE ", ([^,]+)$" " or \\1" torch_minors "${torch_minors}")
 
-find_package(Python 3.10 COMPONENTS Interpreter Development.Module QUIET)
+find_package(Python 3.11 COMPONENTS Interpreter Development.Module QUIET)
 if(NOT Python_Interpreter_FOUND)
-  message(FATAL_ERROR "lowtide: Python: expected an interpreter >= 3.10, got "
+  message(FATAL_ERROR "lowtide: Python: expected an interpreter >= 3.11, got "
     "none. Run `apt install python3-dev python3-venv`, or pass "
     "-DPython_EXECUTABLE=<path>.")
 elseif(NOT Python_Development.Module_FOUND)

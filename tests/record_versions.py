@@ -26,7 +26,7 @@ def main(folder: Path) -> None:
 
     cpp = counts([path for path in folder.glob("*.xml") if path.stem != "python"])
     python = counts([folder / "python.xml"])
-    today = datetime.datetime.now(datetime.timezone.utc).date()
+    today = datetime.datetime.now(datetime.UTC).date()
     cells = [
         torch.__version__,
         "{}.{}".format(*sys.version_info),

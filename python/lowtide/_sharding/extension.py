@@ -7,7 +7,6 @@ csrc/shard/parameters/all_gather_extension.h.
 
 import dataclasses
 import inspect
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -73,14 +72,13 @@ class _Extended:
         try:
             return getattr(local, hook)(*args, **kwargs)
         except Exception as error:
-            if sys.version_info >= (3, 11):
-                error.add_note(
-                    f"lowtide: {self.parameter.name}: expected "
-                    f"{type(self.local).__name__}.{hook} to return on every rank, got "
-                    f"this error (rank {dist.get_rank()} of {dist.get_world_size()}). "
-                    "The others wait for this rank's next collective until their "
-                    "group's timeout."
-                )
+            error.add_note(
+                f"lowtide: {self.parameter.name}: expected "
+                f"{type(self.local).__name__}.{hook} to return on every rank, got "
+                f"this error (rank {dist.get_rank()} of {dist.get_world_size()}). "
+                "The others wait for this rank's next collective until their "
+                "group's timeout."
+            )
             raise
 
     def inputs(self, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> list[Tensor]:

@@ -1,4 +1,5 @@
-"""What names the versions of torch that the tree is built for names the same ones."""
+"""What names the versions of torch that the tree is built for names the same ones, and
+what names its oldest Python the same one."""
 
 import re
 from pathlib import Path
@@ -31,6 +32,37 @@ def test_its_pins_are_of_that_version(minor):
     name = "{}.{}".format(*minor)
     pins = (ROOT / f"requirements/torch-{name}.txt").read_text().splitlines()
     assert any(re.fullmatch(rf"torch=={re.escape(name)}\.\d+", pin) for pin in pins)
+
+
+# The oldest Python, by who names it.
+OLDEST = {
+    "pyproject.toml": (
+        r'requires-python = ">=([\d.]+)"',
+        r'target-version = "py(\d+)"',
+        r'python_version = "([\d.]+)"',
+    ),
+    "cmake/TorchFromPython.cmake": (
+        r"find_package\(Python ([\d.]+) ",
+        r"interpreter >= ([\d.]+),",
+    ),
+    "Makefile": (r"Python >= ([\d.]+)",),
+    "README.md": (r"Python >= ([\d.]+)",),
+    "docs/gpu_check.md": (r"Python >= ([\d.]+)",),
+    "requirements/dev.txt": (r"Python ([\d.]+)\.$",),
+    "tools/wheels.py": (r'PYTHONS = \("([\d.]+)",',),
+}
+
+
+def test_the_oldest_python_is_one_that_is_tried():
+    said = {
+        (file, pattern): re.search(pattern, (ROOT / file).read_text(), re.MULTILINE)
+        for file, patterns in OLDEST.items()
+        for pattern in patterns
+    }
+    oldest = {
+        where: found and found[1].replace(".", "") for where, found in said.items()
+    }
+    assert set(oldest.values()) == {"311"}, oldest
 
 
 # Each says the version to somebody; none goes by it.
