@@ -60,7 +60,7 @@ def build_root(state: UnitState) -> None:
             warn_of_additions(other)
     for other in states:
         other.settings.encloses_units = _encloses(other, states)
-        other.settings.leaf_module = _is_torch_leaf(other)
+        other.settings.leaf_module = _is_leaf(other)
     if state.auto_reshard:
         # Backward needs the root's own parameters right after forward.
         for other in state.together:
@@ -111,7 +111,9 @@ def _encloses(state: UnitState, states: list[UnitState]) -> bool:
     return any(module in below for other in others for module in other.modules)
 
 
-def _is_torch_leaf(state: UnitState) -> bool:
+def _is_leaf(state: UnitState) -> bool:
+    """One module of torch's, or an embedding of the program's own class: what its
+    forward reads in backward autograd has saved."""
     unknown = any(p.parallel or p.extended for p in state.parameters)
     if len(state.modules) != 1 or len(state.together) != 1 or unknown:
         return False
@@ -119,5 +121,15 @@ def _is_torch_leaf(state: UnitState) -> bool:
     original = original_class(module)
     # A forward of the user's may checkpoint the module's own.
     own_forward = "forward" not in module.__dict__
-    of_torch = original.__module__.startswith("torch.nn.")
-    return of_torch and own_forward and not any(module.children())
+    known = original.__module__.startswith("torch.nn.") or _is_embedding(original)
+    return known and own_forward and not any(module.children())
+
+
+def _is_embedding(original: type[nn.Module]) -> bool:
+    """A class of embeddings that does not compute its lookup again by itself."""
+    forward = getattr(original.forward, "__code__", None)
+    return (
+        issubclass(original, nn.Embedding)
+        and forward is not None
+        and not any("checkpoint" in name for name in forward.co_names)
+    )

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide._sharding import embedding
@@ -102,3 +103,61 @@ def refused() -> list[torch.dtype]:
 def test_indices_of_other_dtypes_raise_as_ever(pool_of):
     for dtypes in pool_of(2).run(refused):
         assert dtypes == [torch.float32, torch.int16, torch.uint8, torch.bool]
+
+
+# -- a class of the program's own -----------------------------------------------------
+
+
+class Scaled(nn.Embedding):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 3
+
+
+class Saving(nn.Embedding):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(input, self.weight.square())
+
+
+class Recomputing(nn.Embedding):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        lookup = nn.functional.embedding
+        looked_up: torch.Tensor = checkpoint(
+            lambda rows: lookup(rows, self.weight.square()), input, use_reentrant=False
+        )
+        return looked_up
+
+
+# Gathers of a step: embedding and head in forward, the head in backward.
+CLASSES = {Scaled: 3, Saving: 4, Recomputing: 4}
+
+
+def gathers_so_far(net: Any) -> int:
+    state = unit_state(net.embed)
+    return 0 if state is None else state.groups.gather.counters["all-gather"][0]
+
+
+def trained_of_class(name: str, kind: type[nn.Embedding]) -> tuple[Record, int]:
+    system, record = get_system(name), Recorder()
+    torch.manual_seed(0)
+    net: Any = Net()
+    net.embed = kind(ROWS, DIM)
+    for module in (net.embed, net.out, net):
+        system.fully_shard(module)
+    before = gathers_so_far(net)
+    for step in range(3):
+        net(indices("int64", step)).square().mean().backward()
+        record.add_model(net)
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.add_(parameter.grad, alpha=-0.1)
+        net.zero_grad()
+    return record.values, gathers_so_far(net) - before
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_table_that_backward_does_not_read_is_not_gathered_for_it(pool_of, kind):
+    ours = pool_of(2).run(trained_of_class, "lowtide", kind)
+    theirs = pool_of(2).run(trained_of_class, "fsdp2", kind)
+    for (mine, gathers), (other, _) in zip(ours, theirs, strict=True):
+        assert_same_records(mine, other)
+        assert gathers == 3 * CLASSES[kind]
