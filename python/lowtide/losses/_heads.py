@@ -81,9 +81,10 @@ def known_loss(model: nn.Module) -> str:
 
 @dataclasses.dataclass
 class Tally:
-    """Of a head whose logits are deferred: its calls outside of graphs, the
-    losses they became, who had logits made, how often, and which of them, by file and
-    line, were told."""
+    """Of a head whose logits are deferred: its calls outside of graphs, the losses they
+    became, who had logits made, how often (in a graph of torch.compile, each run of
+    which makes them, once for each trace), and which of them, by file and line, were
+    told."""
 
     calls: int = 0
     losses: int = 0

@@ -1,5 +1,7 @@
 """``defer_logits``: a head whose logits are not made until someone looks."""
 
+import itertools
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +24,8 @@ from lowtide.losses._sharded import can_stream, gathered_whole
 from lowtide.losses.linear import loss_and_sums
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_IN_GRAPH = "a graph of torch.compile that calls the head"
+_KEY = "_lowtide_deferred"  # the attribute by which a graph's trace knows a head
 
 
 def defer_logits(head: nn.Linear) -> None:
@@ -45,7 +49,7 @@ def defer_logits(head: nn.Linear) -> None:
             f"got {class_name(head)}. Use linear_cross_entropy with the head's weight."
         )
     if type(head).__call__ is not _call:
-        _deferred.apply(head)
+        _defer(head)
 
 
 class _Call:
@@ -169,6 +173,20 @@ def _say_made(head: nn.Linear, what: str) -> None:
     warn_made(what, tally.told)
 
 
+_numbers = itertools.count()
+_by_key: weakref.WeakValueDictionary[str, nn.Linear] = weakref.WeakValueDictionary()
+
+
+def _say_in_graph(key: str) -> None:
+    """Called while Dynamo traces; leaves nothing in the graph."""
+    if (head := _by_key.get(key)) is not None:
+        _say_made(head, _IN_GRAPH)
+
+
+# What torch._dynamo.assume_constant_result does, without importing it.
+_say_in_graph._dynamo_marked_constant = True
+
+
 # -- whether a call may wait ----------------------------------------------------------
 
 
@@ -177,6 +195,7 @@ def _call(self: nn.Linear, *args: Any, **kwargs: Any) -> Any:
         return _call_eagerly(self, *args, **kwargs)
     if not _is_sharded(self):
         # Its graph may have to be whole.
+        _say_in_graph(getattr(self, _KEY))
         return nn.Module.__call__(self, *args, **kwargs)
     return _call_between_graphs(self, *args, **kwargs)
 
@@ -299,8 +318,9 @@ def _casts_outputs(state: UnitState, head: nn.Linear) -> bool:
 
 def _deferred_class(original: type) -> type:
     def reduce(self: nn.Linear, protocol: Any) -> Any:
-        state = super(made, self).__reduce_ex__(protocol)  # type: ignore[arg-type]
-        return _again, (original,), *state[2:]
+        _, _, state, *rest = super(made, self).__reduce_ex__(protocol)  # type: ignore[arg-type]
+        kept = {name: value for name, value in state.items() if name != _KEY}
+        return _again, (original,), kept, *rest
 
     members = {
         "__call__": _call,
@@ -317,5 +337,12 @@ _deferred = ClassSwap(_deferred_class)
 
 def _again(original: type[nn.Linear]) -> nn.Linear:
     head = original.__new__(original)
-    _deferred.apply(head)
+    _defer(head)
     return head
+
+
+def _defer(head: nn.Linear) -> None:
+    _deferred.apply(head)
+    key = f"head {next(_numbers)}"
+    head.__dict__[_KEY] = key
+    _by_key[key] = head

@@ -4,7 +4,9 @@ model is called between graphs, and its loss without logits has the eager bits."
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +20,17 @@ import lowtide
 from lowtide.losses import defer_logits
 from lowtide.losses._heads import tally_of
 from support.bits import same_bits
+from support.deferred_heads import (
+    FLAT,
+    SETTINGS,
+    TOKENS,
+    VOCAB,
+    heads,
+    inputs,
+    results,
+)
 from support.models import MODELS
-from support.z_losses import olmo
+from support.z_losses import APART, SHARED, olmo
 
 STEPS = 3
 
@@ -129,3 +140,89 @@ def test_a_graph_that_has_to_be_whole_says_so():
     loss = torch.compile(cross_entropy, backend="aot_eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="DeferredLogits"):
         loss(layer(torch.randn(2, 3, 8)), torch.zeros(2, 3, dtype=torch.int64))
+
+
+# -- every way to a loss, by hand -----------------------------------------------------
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def of_tokens(choose: Callable[[Tensor], Any], shape: tuple[int, ...]) -> Loss:
+    targets = torch.arange(math.prod(shape)) % VOCAB
+
+    def loss(z: Tensor, t: Tensor) -> Tensor:
+        return F.cross_entropy(choose(z).contiguous().view(-1, VOCAB), targets)
+
+    return loss
+
+
+def with_settings(settings: dict[str, Any]) -> Loss:
+    def loss(z: Tensor, t: Tensor) -> Tensor:
+        return F.cross_entropy(z.flatten(0, 1), t.flatten().clamp(min=0), **settings)
+
+    return loss
+
+
+LOSSES: dict[str, Loss] = {
+    **FLAT,
+    **{f"tokens {name}": of_tokens(*chosen) for name, chosen in TOKENS.items()},
+    **{f"settings {one}": with_settings(one) for one in SETTINGS},
+    **{f"z-loss {name}": one for name, one in {**SHARED, **APART}.items()},
+}
+IN_GRAPH = "a graph of torch.compile that calls the head"
+
+
+def compiled_loss(name: str, backend: str) -> None:
+    """Of logits that were deferred outside of it."""
+    _, head = heads()
+    hidden, targets = inputs()
+    expected = results(LOSSES[name](head(hidden), targets), hidden, head)
+    tally = tally_of(head)
+    eager = dataclasses.replace(tally)
+    loss = torch.compile(LOSSES[name], backend=backend)
+    actual = results(loss(head(hidden), targets), hidden, head)
+    for mine, wanted in zip(actual, expected, strict=True):
+        assert same_bits(mine, wanted)
+    assert tally.made.total() == 0 and tally.losses == 2 * eager.losses
+
+
+def compiled_head(name: str, backend: str, fullgraph: bool) -> None:
+    """It is called in the graph, and says so once."""
+    plain, head = heads()
+    hidden, targets = inputs()
+
+    def compiled(head: Any) -> Callable[[], list[Tensor]]:
+        loss = torch.compile(
+            lambda x, t: LOSSES[name](head(x), t), backend=backend, fullgraph=fullgraph
+        )
+        return lambda: results(loss(hidden, targets), hidden, head)
+
+    expected = compiled(plain)()
+    run = compiled(head)
+    with pytest.warns(UserWarning, match=IN_GRAPH) as caught:
+        actual = [run() for _ in range(2)]
+    said = [one for one in caught if "lowtide: " in str(one.message)]
+    assert [one.filename for one in said] == [__file__]
+    for mine, wanted in zip(actual[0], expected, strict=True):
+        assert same_bits(mine, wanted)
+    # A trace that meets the end of its graph begins again.
+    assert set(tally_of(head).made) == {IN_GRAPH}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_is_compiled_makes_no_logits(name):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "lowtide: deferred logits")
+        compiled_loss(name, "aot_eager")
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_head_that_is_compiled_with_its_loss_says_so(name, fullgraph):
+    compiled_head(name, "aot_eager", fullgraph)
+
+
+@pytest.mark.slow
+def test_inductors_code_beside_deferred_logits():
+    compiled_loss("view", "inductor")
+    compiled_head("view", "inductor", True)

@@ -25,7 +25,12 @@ from support.bits import same_bits
 from support.deferred_heads import (
     BATCH,
     DIM,
+    FLAT,
+    LAST,
     LENGTH,
+    MASK,
+    SETTINGS,
+    TOKENS,
     VOCAB,
     heads,
     inputs,
@@ -40,29 +45,6 @@ def no_warnings():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
-
-
-# How programs reach their loss from [batch, length, vocabulary], and the same of hidden
-# and targets.
-Program = Callable[[Tensor, Tensor], Tensor]
-FLAT: dict[str, Program] = {
-    "flatten": lambda z, t: F.cross_entropy(z.flatten(0, 1).float(), t.flatten()),
-    "torch.flatten": lambda z, t: F.cross_entropy(torch.flatten(z, 0, 1), t.flatten()),
-    "view": lambda z, t: F.cross_entropy(z.float().view(-1, VOCAB), t.view(-1)),
-    "view_size": lambda z, t: F.cross_entropy(z.view(-1, z.size(-1)), t.view(-1)),
-    "reshape": lambda z, t: F.cross_entropy(
-        torch.reshape(z, (-1, VOCAB)).to(torch.float32), t.reshape(-1)
-    ),
-    "module": lambda z, t: nn.CrossEntropyLoss()(z.flatten(0, -2), t.flatten()),
-    "to_device": lambda z, t: F.cross_entropy(
-        input=z.to("cpu").contiguous().view(-1, VOCAB), target=t.view(-1)
-    ),
-}
-SETTINGS: list[dict[str, Any]] = [
-    {},
-    {"reduction": "sum"},
-    {"label_smoothing": 0.1, "ignore_index": 0},
-]
 
 
 @pytest.mark.parametrize("name", FLAT)
@@ -98,47 +80,6 @@ def test_settings_against_float64(settings, bias):
         results(loss, hidden, deferred), results(wanted, hidden64, precise), strict=True
     ):
         torch.testing.assert_close(mine.double(), reference, rtol=1e-5, atol=1e-6)
-
-
-MASK = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % 3 == 0
-LAST = torch.tensor([2, 5, 7])
-# What is done to [batch, length, vocabulary], and alike to hidden -> its tokens' shape.
-TOKENS: dict[str, tuple[Callable[[Tensor], Any], tuple[int, ...]]] = {
-    "shifted": (lambda x: x[..., :-1, :], (BATCH, LENGTH - 1)),
-    "leading": (lambda x: x[:, 1:], (BATCH, LENGTH - 1)),
-    "sample": (lambda x: x[1], (LENGTH,)),
-    "chunk": (lambda x: x.chunk(2, dim=1)[1], (BATCH, LENGTH // 2)),
-    "split": (lambda x: torch.split(x, 3, dim=1)[2], (BATCH, 2)),
-    "sections": (lambda x: x.split([2, 1], dim=0)[1], (1, LENGTH)),
-    "named": (
-        lambda x: torch.split(x, split_size_or_sections=4, dim=1)[0],
-        (BATCH, 4),
-    ),
-    "tensor_split": (lambda x: x.tensor_split(3, dim=1)[0], (BATCH, 3)),
-    "narrow": (lambda x: x.narrow(1, 2, 3), (BATCH, 3)),
-    "narrow_named": (lambda x: torch.narrow(x, dim=-2, start=0, length=2), (BATCH, 2)),
-    "select": (lambda x: x.select(0, -1), (LENGTH,)),
-    "unbind": (lambda x: torch.unbind(x, 1)[3], (BATCH,)),
-    "iterated": (lambda x: [*x][2], (LENGTH,)),
-    "transpose": (lambda x: x.transpose(0, 1), (LENGTH, BATCH)),
-    "permute": (lambda x: x.permute(1, 0, 2)[1:], (LENGTH - 1, BATCH)),
-    "unsqueeze": (lambda x: x.unsqueeze(1), (BATCH, 1, LENGTH)),
-    "squeeze": (lambda x: x[:1].squeeze(0), (LENGTH,)),
-    "squeeze_all": (lambda x: torch.squeeze(x[:1, None]), (LENGTH,)),
-    "view_as": (
-        lambda x: x.view_as(torch.empty(LENGTH, BATCH, x.shape[-1])),
-        (LENGTH, BATCH),
-    ),
-    "reshape_as": (lambda x: x.reshape_as(x[None]), (1, BATCH, LENGTH)),
-    "unflatten": (lambda x: x.unflatten(1, (2, -1)), (BATCH, 2, LENGTH // 2)),
-    "new_dimension": (lambda x: x[:, None, 1:], (BATCH, 1, LENGTH - 1)),
-    "mask": (lambda x: x[MASK], (int(MASK.sum()),)),
-    "mask_of_samples": (lambda x: x[torch.tensor([True, False, True])], (2, LENGTH)),
-    "mask_of_flat": (lambda x: x.flatten(0, 1)[MASK.flatten()], (int(MASK.sum()),)),
-    "last_of_each": (lambda x: x[torch.arange(BATCH), LAST], (BATCH,)),
-    "some": (lambda x: x[:, LAST], (BATCH, 3)),
-    "first_ones": (lambda x: x[:, :LENGTH][..., LAST, :], (BATCH, 3)),
-}
 
 
 @pytest.mark.parametrize("name", TOKENS)
@@ -542,13 +483,21 @@ def test_inside_a_checkpoint():
         assert same_bits(mine, other)
 
 
+IN_GRAPH = "a graph of torch.compile that calls the head"
+
+
 def test_a_compiled_model_calls_its_head():
     plain, deferred = heads()
     hidden, _ = inputs()
-    compiled = torch.compile(
-        nn.Sequential(nn.Tanh(), deferred), backend="eager", fullgraph=True
-    )
-    assert same_bits(compiled(hidden), plain(hidden.tanh()))
+    for head in (deferred, copy.deepcopy(deferred)):
+        compiled = torch.compile(
+            nn.Sequential(nn.Tanh(), head), backend="eager", fullgraph=True
+        )
+        with pytest.warns(UserWarning, match=IN_GRAPH) as caught:
+            seen = [compiled(hidden) for _ in range(2)]
+        assert all(same_bits(one, plain(hidden.tanh())) for one in seen)
+        assert [one.filename for one in caught] == [__file__]
+        assert tally_of(head).made == {IN_GRAPH: 1}
 
 
 def test_nothing_is_held_after_the_last_reference():
