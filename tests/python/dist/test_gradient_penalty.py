@@ -130,6 +130,8 @@ def error_in_func(derivative: str) -> str:
         "jvp of grad": lambda: torch.func.jvp(
             torch.func.grad(lambda z: model(z).sum()), (x,), (x,)
         ),
+        "vjp": lambda: torch.func.vjp(model, x)[1](torch.ones(2, 1)),
+        "jacrev": lambda: torch.func.jacrev(model)(x),
         "inside vmap": lambda: torch.func.vmap(torch.func.jacrev(model))(x),
         "vmap": lambda: torch.func.vmap(model)(x),
     }
@@ -140,7 +142,9 @@ def error_in_func(derivative: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("derivative", ["grad", "jvp of grad", "inside vmap"])
+@pytest.mark.parametrize(
+    "derivative", ["grad", "vjp", "jacrev", "jvp of grad", "inside vmap"]
+)
 def test_derivatives_of_torch_func_are_refused_by_name(pool_of, derivative):
     """FSDP2 of 2.14 and 2.15 takes them. `torch.func.jvp` alone: `test_tangents.py`."""
     for text in pool_of(2).run(error_in_func, derivative):
