@@ -7,6 +7,7 @@ a rule. Its gradient is then complete when that unit's are.
 """
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lowtide._sharding.modules import managed_modules
 from lowtide._sharding.owners import owner_of
@@ -37,12 +38,28 @@ def move_shared_parameters(root: nn.Module, states: list[UnitState]) -> None:
 
 def _join_slots(states: list[UnitState]) -> None:
     """A weight that was tied after it had been sharded: what it was before goes."""
+    new = _owners_of_new(states)
     for state in states:
         for parameter in list(state.parameters):
-            owner = owner_of(parameter.registered)
+            registered = parameter.registered
+            owner = owner_of(registered) or new.get(id(registered))
             if owner is not None and owner is not parameter:
                 state.give_up(parameter)
                 owner.slots.extend(parameter.slots)
+
+
+def _owners_of_new(states: list[UnitState]) -> dict[int, UnitParameter]:
+    """By the ids of parameters that no unit has seen yet, put in the place of shards:
+    those of one weight each, as transformers loads and then ties it, become the shard
+    of the one that is split over its mesh."""
+    owners: dict[int, UnitParameter] = {}
+    for state in states:
+        for parameter in state.parameters:
+            registered = parameter.registered
+            if owner_of(registered) is None and isinstance(registered, DTensor):
+                if registered.device_mesh == parameter.spec.mesh:
+                    owners.setdefault(id(registered), parameter)
+    return owners
 
 
 def _drop_removed(root: nn.Module, states: list[UnitState]) -> None:

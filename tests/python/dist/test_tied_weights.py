@@ -65,15 +65,22 @@ def shared_in_the_root(system_name: str, blocks: bool) -> Any:
 
 
 def shared_over_units(blocks: bool, tie: str) -> tuple[Any, list[bool]]:
-    """Every module its own unit, tied before sharding or afterwards."""
+    """Every module its own unit, tied before sharding or afterwards, as it is or where
+    it is loaded first: transformers puts another parameter there."""
     system = get_system("lowtide")
     torch.manual_seed(3)
     model: Any = Tied(blocks)
-    if tie == "afterwards":
+    if tie != "before":
         model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
     for unit in (model.embed, *model.blocks, model.head, model):
         system.fully_shard(unit)
-    if tie == "afterwards":
+    if tie == "loaded":
+        shard = model.embed.weight
+        loaded = shard.detach().clone()
+        with torch.no_grad():
+            shard.zero_()
+        model.embed.weight = nn.Parameter(loaded)
+    if tie != "before":
         model.head.weight = model.embed.weight
     values = train(model)
     facts = [
@@ -86,7 +93,7 @@ def shared_over_units(blocks: bool, tie: str) -> tuple[Any, list[bool]]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("tie", ["before", "afterwards"])
+@pytest.mark.parametrize("tie", ["before", "afterwards", "loaded"])
 @pytest.mark.parametrize("blocks", [False, True], ids=("head", "head_and_blocks"))
 def test_weight_tied_over_units_is_shared(pool_of, num_ranks, blocks, tie):
     pool = pool_of(num_ranks)
