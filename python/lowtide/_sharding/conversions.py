@@ -3,16 +3,20 @@
 somebody in C++ has them: units let go of them, and take over what has come.
 
 A program may convert any module, a norm among the root's, say, or the model inside of
-an adapter's: every module that has parameters of units has an `_apply` of its own."""
+an adapter's: every module that has parameters of units has an `_apply` of its own.
+
+One that changes nothing leaves a gathered unit as it is: modules convert what is inside
+them in their forward, to be sure of a dtype that it has already."""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 
@@ -21,6 +25,8 @@ class Unit(Protocol):
 
     @property
     def is_converted(self) -> bool: ...
+    @property
+    def is_gathered(self) -> bool: ...
     def begin_conversion(self) -> None: ...
     def end_conversion(self) -> None: ...
 
@@ -32,11 +38,14 @@ class _Conversion:
         self._module = weakref.ref(module)
         self.units: weakref.WeakSet[Unit] = weakref.WeakSet()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, convert: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         assert module is not None
+        gathered = any(unit.is_gathered for unit in self.units)
+        if gathered and _changes_nothing(convert, module):
+            return module
         with converted(self.units):
-            return type(module)._apply(module, *args, **kwargs)
+            return type(module)._apply(module, convert, *args, **kwargs)
 
     def __reduce__(self) -> Any:
         """A copy of the module is of no unit."""
@@ -49,6 +58,23 @@ def watch_conversions(modules: Iterable[nn.Module], unit: Unit) -> None:
     """``unit``: it has parameters of theirs."""
     for module in modules:
         module.__dict__.setdefault("_apply", _Conversion(module)).units.add(unit)
+
+
+def _changes_nothing(convert: Callable[..., Any], module: nn.Module) -> bool:
+    """Tried on small tensors of the same kinds as the module's."""
+    kinds = {
+        (tensor.dtype, tensor.device, tensor.ndim)
+        for tensor in [*module.parameters(), *module.buffers()]
+    }
+    for dtype, device, ndim in kinds:
+        with torch.no_grad():
+            small = torch.zeros((2,) * ndim, dtype=dtype, device=device)
+            before = (small._version, small.is_shared())
+            if convert(small) is not small:
+                return False
+            if (small._version, small.is_shared()) != before:
+                return False
+    return True
 
 
 @contextmanager

@@ -459,6 +459,10 @@ class UnitState(PrivateState):
     def is_converted(self) -> bool:
         return self._unconverted is not None
 
+    @property
+    def is_gathered(self) -> bool:
+        return self.unit is not None and self.unit.state == "unsharded"
+
     def begin_conversion(self) -> None:
         """Drops the C++ unit's references to the parameters."""
         if self.unit is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from support.recorder import (
@@ -96,6 +97,61 @@ def test_conversions_inside_a_unit_keep_the_bits(pool_of, gathered):
     )
     for mine, other in zip(ours, theirs, strict=True):
         assert_same_records(mine, other)
+
+
+class Converting(nn.Module):
+    """As the routers of Switch Transformers are: sure of a dtype in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.classifier = self.classifier.to(torch.bfloat16)
+        return torch.tanh(self.classifier(x))
+
+
+def converted_in_forward(system_name: str) -> Record:
+    system = get_system(system_name)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Sequential(Converting(), nn.Linear(8, 8)) for _ in range(2))
+    )
+    policy = system.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for block in model:
+        system.fully_shard(block, mp_policy=policy)
+    system.fully_shard(model, mp_policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    record = Recorder()
+    for seed in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+        loss = model(x).float().pow(2).mean()
+        loss.backward()
+        record.add("loss", loss)
+        record.add_model(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    record.add_model(model)
+    return record.values
+
+
+def test_a_conversion_to_what_it_is_leaves_a_forward_alone(pool_of):
+    assert_trains_as_fsdp2(pool_of(2), converted_in_forward)
+
+
+def zeroed_while_gathered() -> list[bool]:
+    """Conversions that change a tensor in its place are conversions."""
+    around = make(get_system("lowtide").fully_shard)
+    step(around, torch.optim.SGD(around.parameters(), lr=0.1), 0)
+    around.unshard()
+    gathered = not isinstance(around.model.norm.weight, DTensor)
+    around.model.norm._apply(lambda tensor: tensor.mul_(0))
+    around.reshard()
+    return [gathered, not around.model.norm.weight.to_local().any()]
+
+
+def test_a_conversion_in_place_reaches_the_shards(pool_of):
+    assert pool_of(2).run(zeroed_while_gathered) == [[True, True]] * 2
 
 
 def rounded(part: str, tied: bool) -> list[torch.Tensor]:

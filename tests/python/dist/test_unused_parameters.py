@@ -210,7 +210,9 @@ def switch_transformers() -> Any:
     return SwitchTransformersForConditionalGeneration(config).train()
 
 
-def translations(system_name: str, *, as_zeros: bool) -> tuple[Record, list[list[str]]]:
+def translations(
+    system_name: str, *, as_zeros: bool, microbatches: int
+) -> tuple[Record, list[list[str]]]:
     """Of four steps; the parameters that have no gradient in each."""
     system = get_system(system_name)
     model = switch_transformers()
@@ -226,8 +228,8 @@ def translations(system_name: str, *, as_zeros: bool) -> tuple[Record, list[list
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     record, without = Recorder(), []
     for step in range(4):
-        for microbatch in range(2):
-            model.set_requires_gradient_sync(microbatch == 1)
+        for microbatch in range(microbatches):
+            model.set_requires_gradient_sync(microbatch == microbatches - 1)
             torch.manual_seed(100 * step + 10 * microbatch + dist.get_rank())
             ids = torch.randint(0, 32, (1, 5))
             loss = model(input_ids=ids, labels=ids.roll(1, 1)).loss
@@ -246,10 +248,12 @@ def translations(system_name: str, *, as_zeros: bool) -> tuple[Record, list[list
 )
 def test_experts_of_switch_transformers(pool_of, beside):
     """They are modules that are not called without tokens: the same bits as with zeros
-    for those that nobody used."""
+    for those that nobody used. Their routers convert themselves in every forward, and so
+    round what FSDP2 has accumulated without sync."""
     pool = pool_of(2)
-    theirs = pool.run(translations, beside, as_zeros=True)
-    ours = pool.run(translations, "lowtide", as_zeros=False)
+    few = 2 if beside == "lowtide" else 1
+    theirs = pool.run(translations, beside, as_zeros=True, microbatches=few)
+    ours = pool.run(translations, "lowtide", as_zeros=False, microbatches=few)
     for mine, other in zip(ours, theirs, strict=True):
         assert_same_records(mine[0], other[0])
         assert all(mine[1])
