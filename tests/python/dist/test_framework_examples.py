@@ -19,6 +19,7 @@ import pytest
 from support import verl_on_cpus
 from support.commands import ENVIRONMENT, one_agent
 from support.titan_on_cpus import HAS_CONFIGS
+from support.transformers_versions import SHARDS, SHARDS_NOT
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples/frameworks"
@@ -38,6 +39,7 @@ class Example:
 CASES = {
     "accelerate": Example("Sequential", 16 // 2, "accelerate_on_cpus.py"),
     "transformers": Example("LlamaForCausalLM", 12, "accelerate_on_cpus.py"),
+    "transformers_sharded": Example("LlamaForCausalLM", 9),
     "lightning": Example("Transformer", 8),
     "torchtitan": Example("Transformer", 4, "titan_on_cpus.py"),
     "torchtitan_0_3": Example("Llama3Model", 6, "titan_on_cpus.py", again=("6",)),
@@ -48,6 +50,8 @@ TITANS = {"torchtitan": False, "torchtitan_0_3": True}
 
 
 def skip_what_is_not_here(name: str) -> None:
+    if name == "transformers_sharded" and not SHARDS:
+        pytest.skip(SHARDS_NOT)
     if name == "verl" and not verl_on_cpus.is_here():
         pytest.skip(verl_on_cpus.MISSING)
     if TITANS.get(name, HAS_CONFIGS) is not HAS_CONFIGS:

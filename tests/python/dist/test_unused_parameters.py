@@ -248,8 +248,8 @@ def translations(
 )
 def test_experts_of_switch_transformers(pool_of, beside):
     """They are modules that are not called without tokens: the same bits as with zeros
-    for those that nobody used. Their routers convert themselves in every forward, and so
-    round what FSDP2 has accumulated without sync."""
+    for those that nobody used. Their routers convert themselves in every forward, and
+    so round what FSDP2 has accumulated without sync."""
     pool = pool_of(2)
     few = 2 if beside == "lowtide" else 1
     theirs = pool.run(translations, beside, as_zeros=True, microbatches=few)

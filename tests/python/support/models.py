@@ -191,7 +191,7 @@ MODELS: dict[str, TinyModel] = {
     ),
     "mixtral": TinyModel(mixtral, causal_loss, DECODER_UNITS),
     "bert": TinyModel(bert, masked_loss, layers("bert.encoder.layer")),
-    "vit": TinyModel(vit, image_loss(16), layers("vit.encoder.layer")),
+    "vit": TinyModel(vit, image_loss(16), layers("vit.layers")),
     "resnet": TinyModel(resnet, image_loss(32), (*layers("layer1"), *layers("layer4"))),
     "lstm": TinyModel(LSTM, series_loss, ("embed", "head")),
 }
