@@ -26,6 +26,7 @@ from lowtide.integrations import all_or_nothing
 from lowtide.integrations.binding import bind
 from lowtide.integrations.deferral import Deferral
 from lowtide.integrations.policy_text import parse_policy
+from lowtide.integrations.replaced import Replaced
 from lowtide.memory import memory_report
 from lowtide.policies import ActivationPolicy
 
@@ -65,6 +66,7 @@ class Session:
         )  # hooks that see the first forward
         self._ended: list[str] = []  # what models held that are gone
         self.num_blocks = 0  # that got it
+        self._replaced = Replaced()
         self.binding = bind(self._shard)
         self._undo_refusals = [_refuse_fsdp1(), _refuse_hidden()]
         self._guards = options.all_or_nothing
@@ -121,6 +123,9 @@ class Session:
         else:
             fully_shard(module, **kw)
         self._rank = dist.get_rank()
+        if not self._sharded and self.is_rank_0:
+            for line in self._left_out():
+                print(line, file=sys.stderr, flush=True)
         for one in modules:
             self._sharded.append(weakref.ref(one))
             if self._policy is not None or self._deferral is not None:
@@ -159,6 +164,7 @@ class Session:
         users = self.binding.users()
         if users:
             yield f"lowtide: run: fully_shard of {', '.join(users)} was lowtide's"
+        yield from self._left_out()
         models = [module for ref in self._sharded if (module := ref()) is not None]
         held = [*self._ended, *map(_report, filter(_is_root, models))]
         yield from held
@@ -170,6 +176,14 @@ class Session:
             yield (
                 f"lowtide: run: {len(self._sharded)} units were sharded, and no model "
                 "of theirs is where it was sharded with a forward behind it"
+            )
+
+    def _left_out(self) -> Iterator[str]:
+        if methods := self._replaced.methods():
+            yield (
+                f"lowtide: run: the program has replaced {', '.join(methods)}. lowtide "
+                "does not call these methods of FSDP2's: what they do is left out. "
+                "Compare with a run without lowtide."
             )
 
 

@@ -55,6 +55,52 @@ def test_a_script_of_fsdp2_runs_unedited_with_its_bits(tmp_path):
     assert "torch.distributed._composable.fsdp," in bound[0]
     # Of the model that was saved and of the one that resumed.
     assert lines.count("lowtide: run: Transformer") == lines.count(REPORT) == 2
+    assert "has replaced" not in said
+
+
+REPLACES = """
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+torch.distributed.init_process_group("gloo")
+theirs = FSDPParam._init_sharded_param
+
+
+def quantized(self, *args):
+    return theirs(self, *args)
+
+
+FSDPParam._init_sharded_param = quantized
+FSDPModule.my_own = lambda self: 3
+model = fully_shard(nn.Linear(4, 4))
+FSDPParamGroup.is_sharded = property(lambda self: True)
+FSDPModule.reshard = quantized
+assert model.my_own() == 3
+model(torch.ones(1, 4)).sum().backward()
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_methods_of_fsdp2_that_are_replaced_are_named(tmp_path):
+    """Before the first unit and at the end, on rank 0; not one that lowtide's modules
+    have from FSDP2's."""
+    (tmp_path / "replaces.py").write_text(REPLACES)
+    words = (*RUN, str(SCRIPTS / "leave_at_exit.py"), str(tmp_path / "replaces.py"))
+    _, said = on_two_ranks(words, tmp_path / "lowtide")
+    one = "FSDPParam._init_sharded_param (by __main__.quantized)"
+    more = (
+        f"{one}, FSDPParamGroup.is_sharded (by __main__.<lambda>), "
+        "FSDPModule.reshard (by __main__.quantized)"
+    )
+    assert [line for line in said.splitlines() if "has replaced" in line] == [
+        f"lowtide: run: the program has replaced {methods}. lowtide does not call "
+        "these methods of FSDP2's: what they do is left out. Compare with a run "
+        "without lowtide."
+        for methods in (one, more)
+    ]
 
 
 @pytest.mark.slow

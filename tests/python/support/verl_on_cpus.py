@@ -73,7 +73,7 @@ def stand_in_for_absent() -> None:
     """Before the first import of verl in a process."""
     if not any(isinstance(finder, _AbsentOnes) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AbsentOnes())
-        # Before the transformers that the other tests run, which verl does not take; the
+        # Before the transformers of the other tests, which verl does not take; the
         # first place is the script's.
         sys.path.insert(1, str(FOLDER))
 
