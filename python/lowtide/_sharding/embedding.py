@@ -6,19 +6,28 @@ unit whose module is one large ``nn.Embedding`` is not gathered: forward reads o
 of every rank's rows after the other and keeps those that were asked for; backward
 computes the gradient of one block after the other, each as large as a chunk of the
 gradient ring. Both give the same numbers as autograd's on the whole table.
+
+A class that derives from ``nn.Embedding`` may do more in its forward, scale what it
+looked up or mask it. If it does nothing with the table but look up, which is tried on
+tensors without bytes before the first forward, its lookup is done in blocks.
 """
 
 import functools
+import inspect
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from lowtide import _C
 from lowtide._base.backward import PerBackward, in_backward
+from lowtide._base.classes import class_name
 from lowtide._base.rows import RowChunk, strided_chunks
 
 # A table of that many bytes in fp32 or more is read, and its gradient comes, in blocks.
@@ -34,15 +43,17 @@ LOOKUP_RANKS = 64
 MOST_LOOKUP_BYTES = 1 << 30
 
 
-def wants_rows(module: nn.Module, original: type) -> bool:
-    """Whether the unit of ``module``, an ``original``, works in blocks of rows."""
+def wants_rows(module: nn.Module, original: type, table: nn.Parameter) -> bool:
+    """Whether the unit of ``module``, an ``original``, works in blocks of rows.
+    ``table``: its full weight, without bytes."""
     return (
-        original is nn.Embedding
-        and isinstance(module, nn.Embedding)
+        isinstance(module, nn.Embedding)
         and module.weight.numel() * 4 >= LARGE_TABLE
         and module.max_norm is None
         and not module.scale_grad_by_freq
         and not module.sparse
+        and "forward" not in module.__dict__
+        and (original is nn.Embedding or _only_looks_up(module, original, table))
     )
 
 
@@ -106,6 +117,20 @@ class EmbeddingRows:
 
     # What torch.compiler.disable sets, without importing the compiler.
     forward._torchdynamo_disable = True
+
+    def run(
+        self, forward: Callable[..., Any], module: Any, *args: Any, **kw: Any
+    ) -> Any:
+        """A forward of the program's own class, which sees the full weight."""
+        shard = module._parameters["weight"]
+        module._parameters["weight"] = self._weight
+        try:
+            with _Lookups(module, functools.partial(self.forward, module)):
+                return forward(module, *args, **kw)
+        finally:
+            module._parameters["weight"] = shard
+
+    run._torchdynamo_disable = True
 
     def look_up(self, indices: Tensor) -> Tensor:
         """The rows ``indices`` of the table. Collective unless it is gathered."""
@@ -172,6 +197,81 @@ class EmbeddingRows:
     def _chunks(self) -> tuple[RowChunk, ...]:
         stream = self._stream
         return strided_chunks(stream.num_rows, stream.world_size, stream.block_rows)
+
+
+# -- classes of the program's own -----------------------------------------------------
+
+
+class _Lookups(TorchFunctionMode):
+    """Within, ``look_up(indices)`` stands for ``F.embedding`` of the module's table.
+
+    Raises:
+        NotImplementedError: For anything else that gets the table.
+    """
+
+    def __init__(self, module: nn.Embedding, look_up: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self._module, self._table, self._look_up = module, module.weight, look_up
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if all(leaf is not self._table for leaf in tree_leaves((args, kwargs))):
+            return function(*args, **kwargs)
+        if function is F.embedding:
+            asked = _EMBEDDING.bind(*args, **kwargs).arguments
+            if self._is_of_the_module(asked):
+                return self._look_up(asked["input"])
+        elif getattr(function, "__name__", "") == "__get__":  # an attribute of it
+            return function(*args, **kwargs)
+        raise NotImplementedError(
+            f"lowtide: {class_name(self._module)}: expected a forward that only looks "
+            f"its table up, as when it was tried, got {torch.typename(function)}. "
+            "Make what it does with the table a module of its own, around an "
+            "nn.Embedding."
+        )
+
+    def _is_of_the_module(self, asked: dict[str, Any]) -> bool:
+        changes = ("max_norm", "scale_grad_by_freq", "sparse")
+        return (
+            asked["weight"] is self._table
+            and asked.get("padding_idx") == self._module.padding_idx
+            and not any(asked.get(name) for name in changes)
+        )
+
+
+_EMBEDDING = inspect.signature(F.embedding)
+
+
+def _only_looks_up(
+    module: nn.Embedding, original: type[nn.Module], table: nn.Parameter
+) -> bool:
+    """Whether its forward does, tried with indices of two dimensions. No module inside
+    takes part, nor a hook."""
+    if any(module.children()):
+        return False
+    alike: Any = original.__new__(original)
+    alike.__dict__ = module.__dict__ | {"_parameters": {"weight": table}}
+    calls: list[Tensor] = []
+
+    def look_up(indices: Tensor) -> Tensor:
+        calls.append(indices)
+        shape = (*indices.shape, table.shape[1])
+        return indices.new_empty(shape, dtype=table.dtype)
+
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            indices = torch.zeros(2, 3, dtype=torch.int64, device=table.device)
+            with _Lookups(alike, look_up):
+                output = original.forward(alike, indices)
+    except Exception:
+        return False
+    return bool(calls) and isinstance(output, Tensor)
 
 
 def _rows_of(indices: Tensor) -> Tensor:

@@ -490,6 +490,8 @@ def _fsdp_class(original: type) -> type:
     }
     if original is nn.Embedding:
         members["forward"] = _embedding_forward
+    elif issubclass(original, nn.Embedding):
+        members["forward"] = _forward_of(original)
     return type(f"FSDP{original.__name__}", (FSDPModule, original), members)
 
 
@@ -507,6 +509,18 @@ def _embedding_forward(self: nn.Embedding, input: Tensor) -> Tensor:
     if state.embedding_rows is None:
         return nn.Embedding.forward(self, input)
     return state.embedding_rows.forward(self, input)
+
+
+def _forward_of(original: type[nn.Embedding]) -> Callable[..., Any]:
+    @functools.wraps(original.forward)
+    def forward(self: nn.Embedding, *args: Any, **kwargs: Any) -> Any:
+        state = unit_state(self)
+        assert state is not None
+        if state.embedding_rows is None:
+            return original.forward(self, *args, **kwargs)
+        return state.embedding_rows.run(original.forward, self, *args, **kwargs)
+
+    return forward
 
 
 def _refuse_deepcopy(module: nn.Module, memo: object) -> NoReturn:

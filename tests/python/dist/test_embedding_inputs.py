@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
@@ -53,7 +54,9 @@ KINDS = (
 )
 
 
-def trained(how: str, kind: str) -> tuple[Record, bool]:
+def trained(
+    how: str, kind: str, of: type[nn.Embedding] | None = None
+) -> tuple[Record, bool]:
     system = get_system("fsdp2" if how == "fsdp2" else "lowtide")
     settings = {} if how == "fsdp2" else {"grads": how}
     large = mock.patch.object(embedding, "LARGE_TABLE", 0)
@@ -61,6 +64,8 @@ def trained(how: str, kind: str) -> tuple[Record, bool]:
     with large, mock.patch.object(embedding, "LOOKUP_BYTES", 10 * 4 * DIM):
         torch.manual_seed(0)
         net: Any = Net()
+        if of is not None:
+            net.embed = of(ROWS, DIM, padding_idx=3)
         system.fully_shard(net.embed, **settings)
         system.fully_shard(net)
         record = Recorder()
@@ -113,6 +118,35 @@ class Scaled(nn.Embedding):
         return super().forward(input) * 3
 
 
+class Buffered(nn.Embedding):
+    """As Gemma's of transformers."""
+
+    def __init__(self, *sizes: int, padding_idx: int | None = None) -> None:
+        super().__init__(*sizes, padding_idx=padding_idx)
+        self.register_buffer("scale", torch.tensor(0.3), persistent=False)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids) * self.scale.to(self.weight.dtype)
+
+
+class Masked(nn.Embedding):
+    """As torchtitan's over parallel ranks."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else None
+        mask = input < self.num_embeddings - 5
+        out = nn.functional.embedding(
+            input.clamp(0, self.num_embeddings - 6),
+            self.weight if weight is None else weight,
+            self.padding_idx,
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            self.sparse,
+        )
+        return out * mask.unsqueeze(-1).to(out.dtype)
+
+
 class Saving(nn.Embedding):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return nn.functional.embedding(input, self.weight.square())
@@ -125,6 +159,73 @@ class Recomputing(nn.Embedding):
             lambda rows: lookup(rows, self.weight.square()), input, use_reentrant=False
         )
         return looked_up
+
+
+class Twice(nn.Embedding):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) + super().forward(input.flip(0))
+
+
+class Sliced(nn.Embedding):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) + self.weight[1]
+
+
+class OfTwoInputs(nn.Embedding):
+    def forward(self, input: torch.Tensor, more: float = 2.0) -> torch.Tensor:
+        return super().forward(input) * more
+
+
+# Whether they are looked up in blocks.
+LARGE_CLASSES = {
+    Scaled: True,
+    Buffered: True,
+    Masked: True,
+    OfTwoInputs: True,
+    Saving: False,
+    Twice: True,
+    Sliced: False,
+}
+
+
+@pytest.mark.parametrize("grads", ["exact", "fused"])
+@pytest.mark.parametrize("of", LARGE_CLASSES)
+def test_a_large_table_of_a_class_of_the_programs_own(pool_of, of, grads):
+    if grads == "fused" and of is Twice:
+        pytest.skip("the sum of several lookups has another order")
+    theirs = pool_of(2).run(trained, "fsdp2", "int64", of)
+    ours = pool_of(2).run(trained, grads, "int64", of)
+    for (mine, in_rows), (other, _) in zip(ours, theirs, strict=True):
+        assert in_rows == LARGE_CLASSES[of]
+        assert_same_records(mine, other)
+
+
+class Changing(nn.Embedding):
+    doubled = False
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * (self.weight.sum() if self.doubled else 1)
+
+
+def used_otherwise() -> str:
+    with mock.patch.object(embedding, "LARGE_TABLE", 0):
+        net: Any = Net()
+        net.embed = Changing(ROWS, DIM)
+        for unit in (net.embed, net):
+            lowtide.fully_shard(unit)
+        net(indices("int64", 0)).sum().backward()
+        net.embed.doubled = True
+        with pytest.raises(NotImplementedError) as error:
+            net(indices("int64", 0))
+    return str(error.value)
+
+
+def test_another_use_of_its_table_is_refused(pool_of):
+    for text in pool_of(2).run(used_otherwise):
+        assert text.startswith(
+            "lowtide: Changing: expected a forward that only looks its table up, as "
+            "when it was tried, got "
+        )
 
 
 # Gathers of a step: embedding and head in forward, the head in backward.
