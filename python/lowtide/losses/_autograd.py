@@ -27,7 +27,7 @@ def loss_of_rows(
     objective: Objective,
     token_chunk: int | None = None,
 ) -> tuple[Tensor, Saved]:
-    """The loss, 0-dim in the accumulate dtype, and what its backward needs.
+    """The loss, 0-dim or [tokens] in the accumulate dtype, and what its backward needs.
 
     hidden: [tokens, features]; targets: int64 [tokens]; bias: [vocab_size].
     parameter: stands for the weight in autograd and gets ``rows.take_gradient()``; its

@@ -154,8 +154,8 @@ def _cross_entropy(
         return Reason("class weights")
     if size_average is not None or reduce is not None:
         return Reason("size_average or reduce")
-    if reduction not in ("mean", "sum"):
-        return Reason(f"reduction {reduction!r}")
+    if reduction not in ("mean", "sum", "none"):
+        return Reason(f"reduction {reduction!r}")  # torch's error
     if logits.dim() != 2:
         return Reason(f"classes in dimension 1 of {list(logits.shape)}")
     if type(target) is not Tensor or target.dtype != torch.int64:

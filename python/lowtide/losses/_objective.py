@@ -59,10 +59,11 @@ class Objective:
     ignore_index: int
     label_smoothing: float
     z_loss: float
-    mean: bool
+    reduction: str  # "mean", "sum" or "none"
 
     def loss(self, seen: Statistics, targets: Tensor, vocab_size: int) -> Tensor:
-        """0-dim. The mean over no token is nan, as torch's is."""
+        """0-dim, or [tokens] without a reduction. The mean over no token is nan, as
+        torch's is."""
         loss = seen.total.log()
         lse = seen.top + loss if self.z_loss else None
         loss.sub_(seen.target_logit - seen.top, alpha=1 - self.label_smoothing)
@@ -72,13 +73,16 @@ class Objective:
         if lse is not None:
             loss.addcmul_(lse, lse, value=self.z_loss)
         counted = targets != self.ignore_index
-        total = loss.masked_fill_(~counted, 0).sum()
-        return total / counted.sum() if self.mean else total
+        loss.masked_fill_(~counted, 0)
+        if self.reduction == "none":
+            return loss
+        total = loss.sum()
+        return total / counted.sum() if self.reduction == "mean" else total
 
     def scale(self, targets: Tensor, dtype: torch.dtype) -> Tensor:
         """0-dim: d loss / d (a token's loss). Zero where there is no token to count,
         so that gradients are then zero, as torch's are."""
-        if not self.mean:
+        if self.reduction != "mean":
             return torch.ones((), dtype=dtype, device=targets.device)
         count = targets.ne(self.ignore_index).sum().to(dtype)
         return count.reciprocal().masked_fill_(count == 0, 0)

@@ -40,14 +40,14 @@ def loss_by_vocabulary(
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
-    mean: bool,
+    reduction: str,
     token_chunk: int | None,
     vocab_chunk: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, and `Saved`."""
+    """The loss, 0-dim or [tokens], and `Saved`."""
     check_targets(targets, len(weight), ignore_index)
     rows, tokens = _chunks(targets, weight, compute_dtype, token_chunk, vocab_chunk)
-    objective = Objective(ignore_index, label_smoothing, z_loss, mean)
+    objective = Objective(ignore_index, label_smoothing, z_loss, reduction)
     loss, saved = loss_by_rows(Batch(hidden, targets, bias), rows, objective, tokens)
     return loss, *saved
 
@@ -59,10 +59,15 @@ def _(
     bias: Tensor | None,
     targets: Tensor,
     compute_dtype: torch.dtype,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: str,
     *settings: object,
 ) -> tuple[Tensor, Tensor, Tensor]:
     top = hidden.new_empty(targets.shape, dtype=accumulate_dtype(compute_dtype))
-    return top.new_empty(()), top, torch.empty_like(top)
+    loss = top.new_empty(targets.shape if reduction == "none" else ())
+    return loss, top, torch.empty_like(top)
 
 
 @custom_op("lowtide::linear_cross_entropy_backward", mutates_args=())
@@ -79,7 +84,7 @@ def _gradients(
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
-    mean: bool,
+    reduction: str,
     token_chunk: int | None,
     vocab_chunk: int | None,
     for_hidden: bool,
@@ -93,7 +98,7 @@ def _gradients(
         Saved(top, total),
         Batch(hidden, targets, bias),
         rows,
-        Objective(ignore_index, label_smoothing, z_loss, mean),
+        Objective(ignore_index, label_smoothing, z_loss, reduction),
         tokens,
         (for_hidden, for_weight, for_bias),
         grad_total,
@@ -150,7 +155,7 @@ def loss_by_tokens(
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
-    mean: bool,
+    reduction: str,
     token_chunk: int | None,
     for_hidden: bool,
     for_weight: bool,
@@ -170,7 +175,7 @@ def loss_by_tokens(
         Batch(hidden, targets, bias),
         weight,
         compute_dtype,
-        Objective(ignore_index, label_smoothing, z_loss, mean),
+        Objective(ignore_index, label_smoothing, z_loss, reduction),
         tokens,
         (for_hidden, for_weight, for_bias),
     )

@@ -49,7 +49,7 @@ class Saved(NamedTuple):
 def loss_by_rows(
     batch: Batch, rows: VocabularyRows, objective: Objective, token_chunk: int
 ) -> tuple[Tensor, Saved]:
-    """The loss, 0-dim in the accumulate dtype."""
+    """The loss, 0-dim or [tokens], in the accumulate dtype."""
     seen = _statistics(batch, rows, objective, token_chunk)
     loss = objective.loss(seen, batch.targets, rows.vocab_size)
     return loss, Saved(seen.top, seen.total)
@@ -65,18 +65,25 @@ def gradients_by_rows(
     needs: tuple[bool, bool, bool],
     grad_total: Tensor | None = None,
 ) -> Gradients:
-    """``needs``: of hidden, weight and bias; ``grad_loss``: 0-dim; ``grad_total``:
-    [tokens], with respect to ``saved.total``."""
-    scale = objective.scale(batch.targets, saved.top.dtype).mul_(grad_loss)
+    """``needs``: of hidden, weight and bias; ``grad_loss``: as the loss;
+    ``grad_total``: [tokens], with respect to ``saved.total``."""
+    scale = objective.scale(batch.targets, saved.top.dtype) * grad_loss
     shares = objective.shares(batch.targets, saved.top.dtype)
-    if grad_total is None or not len(grad_total):
+    if not len(shares):  # of which nothing is the largest
+        scale, grad_total = scale.sum(), None
+    if scale.dim() == 0 and grad_total is None:
         terms = objective.terms(*saved, shares, rows.vocab_size)
     else:
         # Tiles in 16 bits hold gradients in units of the largest.
-        largest = torch.maximum((grad_total * saved.total).abs().amax(), scale.abs())
+        scale = scale.expand_as(shares).masked_fill(shares == 0, 0)
+        largest = scale.abs().amax()
+        if grad_total is not None:
+            of_totals = (grad_total * saved.total).abs().amax()
+            largest = torch.maximum(of_totals, largest)
         largest.masked_fill_(largest == 0, 1)
-        terms = objective.terms(*saved, shares.mul_(scale / largest), rows.vocab_size)
-        terms.factor.add_(grad_total / largest)
+        terms = objective.terms(*saved, scale / largest, rows.vocab_size)
+        if grad_total is not None:
+            terms.factor.add_(grad_total / largest)
         scale = largest
     # The buffers of the pass and of the rows end ahead of the casts.
     dx, db = _backward_pass(scale, terms, batch, rows, token_chunk, needs)

@@ -28,7 +28,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    reduction: Literal["mean", "sum"] = "mean",
+    reduction: Literal["mean", "sum", "none"] = "mean",
     chunking: Literal["vocabulary", "tokens"] = "vocabulary",
     token_chunk: int | None = None,
     vocab_chunk: int | None = None,
@@ -47,7 +47,8 @@ def linear_cross_entropy(
         ignore_index: targets of this value count neither in the loss nor in the mean.
         label_smoothing: epsilon in [0, 1], as in torch.
         z_loss: adds ``z_loss * logsumexp(logits) ** 2`` to a token's loss.
-        reduction: ``"mean"`` over the tokens that are not ignored, or ``"sum"``.
+        reduction: ``"mean"`` over the tokens that are not ignored, ``"sum"``, or
+            ``"none"``: each token's loss, zero if ignored, by ``"vocabulary"`` only.
         chunking: ``"vocabulary"`` needs the least memory: it computes logits again in
             backward, 4/3 of the plain loss's arithmetic. ``"tokens"`` computes
             gradients in forward, the arithmetic of the plain loss, and holds a tile as
@@ -55,8 +56,8 @@ def linear_cross_entropy(
         token_chunk: tokens in a tile of logits.
         vocab_chunk: rows of the head in a tile, for ``"vocabulary"`` only.
 
-    Returns the loss, 0-dim, fp32 (fp64 for fp64 inputs). As with torch, the mean over
-    no token is nan, the sum 0, and gradients are zero.
+    Returns the loss, 0-dim or of the shape of ``targets``, fp32 (fp64 for fp64 inputs).
+    As with torch, the mean over no token is nan, the sum 0, and gradients are zero.
 
     Numerics: logits have the dtype ``nn.Linear`` would give them, the autocast dtype
     where autocast is on; softmax and sums over tiles are fp32. Every sum has a fixed
@@ -84,20 +85,28 @@ def linear_cross_entropy(
     a backward with ``create_graph=True``.
     """
     objective = _objective(ignore_index, label_smoothing, z_loss, reduction)
-    _check_chunks(chunking, token_chunk, vocab_chunk)
+    _check_chunks(chunking, token_chunk, vocab_chunk, reduction)
 
     def of_tensors(hidden: Tensor) -> Tensor:
-        return _of_tensors(
-            hidden, weight, targets, bias, objective, chunking, token_chunk, vocab_chunk
-        )[0]
+        return shaped(
+            _of_tensors(
+                *(hidden, weight, targets, bias, objective),
+                *(chunking, token_chunk, vocab_chunk),
+            )[0]
+        )
+
+    def shaped(loss: Tensor) -> Tensor:
+        return loss.view(targets.shape) if reduction == "none" else loss
 
     if (head := _sharded_head(weight)) is not None and bias is None:
         state = unit_state(head)
         assert state is not None
         if chunking == "vocabulary" and can_stream(state):
-            return _of_sharded_rows(
-                state, hidden, targets, objective, token_chunk, vocab_chunk
-            )[0]
+            return shaped(
+                _of_sharded_rows(
+                    state, hidden, targets, objective, token_chunk, vocab_chunk
+                )[0]
+            )
         return gathered_whole(state, head, hidden, of_tensors)
     return of_tensors(hidden)
 
@@ -147,7 +156,7 @@ def _of_tensors(
         objective.ignore_index,
         objective.label_smoothing,
         objective.z_loss,
-        objective.mean,
+        objective.reduction,
         token_chunk,
     )
     if chunking == "vocabulary":
@@ -298,21 +307,22 @@ def _objective(
         raise _error("label_smoothing", "a number in [0, 1]", label_smoothing)
     if not z_loss >= 0.0:
         raise _error("z_loss", "a number >= 0", z_loss)
-    if reduction not in ("mean", "sum"):
-        raise _error("reduction", "'mean' or 'sum'", repr(reduction))
-    return Objective(
-        ignore_index, float(label_smoothing), float(z_loss), reduction == "mean"
-    )
+    if reduction not in ("mean", "sum", "none"):
+        raise _error("reduction", "'mean', 'sum' or 'none'", repr(reduction))
+    return Objective(ignore_index, float(label_smoothing), float(z_loss), reduction)
 
 
 def _check_chunks(
-    chunking: str, token_chunk: int | None, vocab_chunk: int | None
+    chunking: str, token_chunk: int | None, vocab_chunk: int | None, reduction: str
 ) -> None:
     if chunking not in ("vocabulary", "tokens"):
         raise _error("chunking", "'vocabulary' or 'tokens'", repr(chunking))
     if chunking == "tokens" and vocab_chunk is not None:
         rule = "None with chunking='tokens', which has the whole vocabulary in a tile"
         raise _error("vocab_chunk", rule, vocab_chunk, "Choose chunking='vocabulary'")
+    if chunking == "tokens" and reduction == "none":
+        rule = "'mean' or 'sum' with chunking='tokens', whose forward has the gradients"
+        raise _error("reduction", rule, "'none'", "Choose chunking='vocabulary'")
     for name, size in (("token_chunk", token_chunk), ("vocab_chunk", vocab_chunk)):
         if size is not None and size < 1:
             raise _error(name, "at least 1, or None for the default", size)

@@ -22,6 +22,7 @@ from lowtide.losses._heads import tally_of
 from support.bits import same_bits
 from support.deferred_heads import (
     FLAT,
+    MASKED,
     SETTINGS,
     TOKENS,
     VOCAB,
@@ -163,8 +164,17 @@ def with_settings(settings: dict[str, Any]) -> Loss:
     return loss
 
 
+def averaged(average: Callable[[Tensor], Tensor]) -> Loss:
+    def loss(z: Tensor, t: Tensor) -> Tensor:
+        each = F.cross_entropy(z.flatten(0, 1), t.flatten(), reduction="none")
+        return average(each)
+
+    return loss
+
+
 LOSSES: dict[str, Loss] = {
     **FLAT,
+    **{f"tokens' {name}": averaged(average) for name, average in MASKED.items()},
     **{f"tokens {name}": of_tokens(*chosen) for name, chosen in TOKENS.items()},
     **{f"settings {one}": with_settings(one) for one in SETTINGS},
     **{f"z-loss {name}": one for name, one in {**SHARED, **APART}.items()},

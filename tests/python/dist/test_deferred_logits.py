@@ -34,6 +34,7 @@ class Net(nn.Module):
         self.head = nn.Linear(DIM, VOCAB, bias=bias)
         self.last = "logits"
         self.widens = False
+        self.masked = False
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> Any:
         h = self.norm(torch.tanh(self.layer(self.embed(ids))))
@@ -42,13 +43,27 @@ class Net(nn.Module):
         if self.last == "hidden":
             return h
         if self.last == "by hand":
-            return linear_cross_entropy(h, self.head, targets)
+            return self.by_hand(h, targets)
         logits = self.head(h)
-        return logits if self.last == "logits" else loss_of(logits, targets)
+        return logits if self.last == "logits" else self.loss_of(logits, targets)
+
+    def loss_of(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        flat, classes = logits.float().flatten(0, 1), targets.flatten()
+        if self.masked:
+            each = F.cross_entropy(flat, classes, reduction="none")
+            return (each * mask(each)).sum() / 4
+        return F.cross_entropy(flat, classes)
+
+    def by_hand(self, h: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if self.masked:
+            each = linear_cross_entropy(h, self.head, targets, reduction="none")
+            return (each.flatten() * mask(each.flatten())).sum() / 4
+        return linear_cross_entropy(h, self.head, targets)
 
 
-def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+def mask(each: torch.Tensor) -> torch.Tensor:
+    """Some tokens of a fine-tuning, some more than others."""
+    return torch.arange(len(each)) % 3
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,10 +103,12 @@ def steps(
     dtype: torch.dtype | None = None,
     early: bool = False,
     grads: Any = "exact",
+    masked: bool = False,
 ) -> dict[str, Any]:
     """``form``: who makes the loss of what, and whether it is in the root's forward."""
     who, where = form.split()
     net = sharded(place, bias, dtype, early, grads)
+    net.masked = masked
     if who in ("deferred", "looked") and not early:
         defer_logits(net.head)
 
@@ -101,12 +118,12 @@ def steps(
             net.last = "by hand" if where == "inside" else "hidden"
             loss = net(ids, targets)
             if where == "outside":
-                loss = linear_cross_entropy(loss, net.head, targets)
+                loss = net.by_hand(loss, targets)
         else:
             net.last = "loss" if where == "inside" else "logits"
             loss = net(ids, targets)
             if where == "outside":
-                loss = loss_of(loss if who != "looked" else loss * 1, targets)
+                loss = net.loss_of(loss if who != "looked" else loss * 1, targets)
         return loss
 
     return trained(net, loss_of_step, 4)
@@ -129,6 +146,23 @@ def test_bits_of_the_loss_called_by_hand(pool_of, place, where, bias, dtype):
     actual = pool_of(2).run(steps, place, f"deferred {where}", bias, dtype)
     assert all(not rank["says"] for rank in actual)
     require_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["weight", "bias"])
+@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("place", ["own unit", "group", "root"])
+def test_losses_of_each_token_make_no_logits(pool_of, place, where, bias):
+    def run(who: str) -> Any:
+        return pool_of(2).run(steps, place, f"{who} {where}", bias, masked=True)
+
+    actual = run("deferred")
+    assert all(not rank["says"] for rank in actual)
+    require_same_bits(actual, run("hand"))
+    if where == "outside":
+        for mine, plain in zip(actual, run("looked"), strict=True):
+            assert plain["says"]
+            for one, other in zip(mine["numbers"], plain["numbers"], strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["weight", "bias"])
@@ -207,7 +241,7 @@ def outputs_in_bf16(modules: str, who: str) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "lowtide: deferred logits")
         output = net(ids, targets)
-        loss = output if who == "hand" else loss_of(output, targets)
+        loss = output if who == "hand" else net.loss_of(output, targets)
     (loss / 3).backward()  # a gradient that bf16 would round
     full = [parameter.grad.full_tensor() for parameter in net.parameters()]
     return {"numbers": [loss.detach(), *full]}
@@ -248,7 +282,7 @@ def looked_at_after_a_step(place: str, foreach: bool) -> list[torch.Tensor]:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, foreach=foreach)
     for _ in range(2):
         logits = net(*batch(0))
-        loss_of(logits, batch(0)[1]).backward()
+        net.loss_of(logits, batch(0)[1]).backward()
         optimizer.step()
     return [logits + 0]
 

@@ -23,7 +23,7 @@ from support.losses import StridedRows
 from support.reference import average
 
 VOCAB, DIM, TOKENS = 301, 24, 10  # 301 divides by none of 2, 3, 4
-MEAN = Objective(-100, 0.1, 1e-3, True)
+MEAN = Objective(-100, 0.1, 1e-3, "mean")
 SETTINGS = {"label_smoothing": 0.1, "z_loss": 1e-3}
 
 

@@ -32,6 +32,14 @@ FLAT: dict[str, Program] = {
         input=z.to("cpu").contiguous().view(-1, VOCAB), target=t.view(-1)
     ),
 }
+# How fine-tuning averages over some tokens, and the same of each token's loss.
+Each = Callable[[Tensor], Tensor]
+MASKED: dict[str, Each] = {
+    "mask": lambda each: (each * WEIGHTS.flatten()).sum() / 7,
+    "packed": lambda each: each.view(BATCH, LENGTH).mean(1).sum(),
+    "picked": lambda each: each[MASK.flatten()].mean(),
+    "floor": lambda each: each.clamp(min=3.6).mean(),
+}
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"reduction": "sum"},
@@ -39,6 +47,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 MASK = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % 3 == 0
+WEIGHTS = torch.linspace(0, 2, BATCH * LENGTH).view(BATCH, LENGTH) * MASK
 LAST = torch.tensor([2, 5, 7])
 # What is done to [batch, length, vocabulary], and alike to hidden -> its tokens' shape.
 TOKENS: dict[str, tuple[Callable[[Tensor], Any], tuple[int, ...]]] = {

@@ -45,10 +45,7 @@ class Case:
     @property
     def objective(self) -> Objective:
         return Objective(
-            self.ignore_index,
-            self.label_smoothing,
-            self.z_loss,
-            self.reduction == "mean",
+            self.ignore_index, self.label_smoothing, self.z_loss, self.reduction
         )
 
     def tensors(self) -> tuple[dict[str, Tensor], Tensor]:
@@ -98,6 +95,8 @@ def plain_loss(leaves: dict[str, Tensor], targets: Tensor, case: Case) -> Tensor
     )
     if case.z_loss:
         counted = targets != case.ignore_index
+        if case.reduction == "none":
+            return loss + case.z_loss * logits.logsumexp(1).square() * counted
         squares = case.z_loss * logits.logsumexp(1)[counted].square()
         loss = loss + (squares.mean() if case.reduction == "mean" else squares.sum())
     return loss

@@ -29,6 +29,7 @@ from support.deferred_heads import (
     LAST,
     LENGTH,
     MASK,
+    MASKED,
     SETTINGS,
     TOKENS,
     VOCAB,
@@ -62,6 +63,47 @@ def test_a_loss_is_the_one_without_logits(name, dtype):
         results(loss, hidden, deferred), results(expected, hidden, plain), strict=True
     ):
         assert same_bits(mine, wanted)
+
+
+def of_each(z: Tensor, targets: Tensor, **settings: Any) -> Tensor:
+    flat = z.float().flatten(0, 1)
+    return F.cross_entropy(flat, targets.flatten(), reduction="none", **settings)
+
+
+@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_losses_of_each_token_make_no_logits(name, dtype):
+    plain, deferred = heads(dtype)
+    hidden, targets = inputs(dtype)
+    logits = deferred(hidden)
+    each = of_each(logits, targets, label_smoothing=0.1)
+    assert is_deferred(logits) and each.shape == (BATCH * LENGTH,)
+    expected = linear_cross_entropy(
+        hidden, plain, targets, reduction="none", label_smoothing=0.1
+    )
+    actual = results(MASKED[name](each), hidden, deferred)
+    by_hand = results(MASKED[name](expected.flatten()), hidden, plain)
+    for mine, wanted in zip(actual, by_hand, strict=True):
+        assert same_bits(mine, wanted)
+    reference = MASKED[name](of_each(plain(hidden), targets, label_smoothing=0.1))
+    bound = 1e-5 if dtype == torch.float32 else 2e-2
+    for mine, wanted in zip(actual, results(reference, hidden, plain), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=bound, atol=bound / 10)
+
+
+def test_losses_of_each_token_beside_a_z_loss():
+    """One backward of both, in a pass of the cross entropy's."""
+    plain, deferred = heads()
+    hidden, targets = inputs()
+
+    def loss(head: Any) -> list[Tensor]:
+        logits = head(hidden)
+        each = of_each(logits, targets)
+        squared = logits.logsumexp(-1).square().flatten()
+        return results(MASKED["mask"](each + 0.05 * squared), hidden, head)
+
+    for mine, wanted in zip(loss(deferred), loss(plain), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
@@ -143,7 +185,6 @@ LOOKS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
         lambda z: flat_loss(z, weight=torch.linspace(0, 1, VOCAB)),
         "cross_entropy (class weights)",
     ),
-    "none": (lambda z: flat_loss(z, reduction="none"), "(reduction 'none')"),
     "probabilities": (
         lambda z: F.cross_entropy(z.flatten(0, 1), torch.eye(VOCAB)[: BATCH * LENGTH]),
         "(targets that are no int64 class indices)",

@@ -161,7 +161,7 @@ def test_autocast_leaves_fp64_alone(chunking):
         assert torch.equal(loss_of(leaves, targets, chunking), expected)
 
 
-@pytest.mark.parametrize("chunking", CHUNKINGS)
+@pytest.mark.parametrize("chunking", [*CHUNKINGS, "each token"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_compiles_in_one_graph_with_the_same_bits(chunking, autocast):
     torch._dynamo.reset()
@@ -171,6 +171,11 @@ def test_compiles_in_one_graph_with_the_same_bits(chunking, autocast):
 
     def loss_fn(x: Tensor, targets: Tensor) -> Tensor:
         hidden = torch.tanh(body(x))
+        if chunking == "each token":
+            each = linear_cross_entropy(
+                hidden, head, targets, reduction="none", token_chunk=5
+            )
+            return (each * targets).sum() / 40
         return 2 * linear_cross_entropy(
             hidden, head, targets, chunking=chunking, token_chunk=5
         )
@@ -202,17 +207,20 @@ def test_operators_pass_torchs_own_checks(bias):
     case = Case(bias=bias, tokens=6, features=4, vocab_size=9)
     leaves, targets = case.tensors()
     inputs = (leaves["hidden"], leaves["weight"], leaves.get("bias"), targets)
-    settings = (torch.float32, -100, 0.1, 1e-3, True, 4)
+    settings = (torch.float32, -100, 0.1, 1e-3, "mean", 4)
+    each = (torch.float32, -100, 0.1, 1e-3, "none", 4)
     needs = (True, True, bias)
     for operator, args in (
         (_operators.loss_by_vocabulary, (*inputs, *settings, 4)),
+        (_operators.loss_by_vocabulary, (*inputs, *each, 4)),
         (_operators.loss_by_tokens, (*inputs, *settings, *needs)),
     ):
         torch.library.opcheck(operator, args)
     detached = [None if t is None else t.detach() for t in inputs]
     _, *saved = _operators.loss_by_vocabulary(*detached, *settings, 4)
-    for grad_total in (None, torch.ones(6)):
-        grads = (torch.ones(()), grad_total)
-        backward = (*grads, *saved, *detached, *settings, 4, *needs)
-        torch.library.opcheck(_operators._gradients, backward)
+    for grad_loss, given in ((torch.ones(()), settings), (torch.ones(6), each)):
+        for grad_total in (None, torch.ones(6)):
+            grads = (grad_loss, grad_total)
+            backward = (*grads, *saved, *detached, *given, 4, *needs)
+            torch.library.opcheck(_operators._gradients, backward)
     torch.library.opcheck(_operators._scale, (torch.randn(3), torch.ones(())))

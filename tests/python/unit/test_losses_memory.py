@@ -40,6 +40,7 @@ class Shape:
     chunking: str = "vocabulary"
     frozen_head: bool = False
     everything: bool = False  # bias, label smoothing and z-loss
+    reduction: str = "mean"
 
     @property
     def weight_bytes(self) -> int:
@@ -89,7 +90,8 @@ def observe(shape: Shape) -> Seen:
     hidden = hidden.to(shape.dtype).requires_grad_()
     weight = weight.to(shape.dtype).requires_grad_(not shape.frozen_head)
     targets = torch.randint(shape.vocab_size, (shape.tokens,), generator=g)
-    settings: dict[str, object] = {}
+    settings: dict[str, object] = {"reduction": shape.reduction}
+    incoming = torch.ones(shape.tokens if shape.reduction == "none" else ())
     if shape.chunking == "vocabulary":
         settings["vocab_chunk"] = shape.vocab_chunk
     if shape.everything:
@@ -106,11 +108,11 @@ def observe(shape: Shape) -> Seen:
             **settings,
         )
 
-    forward().backward()  # whatever is made once is made
+    forward().backward(incoming)  # whatever is made once is made
     hidden.grad = weight.grad = None
     losses: list[Tensor] = []
     first = totals(lambda: losses.append(forward()))
-    second = totals(lambda: losses[0].backward())
+    second = totals(lambda: losses[0].backward(incoming))
     steps = itertools.chain(itertools.pairwise(first), itertools.pairwise(second))
     largest = max(after - before for before, after in steps)
     return Seen(max(first), first[-1], max(second), largest)
@@ -167,6 +169,15 @@ def test_bias_smoothing_and_z_loss_add_vectors_only(dtype, chunking):
     assert 0 <= seen.forward - shape.forward() <= shape.vectors()
     if chunking == "vocabulary":
         assert 0 <= seen.backward - shape.backward() <= shape.vectors()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=name)
+def test_losses_of_each_token_have_the_same_peaks(shape):
+    shape = replace(shape, reduction="none")
+    seen = observe(shape)
+    assert 0 <= seen.forward - shape.forward() <= shape.vectors()
+    assert 0 <= seen.backward - shape.backward() <= shape.vectors()
+    assert seen.kept == 4 * shape.tokens + 8 * shape.tokens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -103,8 +103,14 @@ class Scaled(nn.Linear):
             "z_loss: expected a number >= 0, got nan. See its documentation.",
         ),
         (
-            {"reduction": "none"},
-            "reduction: expected 'mean' or 'sum', got 'none'. See its documentation.",
+            {"reduction": "max"},
+            "reduction: expected 'mean', 'sum' or 'none', got 'max'. See its "
+            "documentation.",
+        ),
+        (
+            {"reduction": "none", "chunking": "tokens"},
+            "reduction: expected 'mean' or 'sum' with chunking='tokens', whose forward "
+            "has the gradients, got 'none'. Choose chunking='vocabulary'.",
         ),
         (
             {"chunking": "both"},

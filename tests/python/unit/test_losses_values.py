@@ -73,6 +73,81 @@ def test_gradcheck(case, chunks):
     assert torch.autograd.gradcheck(loss, tuple(leaves.values()))
 
 
+def weighted(loss: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """As losses of some tokens are averaged: a third of them, by weights."""
+    weights = torch.linspace(-1, 2, len(loss), dtype=loss.dtype)
+    weights[torch.arange(len(loss)) % 3 == 1] = 0
+    return (loss * weights).sum() * scale
+
+
+# Without a reduction, each setting alone and all together.
+EACH = [replace(case, reduction="none") for case in CASES if case.reduction == "sum"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("case", EACH, ids=str)
+def test_the_loss_of_each_token_equals_torchs(case, dtype):
+    case = replace(case, dtype=dtype)
+    leaves, targets = case.tensors()
+    loss = linear_cross_entropy(
+        **leaves, targets=targets, token_chunk=7, vocab_chunk=8, **case.settings
+    )
+    expected = plain_loss(leaves, targets, case)
+    assert loss.shape == expected.shape and loss.dtype == expected.dtype
+    assert not loss[targets == case.ignore_index].any()
+    loss_bound, gradient_bound = BOUNDS[dtype]
+    assert relative(loss.detach(), expected.detach()) <= loss_bound
+    # fp16 as it is trained: torch's gradients would underflow, ours would not.
+    scale = 256.0 if dtype == torch.float16 else 1.0
+    found = gradients(weighted(loss, scale), leaves)
+    wanted = gradients(weighted(expected, scale), leaves)
+    for name, gradient in found.items():
+        assert relative(gradient, wanted[name]) <= gradient_bound, name
+
+
+@pytest.mark.parametrize("case", EACH, ids=str)
+def test_gradcheck_of_each_token(case):
+    case = replace(case, tokens=6, features=3, vocab_size=11, dtype=torch.float64)
+    leaves, targets = case.tensors()
+
+    def loss(hidden, weight, bias=None):
+        return linear_cross_entropy(
+            *(hidden, weight, targets),
+            bias=bias,
+            token_chunk=4,
+            vocab_chunk=4,
+            **case.settings,
+        )
+
+    assert torch.autograd.gradcheck(loss, tuple(leaves.values()))
+
+
+def test_each_token_has_its_place_and_an_ignored_one_no_gradient():
+    """Whatever gradient comes to its loss."""
+    case = Case(tokens=24, reduction="none")
+    leaves, targets = case.tensors()
+    hidden, shape = leaves["hidden"], (case.tokens // 2, 2)
+    loss = linear_cross_entropy(
+        hidden.view(*shape, -1), leaves["weight"], targets.view(shape), reduction="none"
+    )
+    assert loss.shape == shape
+    incoming = torch.where(targets == -100, torch.nan, 1.0).view(shape)
+    (found,) = torch.autograd.grad(loss, hidden, incoming)
+    expected = plain_loss(leaves, targets, replace(case, reduction="sum"))
+    torch.testing.assert_close(found, torch.autograd.grad(expected, hidden)[0])
+
+
+@pytest.mark.parametrize("tokens", [0, 4])
+def test_no_token_to_count_has_no_gradients_without_a_reduction(tokens):
+    case = Case(tokens=tokens, bias=True, reduction="none")
+    leaves, targets = case.tensors()
+    targets.fill_(-100)
+    loss = linear_cross_entropy(**leaves, targets=targets, **case.settings)
+    assert torch.equal(loss, torch.zeros(tokens))
+    for gradient in gradients(loss.sum(), leaves).values():
+        assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
 @pytest.mark.parametrize("chunks", CHUNKINGS)
 def test_fp32_statistics_and_sums_keep_bf16_close_to_the_truth(chunks):
     """Many tokens and chunks: bf16 sums would drift by more than one rounding."""
