@@ -123,10 +123,11 @@ class's forward. *deferred logits*: `lowtide run --defer-logits`; a step that ma
 logits would end the run, and the head's rows are gathered in forward and in backward.
 *bar*: what we set out to reach. Two sequences a rank do not fit an H100 with FSDP2.
 
-Missed bars: with deferred logits `lowtide plan` says of one sequence's 35.0 GiB at 8
-ranks that 18.9 are activations that selective checkpointing keeps, which both systems
-hold at 128, too, and 11.2 shards and the optimizer's state. Expandable segments would
-spare 1.91 of the 2.4 that are reserved and not allocated.
+Missed bars: of what is reserved with deferred logits 18.9 GiB are activations that
+selective checkpointing keeps, in both systems and at 128 ranks, too (`lowtide plan`),
+where the bar is 22.9. There the embedding's table is read in halves of 501 MiB, for the
+latency of smaller ones, which misses 1.06: with all of it gathered in forward 23.8 GiB
+would be reserved (1.047), and 35.0 at 8 ranks.
 
 The loss by chunks has the head's gradient whole in both systems (2 GiB in fp32), and 16
 GiB at the peak are activations that selective checkpointing keeps. A graph has memory

@@ -152,7 +152,8 @@ step. Run over the [driver that computes nothing](design/phantom.md), each syste
 package or torch has it and tuned by its own documentation (the note of each row); of a
 loss over whole logits and one over 32 checkpointed chunks of tokens the one that
 reserves less. The time is that of the [clock](time.md), whose host costs are
-assumptions.
+assumptions. With torch 2.15's NCCL group compute waits for each of DDP's reductions
+([torch_versions.md](torch_versions.md#what-a-plan-shows-of-it)).
 
 Packages and the clone of pytorch/torchtitan come from the folder that `LOWTIDE_FOREIGN`
 names, as for the published figures. In Megatron-FSDP the check that asks every rank
