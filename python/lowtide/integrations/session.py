@@ -66,9 +66,9 @@ class Session:
         )  # hooks that see the first forward
         self._ended: list[str] = []  # what models held that are gone
         self.num_blocks = 0  # that got it
-        self._replaced = Replaced()
         self.binding = bind(self._shard)
         self._undo_refusals = [_refuse_fsdp1(), _refuse_hidden()]
+        self._replaced = Replaced()  # behind what is ours
         self._guards = options.all_or_nothing
         self._undo_guards = all_or_nothing.guard_all() if self._guards else lambda: None
         FSDPModule.__del__ = self._on_end_of
