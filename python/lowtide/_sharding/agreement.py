@@ -34,9 +34,13 @@ def describe(state: UnitState) -> list[str]:
     """One line for the unit and one for each parameter."""
     settings = ", ".join(
         f"{name}={getattr(state.settings, name)}"
-        for name in ("reshard_after_forward", "reshard_after_backward", "gradient_sync")
+        for name in (
+            *("reshard_after_forward", "reshard_after_backward", "gradient_sync"),
+            "leaf_module",
+        )
     )
-    lines = [f"unit '{state.name}' ({settings})"]
+    rows = ", looked up in blocks of rows" if state.embedding_rows is not None else ""
+    lines = [f"unit '{state.name}' ({settings}{rows})"]
     for parameter in state.parameters:
         shard = parameter.shard
         lines.append(

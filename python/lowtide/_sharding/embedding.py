@@ -43,17 +43,15 @@ LOOKUP_RANKS = 64
 MOST_LOOKUP_BYTES = 1 << 30
 
 
-def wants_rows(module: nn.Module, original: type, table: nn.Parameter) -> bool:
-    """Whether the unit of ``module``, an ``original``, works in blocks of rows.
-    ``table``: its full weight, without bytes."""
+def wants_rows(module: nn.Module, original: type) -> bool:
+    """Whether the unit of ``module``, an ``original``, works in blocks of rows."""
     return (
         isinstance(module, nn.Embedding)
         and module.weight.numel() * 4 >= LARGE_TABLE
         and module.max_norm is None
         and not module.scale_grad_by_freq
         and not module.sparse
-        and "forward" not in module.__dict__
-        and (original is nn.Embedding or _only_looks_up(module, original, table))
+        and only_looks_up(module, original)
     )
 
 
@@ -125,7 +123,8 @@ class EmbeddingRows:
         shard = module._parameters["weight"]
         module._parameters["weight"] = self._weight
         try:
-            with _Lookups(module, functools.partial(self.forward, module)):
+            look_up = functools.partial(self.forward, module)
+            with _Lookups(module, self._weight, look_up):
                 return forward(module, *args, **kw)
         finally:
             module._parameters["weight"] = shard
@@ -203,15 +202,21 @@ class EmbeddingRows:
 
 
 class _Lookups(TorchFunctionMode):
-    """Within, ``look_up(indices)`` stands for ``F.embedding`` of the module's table.
+    """Within, ``look_up(indices)`` stands for ``F.embedding`` of ``table``, with what
+    ``module`` says of padding.
 
     Raises:
         NotImplementedError: For anything else that gets the table.
     """
 
-    def __init__(self, module: nn.Embedding, look_up: Callable[[Tensor], Tensor]):
+    def __init__(
+        self,
+        module: nn.Embedding,
+        table: nn.Parameter,
+        look_up: Callable[[Tensor], Tensor],
+    ) -> None:
         super().__init__()
-        self._module, self._table, self._look_up = module, module.weight, look_up
+        self._module, self._table, self._look_up = module, table, look_up
 
     def __torch_function__(
         self,
@@ -248,30 +253,45 @@ class _Lookups(TorchFunctionMode):
 _EMBEDDING = inspect.signature(F.embedding)
 
 
-def _only_looks_up(
-    module: nn.Embedding, original: type[nn.Module], table: nn.Parameter
-) -> bool:
-    """Whether its forward does, tried with indices of two dimensions. No module inside
-    takes part, nor a hook."""
-    if any(module.children()):
+def only_looks_up(module: nn.Embedding, original: type[nn.Module]) -> bool:
+    """Whether the forward of ``module``, an ``original``, does nothing with its table
+    but look up, and not in a checkpoint of its own, which would do it again with
+    nobody there to give it the table. Of a class of the program's it is tried, with
+    indices of two dimensions, on tensors without bytes."""
+    # A forward of the user's may checkpoint the module's own.
+    if any(module.children()) or "forward" in module.__dict__:
         return False
+    return original is nn.Embedding or _trial(module, original)
+
+
+def _trial(module: nn.Embedding, original: type[nn.Module]) -> bool:
     alike: Any = original.__new__(original)
-    alike.__dict__ = module.__dict__ | {"_parameters": {"weight": table}}
-    calls: list[Tensor] = []
+    lookups: list[bool] = []
+    outside = _saved_tensors_hooks()
 
     def look_up(indices: Tensor) -> Tensor:
-        calls.append(indices)
-        shape = (*indices.shape, table.shape[1])
-        return indices.new_empty(shape, dtype=table.dtype)
+        recorded = torch.is_grad_enabled() and _saved_tensors_hooks() == outside
+        lookups.append(recorded)
+        shape = (*indices.shape, module.embedding_dim)
+        return indices.new_empty(shape, dtype=module.weight.dtype)
 
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            indices = torch.zeros(2, 3, dtype=torch.int64, device=table.device)
-            with _Lookups(alike, look_up):
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+            device = module.weight.device
+            table = nn.Parameter(
+                torch.empty(module.weight.shape, dtype=module.weight.dtype).to(device)
+            )
+            alike.__dict__ = module.__dict__ | {"_parameters": {"weight": table}}
+            indices = torch.zeros(2, 3, dtype=torch.int64, device=device)
+            with _Lookups(alike, table, look_up):
                 output = original.forward(alike, indices)
     except Exception:
         return False
-    return bool(calls) and isinstance(output, Tensor)
+    return bool(lookups) and all(lookups) and isinstance(output, Tensor)
+
+
+def _saved_tensors_hooks() -> object:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
 def _rows_of(indices: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from lowtide._base import replay_log
 from lowtide._base.classes import class_name, original_class
 from lowtide._base.memory import device_memory
 from lowtide._sharding.agreement import require_agreement
+from lowtide._sharding.embedding import only_looks_up
 from lowtide._sharding.extension import agree
 from lowtide._sharding.late import warn_of_additions
 from lowtide._sharding.misread import explain_errors
@@ -119,17 +120,9 @@ def _is_leaf(state: UnitState) -> bool:
         return False
     module = state.modules[0]
     original = original_class(module)
+    if isinstance(module, nn.Embedding):
+        return only_looks_up(module, original)
     # A forward of the user's may checkpoint the module's own.
     own_forward = "forward" not in module.__dict__
-    known = original.__module__.startswith("torch.nn.") or _is_embedding(original)
-    return known and own_forward and not any(module.children())
-
-
-def _is_embedding(original: type[nn.Module]) -> bool:
-    """A class of embeddings that does not compute its lookup again by itself."""
-    forward = getattr(original.forward, "__code__", None)
-    return (
-        issubclass(original, nn.Embedding)
-        and forward is not None
-        and not any("checkpoint" in name for name in forward.co_names)
-    )
+    of_torch = original.__module__.startswith("torch.nn.")
+    return of_torch and own_forward and not any(module.children())

@@ -521,11 +521,10 @@ class UnitState(PrivateState):
         """Lets a large embedding and its gradient come in blocks of rows."""
         module = self.modules[0]
         alone = len(self.modules) == len(self.parameters) == len(self.together) == 1
-        if not (alone and self.parameters[0].may_stream_rows):
-            return
-        unit, weight = self.materialized(), self.parameters[0].full
-        assert weight is not None
-        if wants_rows(module, original_class(module), weight):
+        rows = alone and self.parameters[0].may_stream_rows
+        if rows and wants_rows(module, original_class(module)):
+            unit, weight = self.materialized(), self.parameters[0].full
+            assert weight is not None
             sums_in = self.dtypes(self.parameters[0]).reduce
             fused = self.fused is not None and sums_in == torch.float32
             self.embedding_rows = EmbeddingRows(unit, weight, sums_in, fused=fused)
