@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from lowtide._sharding.full_hooks import PostAccumulateHooks
 from lowtide._sharding.spmd_annotations import Annotations, as_stored
 from lowtide._sharding.spmd_mesh import (
     check_parameter,
@@ -105,6 +106,7 @@ class UnitParameter:
         if self.parallel is not None and self.annotations is None:
             data = over_parallel(data, self.parallel)
         full = nn.Parameter(data, requires_grad=self.shard.requires_grad)
+        full._post_accumulate_grad_hooks = PostAccumulateHooks(self)
         if self.annotations is not None:
             self.annotations.restore(full)
         set_gradient_dtype(

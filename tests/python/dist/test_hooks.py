@@ -11,6 +11,7 @@ import torch
 from support.layers import NUM_STEPS, Pattern, blocks, data, train
 from support.recorder import Recorder, assert_pattern_equals_fsdp2
 from support.systems import System, get_system
+from support.training import local
 
 
 def module_and_state_dict_hooks(system: System, record: Recorder) -> None:
@@ -78,11 +79,41 @@ def optimizer_in_backward(system: System, record: Recorder) -> None:
         assert all(p.grad is None for p in model.parameters())
 
 
+def hook_of_gathered(
+    layer: Any, register: str, hook: Callable[[torch.Tensor], Any]
+) -> None:
+    """In the forward, as transformers' tensor parallelism does."""
+    seen: list[Any] = []
+
+    def watch(module: Any, args: Any) -> None:
+        if not any(module.weight is one for one in seen):
+            seen.append(module.weight)
+            getattr(module.weight, register)(hook)
+
+    layer.register_forward_pre_hook(watch)
+
+
+def post_accumulate_hooks_of_gathered(system: System, record: Recorder) -> None:
+    """They see, and may change, what is reduced."""
+    model = blocks(system)
+    layer, calls = model.layers[1], []
+
+    def thrice(full: Any) -> None:
+        calls.append(full is layer.weight)
+        record.add("before", full.grad)
+        full.grad.mul_(3)
+
+    hook_of_gathered(layer, "register_post_accumulate_grad_hook", thrice)
+    train(model, record, lambda step: model(data(step)).pow(2).sum())
+    assert calls == [True] * NUM_STEPS
+
+
 PATTERNS: dict[str, Pattern] = {
     pattern.__name__: pattern
     for pattern in (
         module_and_state_dict_hooks,
         post_accumulate_hooks,
+        post_accumulate_hooks_of_gathered,
         optimizer_in_backward,
     )
 }
@@ -115,3 +146,49 @@ def test_post_accumulate_hooks_fire_when_their_unit_is_reduced(pool_of, num_rank
     by_unit = [f"{what} {i}" for i in (2, 1, 0) for what in ("backward", "gradient")]
     assert pool.run(order_of_hooks, "fsdp2") == [by_unit] * num_ranks
     assert pool.run(order_of_hooks, "lowtide") == [by_unit] * num_ranks
+
+
+def accumulated(register: str) -> list[torch.Tensor]:
+    model = blocks(get_system("lowtide"))
+
+    def thrice(of: Any) -> torch.Tensor | None:
+        if register == "register_hook":
+            return of * 3
+        of.grad.mul_(3)
+        return None
+
+    hook_of_gathered(model.layers[1], register, thrice)
+    for microbatch in range(3):
+        model.set_requires_gradient_sync(microbatch == 2)
+        model(data(microbatch)).pow(2).sum().backward()
+    return [local(p.grad) for p in model.parameters()]
+
+
+def test_hooks_of_a_gathered_parameter_see_each_microbatch_alone(pool_of):
+    pool = pool_of(2)
+    alone = pool.run(accumulated, "register_hook")
+    ours = pool.run(accumulated, "register_post_accumulate_grad_hook")
+    for mine, other in zip(ours, alone, strict=True):
+        assert all(map(torch.equal, mine, other))
+
+
+def gradient_taken_away() -> str:
+    model = blocks(get_system("lowtide"))
+
+    def take(full: Any) -> None:
+        full.grad = None
+
+    hook_of_gathered(model.layers[1], "register_post_accumulate_grad_hook", take)
+    with pytest.raises(RuntimeError) as raised:
+        model(data(0)).pow(2).sum().backward()
+    return str(raised.value)
+
+
+def test_a_hook_of_a_gathered_parameter_leaves_the_gradient(pool_of):
+    for text in pool_of(2).run(gradient_taken_away):
+        assert (
+            "lowtide: layers.1.weight: expected the hooks registered on the gathered "
+            "parameter with register_post_accumulate_grad_hook to leave its gradient, "
+            "got None. Register on the sharded parameter, before the forward, what "
+            "takes gradients away."
+        ) in text
