@@ -76,10 +76,6 @@ at::Tensor GradientSlab::flags() const {
                    world_size_ * flag_columns_);
 }
 
-void GradientSlab::add(std::int32_t p, const at::Tensor& gradient) {
-  add(std::vector<Gradient>{{p, gradient}});
-}
-
 void GradientSlab::add(const std::vector<Gradient>& gradients) {
   Writes writes;
   for (const auto& [p, gradient] : gradients) {

@@ -38,9 +38,7 @@ class GradientSlab {
   }
   std::int64_t bytes() const { return bytes_; }
 
-  // On the compute stream.
-  void add(std::int32_t i, const at::Tensor& gradient);
-  // The same for several parameters, each once, together.
+  // Of several parameters, each once, together, on the compute stream.
   using Gradient = std::pair<std::int32_t, at::Tensor>;
   void add(const std::vector<Gradient>& gradients);
   // The sum of parameter i is what adding in `dtype`, which is narrower, gives:

@@ -52,13 +52,13 @@ TEST_F(GradientSlabTest, WhatIsReadIsAddedAsItWas) {
   GradientSlab from = slab();
   GradientSlab to = slab();
   const auto gradient = at::arange(1, 16, at::kFloat).view({3, 5});
-  from.add(0, gradient);
-  from.add(0, gradient);
+  from.add({{0, gradient}});
+  from.add({{0, gradient}});
   const auto read = from.read(0);
   EXPECT_TRUE(read.equal(2 * gradient.view(-1)));
-  to.add(0, read);
+  to.add({{0, read}});
   EXPECT_TRUE(to.read(0).equal(read));
-  from.add(0, gradient);
+  from.add({{0, gradient}});
   EXPECT_TRUE(read.equal(2 * gradient.view(-1))) << "a copy";
 }
 
@@ -68,7 +68,7 @@ TEST_F(GradientSlabTest, TakesBytesAtFirstTouchAndGivesThemBack) {
   EXPECT_EQ(slab.bytes(), bytes);
   EXPECT_FALSE(slab.allocated());
   EXPECT_EQ(live(), 0);
-  slab.add(0, at::ones({3, 5}));
+  slab.add({{0, at::ones({3, 5})}});
   EXPECT_TRUE(slab.allocated());
   EXPECT_EQ(live(), bytes);
   slab.release_bytes();
@@ -84,8 +84,8 @@ TEST_F(GradientSlabTest, ASumIsRoundedAsIfAddedInANarrowerDtype) {
   GradientSlab slab = this->slab();
   const auto a = at::randn({3, 5}).to(at::kBFloat16);
   const auto b = at::randn({3, 5}).to(at::kBFloat16);
-  slab.add(0, a);
-  slab.add(0, b);
+  slab.add({{0, a}});
+  slab.add({{0, b}});
   EXPECT_FALSE(slab.read(0).equal((a + b).to(at::kFloat).view(-1)));
   slab.round_sum(0, at::kBFloat16);
   EXPECT_TRUE(slab.read(0).equal((a + b).to(at::kFloat).view(-1)));
@@ -106,7 +106,7 @@ TEST_F(GradientSlabTest, FirstTouchCopiesLaterOnesAddInTheWiresDtype) {
   at::Tensor expected;
   for (int i = 0; i < 3; ++i) {
     const at::Tensor gradient = at::randn({3, 5}).to(at::kBFloat16);
-    slab.add(0, gradient);
+    slab.add({{0, gradient}});
     const at::Tensor as_float = gradient.to(at::kFloat);
     expected = i == 0 ? as_float : expected + as_float;
   }
@@ -125,10 +125,10 @@ TEST_F(GradientSlabTest, KeepsWhatAWideSumRoundsAwayAndNegativeZero) {
   GradientSlab slab = this->slab();
   // bf16 has 8 bits: 256 + 1 is 256 there.
   for (const float value : {256.f, 1.f, -256.f}) {
-    slab.add(3, at::full({1}, value, at::kBFloat16));
+    slab.add({{3, at::full({1}, value, at::kBFloat16)}});
   }
-  slab.add(0, at::full({3, 5}, -0.0));
-  slab.add(0, at::full({3, 5}, -0.0));
+  slab.add({{0, at::full({3, 5}, -0.0)}});
+  slab.add({{0, at::full({3, 5}, -0.0)}});
   slab.complete(members_);
   const auto inputs = slab.inputs(members_);
   EXPECT_EQ(inputs[0][0].item<float>(), 1);
@@ -137,7 +137,7 @@ TEST_F(GradientSlabTest, KeepsWhatAWideSumRoundsAwayAndNegativeZero) {
 
 TEST_F(GradientSlabTest, WhatNobodyTouchedLeavesAsNeutralAndFlagged) {
   GradientSlab slab = this->slab();
-  slab.add(3, at::full({1}, 7.f));
+  slab.add({{3, at::full({1}, 7.f)}});
   slab.complete(members_);
   const auto inputs = slab.inputs(members_);
   EXPECT_TRUE(same_bits(inputs[1], at::full({2 * 128}, -0.0)));
@@ -163,9 +163,9 @@ TEST_F(GradientSlabTest, CompletesWithoutAnyTouch) {
 
 TEST_F(GradientSlabTest, ASecondRoundStartsFromNothing) {
   GradientSlab slab = this->slab();
-  slab.add(3, at::full({1}, 5.f));
+  slab.add({{3, at::full({1}, 5.f)}});
   slab.reset();
-  slab.add(3, at::full({1}, 2.f));
+  slab.add({{3, at::full({1}, 2.f)}});
   slab.complete(members_);
   EXPECT_EQ(slab.inputs(members_)[0][0].item<float>(), 2);
   EXPECT_THAT(runtime_->violations(), IsEmpty());
@@ -175,7 +175,7 @@ TEST_F(GradientSlabTest, CanSumInTheComputeDtype) {
   GradientSlab slab = this->slab(at::kBFloat16);
   EXPECT_EQ(slab.bytes(), 2 * 2 * (128 + 128 + 128));
   for (const float value : {256.f, 1.f, -256.f}) {
-    slab.add(3, at::full({1}, value, at::kBFloat16));
+    slab.add({{3, at::full({1}, value, at::kBFloat16)}});
   }
   slab.complete(members_);
   EXPECT_EQ(slab.inputs(members_)[0][0].item<float>(), 0);
@@ -183,13 +183,13 @@ TEST_F(GradientSlabTest, CanSumInTheComputeDtype) {
 
 TEST_F(GradientSlabTest, ADroppedParameterBeginsAgain) {
   auto slab = this->slab();
-  slab.add(0, at::full({3, 5}, 2.f));
-  slab.add(3, at::full({1}, 3.f));
+  slab.add({{0, at::full({3, 5}, 2.f)}});
+  slab.add({{3, at::full({1}, 3.f)}});
   slab.drop(0);
   EXPECT_FALSE(slab.touched(0));
   EXPECT_TRUE(slab.touched(3));
   EXPECT_TRUE(slab.allocated());
-  slab.add(0, at::full({3, 5}, 7.f));
+  slab.add({{0, at::full({3, 5}, 7.f)}});
   slab.complete(members_);
   EXPECT_TRUE(slab.whole(0, 5).narrow(0, 0, 2).equal(at::full({2, 5}, 7.f)));
   slab.drop(0);
