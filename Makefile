@@ -31,6 +31,7 @@ LOWTIDE_WERROR ?= $(if $(CI),ON,OFF)
 FRAMEWORKS := requirements/frameworks.txt \
   requirements/torchtitan-$(if $(filter 2.11,$(TORCH)),0.2,0.3).txt
 VERL := requirements/verl.txt
+CONSTRAINTS := requirements/constraints.txt
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.torch-$(TORCH)
@@ -101,12 +102,12 @@ clean:
 # An existing environment is reused; a changed requirements file, or another torch to
 # develop with, updates it.
 $(INSTALLED): requirements/build.txt requirements/dev.txt \
-    requirements/torch-$(TORCH).txt $(FRAMEWORKS) $(VERL)
+    requirements/torch-$(TORCH).txt $(FRAMEWORKS) $(VERL) $(CONSTRAINTS)
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || { echo \
 	  "lowtide: $(VENV): expected Python >= 3.11 with venv, got an error from" \
 	  "$(PYTHON). Run \`apt install python3-venv python3-dev\`." >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  $(patsubst %,-r %,$(filter-out $(FRAMEWORKS) $(VERL),$^))
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) \
+	  $(patsubst %,-r %,$(filter-out $(FRAMEWORKS) $(VERL) $(CONSTRAINTS),$^))
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  $(patsubst %,-r %,$(FRAMEWORKS))
 	rm -rf $(VENV)/verl
