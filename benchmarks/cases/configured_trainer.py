@@ -26,6 +26,7 @@ class Point:
     options: tuple[str, ...] = ()
     ranks: int = 8
     gpu: str = "h100"
+    expandable: bool = False
     bar: float | None = None
 
 
@@ -49,14 +50,23 @@ POINTS = {
     ),
     "8 ranks of H200, two sequences, without CUDA graphs, whole logits, deferred "
     "logits": Point((NO_GRAPHS, WHOLE, "two_sequences"), DEFER, gpu="h200", bar=0.65),
+    "8 ranks, without CUDA graphs, expandable segments": Point(
+        (NO_GRAPHS,), expandable=True
+    ),
+    "8 ranks, without CUDA graphs, expandable segments, whole logits, deferred logits": (
+        Point((NO_GRAPHS, WHOLE), DEFER, expandable=True)
+    ),
+    "128 ranks, without CUDA graphs, expandable segments, whole logits, deferred "
+    "logits": Point((NO_GRAPHS, WHOLE), DEFER, ranks=128, expandable=True),
 }
 
 
 def rows_at(name: str) -> list[Row]:
     point, row = POINTS[name], rows_of(NAME)
+    first = ("--expandable",) if point.expandable else ()
     runs = [
-        (*("lowtide", *point.options), *PROGRAM, *point.changes),
-        ("fsdp2", *PROGRAM, *point.changes),
+        (*first, *("lowtide", *point.options), *PROGRAM, *point.changes),
+        (*first, "fsdp2", *PROGRAM, *point.changes),
     ]
     points = Points("unedited.py", gpu=point.gpu, world=point.ranks, timeout=3600)
     found = dict(zip(("lowtide", "fsdp2"), points.each(runs), strict=True))

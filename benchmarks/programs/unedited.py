@@ -3,6 +3,8 @@
 unedited.py fsdp2 PROGRAM [ARG ...]
 unedited.py lowtide [OPTION ...] PROGRAM [ARG ...]
 unedited.py shared [OPTION ...] PROGRAM [ARG ...]   with one communicator
+
+With --expandable ahead of these: on expandable segments.
 """
 
 from __future__ import annotations
@@ -12,12 +14,17 @@ import runpy
 import sys
 import warnings
 
+import torch
 from launch import PROGRAMS
 
 from lowtide.cli import main
 
 if __name__ == "__main__":
-    _, system, *words = sys.argv
+    words = sys.argv[1:]
+    if words[0] == "--expandable":
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+        del words[0]
+    system, *words = words
     at = next(i for i, word in enumerate(words) if word.endswith(".py"))
     words[at] = str(PROGRAMS / words[at])
     if system == "shared":

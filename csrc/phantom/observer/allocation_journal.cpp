@@ -5,6 +5,7 @@
 #include <ATen/record_function.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <mutex>
@@ -41,6 +42,13 @@ std::int64_t number(const void* pointer) {
   return static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(pointer));
 }
 
+// Of graphs the first of a pool's numbers counts, of others the second.
+std::int64_t pool_of(const TraceEntry& entry) {
+  const auto [of_graph, made] = entry.mempool_;
+  return static_cast<std::int64_t>(2 * std::max(of_graph, made) +
+                                   (made > 0 ? 1 : 0));
+}
+
 std::int64_t handed_out() {
   const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(
       static_cast<c10::DeviceIndex>(journal()->device()));
@@ -56,8 +64,9 @@ void enter_in_journal(const TraceEntry& entry) {
   switch (entry.action_) {
     case TraceEntry::ALLOC:
       AllocationJournal::completed();
-      journal()->allocated({JournalEntry::kAllocate, address, bytes, stream},
-                           handed_out());
+      journal()->allocated(
+          {JournalEntry::kAllocate, address, bytes, stream, 0, pool_of(entry)},
+          handed_out());
       {
         const std::lock_guard lock(fresh.mutex);
         fresh.addresses.push_back(address);

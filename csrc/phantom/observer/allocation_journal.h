@@ -25,6 +25,8 @@ struct JournalEntry {
   std::int64_t bytes = 0;
   std::int64_t stream = 0;
   std::int64_t block = 0;  // kAllocate: bytes handed out; 0: not known
+  std::int64_t pool = 0;   // kAllocate: 0: not of a pool apart, a graph's or
+                           // one that the program made
 };
 
 // Hears of an allocation on the thread that made it, soon behind it: where no

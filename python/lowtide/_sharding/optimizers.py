@@ -23,6 +23,7 @@ from lowtide._sharding import stepped
 from lowtide._sharding.host_states import host_states_of
 from lowtide._sharding.local_parameter import sharded_of
 from lowtide._sharding.owners import became, replacements
+from lowtide._sharding.state_pool import is_first_step, let_go
 from lowtide._sharding.step_on_rows import Rows, stand_in
 from lowtide._sharding.unit import UnitState, alive
 
@@ -70,7 +71,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         return (states.stand_in(known.rows), *args[1:]), kwargs
     with_closure = any(each is not None for each in (*args[1:], *kwargs.values()))
     on_rows = None
-    if known.units and not known.by_rows and not with_closure:  # makes gradients itself
+    # In the first one states are made: see [Note: States lie apart].
+    by_us = not known.by_rows or is_first_step(optimizer)
+    if known.units and by_us and not with_closure:  # which makes gradients itself
         on_rows = stand_in(optimizer, optimizer.param_groups, known.rows)
     if on_rows is None:
         if not known.by_rows:
@@ -84,6 +87,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if (known := _known_of(optimizer)) is None:
         return
+    let_go(optimizer)
     for reference in known.units:
         unit = reference()
         if unit is not None and unit.root is not None:

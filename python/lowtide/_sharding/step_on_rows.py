@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lowtide._sharding.local_parameter import as_sharded, same_layout
+from lowtide._sharding.state_pool import for_states
 from lowtide._sharding.subclass import is_extended
 
 
@@ -148,6 +149,15 @@ class _OnRows:
         known.steps += 1
         vars(self).update(_optimizer=optimizer, param_groups=groups, state=states)
         vars(self).update(_known=known, _step=known.steps)
+
+    def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
+        """Of all elementwise classes: makes states that are not there."""
+        makes: Any = super()
+        rows = group["params"]
+        if not rows or self.state[rows[0]]:
+            return makes._init_group(group, *lists)
+        with for_states(self._optimizer, rows):
+            return makes._init_group(group, *lists)
 
     def __del__(self) -> None:
         if self._step == self._known.steps:  # no later one has gradients there

@@ -229,8 +229,8 @@ class _Journal:
             return []
         first = ctypes.POINTER(ctypes.c_int64)()
         count = self._observer.lowtide_dry_read_journal(ctypes.byref(first))
-        numbers = first[: 5 * count]
-        columns = (numbers[place::5] for place in range(5))
+        numbers = first[: 6 * count]
+        columns = (numbers[place::6] for place in range(6))
         return list(zip(*columns, strict=True))
 
 

@@ -13,12 +13,14 @@ OpName = Literal["allocate", "record", "free", "synchronize", "empty_cache"]
 class Operation:
     """``id``: which allocation, in the order they were made. ``record``: ``stream``
     uses it too. ``synchronize``: the host waited for ``stream``, or without one for
-    the whole device."""
+    the whole device. ``pool``: what was allocated lies in memory apart, as a graph's or
+    of a ``torch.cuda.MemPool``; 0: it does not."""
 
     op: OpName
     id: int | None = None
     bytes: int | None = None
     stream: int | None = None
+    pool: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class History:
 
 # csrc/phantom/observer/allocation_journal.h
 ALLOCATE, FREE, USED, SEGMENT, WAIT_STREAM, WAIT_DEVICE = range(6)
-Entry = tuple[int, int, int, int, int]  # kind, address, bytes, stream, block
+Entry = tuple[int, int, int, int, int, int]  # kind, address, bytes, stream, block, pool
 
 _UNIT = 512  # of bytes, in which blocks are handed out
 
@@ -84,9 +86,11 @@ class _Builder:
         self._allocated = 0
         self._reserved = 0
 
-    def add(self, kind: int, address: int, bytes: int, stream: int, block: int) -> None:
+    def add(
+        self, kind: int, address: int, bytes: int, stream: int, block: int, pool: int
+    ) -> None:
         if kind == ALLOCATE:
-            self._allocate(address, bytes, stream, block)
+            self._allocate(address, bytes, stream, block, pool)
         elif kind == FREE:
             self._freed = self._ids.pop(address)
             self._allocated -= self.history.blocks[self._freed]
@@ -102,7 +106,9 @@ class _Builder:
         elif kind == WAIT_DEVICE:
             self._append(Operation("synchronize"))
 
-    def _allocate(self, address: int, bytes: int, stream: int, block: int) -> None:
+    def _allocate(
+        self, address: int, bytes: int, stream: int, block: int, pool: int
+    ) -> None:
         self._ids[address] = len(self.history.blocks)
         if block < bytes:  # freed at once
             block = -(-bytes // _UNIT) * _UNIT
@@ -110,7 +116,7 @@ class _Builder:
         self.history.addresses.append(address)
         self.history.blocks.append(block)
         number = self._ids[address]
-        self._append(Operation("allocate", number, bytes=bytes, stream=stream))
+        self._append(Operation("allocate", number, bytes, stream, pool))
 
     def _use(self, stream: int) -> None:
         """Notes a use of the block that was freed last: torch tells of it behind the

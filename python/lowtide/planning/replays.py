@@ -73,11 +73,16 @@ _KINDS = {
 
 
 def _requests(operations: Sequence[Operation]) -> bytes:
-    numbers = array("q")
+    """What a pool has on a stream is asked for on a stream of its own: the allocator
+    keeps these as far apart."""
+    numbers, apart = array("q"), dict[tuple[int, int], int]()
     for o in operations:
         everywhere = o.op == "synchronize" and o.stream is None
         kind = _WAIT_DEVICE if everywhere else _KINDS[o.op]
-        numbers.extend((kind, o.id or 0, o.bytes or 0, o.stream or 0))
+        stream = o.stream or 0
+        if o.pool:
+            stream = apart.setdefault((o.pool, stream), -1 - len(apart))
+        numbers.extend((kind, o.id or 0, o.bytes or 0, stream))
     return numbers.tobytes()
 
 
