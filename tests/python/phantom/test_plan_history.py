@@ -23,7 +23,7 @@ A, B = 1 << 44, (1 << 44) + 2 * MIB
 
 
 def history(*entries: tuple[int, ...]) -> History:
-    whole: list[Any] = [(*entry, 0)[:5] for entry in entries]
+    whole: list[Any] = [(*entry, 0, 0)[:6] for entry in entries]
     return of_journal(whole, Settings(), lambda *_: Replayed(True, 0, 0))
 
 
@@ -72,6 +72,11 @@ def test_other_streams_that_used_a_block_come_before_its_free():
         Operation("synchronize"),
     ]
     assert found.allocated == [512, 512, 512, 0, 0, 0]
+
+
+def test_a_pool_is_told_with_what_was_allocated_there():
+    found = history((ALLOCATE, A, 512, 7, 512, 3), (ALLOCATE, B, 512, 7, 512))
+    assert [(o.stream, o.pool) for o in found.operations] == [(7, 3), (7, 0)]
 
 
 def test_segments_that_go_are_one_emptied_cache():

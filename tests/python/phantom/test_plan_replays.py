@@ -111,3 +111,39 @@ def test_settings_are_those_of_the_environment(monkeypatch, environment, asked, 
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert allocator_conf(asked) == conf
+
+
+# Small blocks that stay are made while larger ones wait, apart from them; on the next
+# step blocks of another size come to where the larger ones were.
+APART = """
+import torch
+from torch import nn
+model = nn.Linear(512, 512, device="cuda")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+kept = []
+for step in range(3):
+    sizes = (30 << 20,) * 6
+    waiting = [torch.empty(n, dtype=torch.uint8, device="cuda") for n in sizes]
+    if not kept:
+        pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(pool):
+            for place in range(0, 6, 2):
+                waiting[place] = None
+                kept.append(torch.empty(15 << 20, dtype=torch.uint8, device="cuda"))
+        del pool
+    waiting.clear()
+    large = torch.empty(150 << 20, dtype=torch.uint8, device="cuda")
+    del large
+    model(torch.ones(8, 512, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_pool_that_a_program_has_made(folder):
+    plan = plan_text(folder, APART)
+    (saving,) = [s for s in plan.savings if s.what == "expandable_segments"]
+    grown = plan_text(folder, GROWING + APART)
+    assert grown.peak_reserved == plan.peak_reserved - saving.reserved
+    assert grown.peak_reserved < plan.peak_reserved
+    assert plan.peak_reserved_bound == plan.peak_reserved
