@@ -50,6 +50,7 @@ POINTS = {
     ),
     "8 ranks of H200, two sequences, without CUDA graphs, whole logits, deferred "
     "logits": Point((NO_GRAPHS, WHOLE, "two_sequences"), DEFER, gpu="h200", bar=0.65),
+    "8 ranks, as configured, expandable segments": Point(expandable=True),
     "8 ranks, without CUDA graphs, expandable segments": Point(
         (NO_GRAPHS,), expandable=True
     ),

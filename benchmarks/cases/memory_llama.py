@@ -91,7 +91,6 @@ class Setting:
 
 MOST_RESERVED_OVER_ALLOCATED = 1.06  # a bar, where our loss is used
 SEARCHED = (16, 32)
-DEFAULT = ("default",)
 EXPANDABLE = ("expandable",)
 WORLD_8 = Setting(
     world=8,
@@ -119,16 +118,16 @@ SETTINGS = (
     WORLD_8,
     WORLD_64,
     Setting(world=256),
-    Setting(sequence=32768, allocators=DEFAULT),
-    Setting(checkpoint="selective", allocators=DEFAULT),
-    Setting(checkpoint="none", allocators=DEFAULT),
+    Setting(sequence=32768),
+    Setting(checkpoint="selective"),
+    Setting(checkpoint="none"),
     Setting(
         microbatches=4,
         bars={(SAME_LOSS, "default"): 0.90, (SAME_LOSS, "expandable"): 0.90},
     ),
-    Setting(microbatches=4, reduce_every=True, allocators=DEFAULT),
-    Setting(config="70b", world=64, allocators=EXPANDABLE),
-    Setting(config="70b", world=256, allocators=DEFAULT),
+    Setting(microbatches=4, reduce_every=True),
+    Setting(config="70b", world=64),
+    Setting(config="70b", world=256),
     Setting(
         sequence=131072,
         offloads=True,
