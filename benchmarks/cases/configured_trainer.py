@@ -54,11 +54,18 @@ POINTS = {
     "8 ranks, without CUDA graphs, expandable segments": Point(
         (NO_GRAPHS,), expandable=True
     ),
-    "8 ranks, without CUDA graphs, expandable segments, whole logits, deferred logits": (
-        Point((NO_GRAPHS, WHOLE), DEFER, expandable=True)
-    ),
+    "8 ranks, without CUDA graphs, expandable segments, whole logits, deferred "
+    "logits": Point((NO_GRAPHS, WHOLE), DEFER, bar=0.65, expandable=True),
     "128 ranks, without CUDA graphs, expandable segments, whole logits, deferred "
-    "logits": Point((NO_GRAPHS, WHOLE), DEFER, ranks=128, expandable=True),
+    "logits": Point((NO_GRAPHS, WHOLE), DEFER, ranks=128, bar=0.6, expandable=True),
+    "8 ranks, without CUDA graphs, expandable segments, compiled, whole logits, "
+    "deferred logits": Point(
+        (NO_GRAPHS, "compiled", WHOLE), DEFER, bar=0.65, expandable=True
+    ),
+    "128 ranks, without CUDA graphs, expandable segments, compiled, whole logits, "
+    "deferred logits": Point(
+        (NO_GRAPHS, "compiled", WHOLE), DEFER, ranks=128, bar=0.6, expandable=True
+    ),
 }
 
 
@@ -111,8 +118,9 @@ torchtitan's newest release with torch 2.15, its configuration `llama3_8b`: one 
 of 8,192 tokens a rank, FlexAttention, selective checkpointing, the loss by eight chunks
 of tokens, forward and backward in a CUDA graph; only tokens, logging and the number of
 steps are ours. On the [driver that computes nothing](design/phantom.md), with torch's
-own segments; the highest figure of four steps. *all-gathers of a step*: what all ranks
-give to those of the last one, which is what each of them receives.
+default segments, or on *expandable segments*, which torchtitan's `run_train.sh` sets;
+the highest figure of four steps. *all-gathers of a step*: what all ranks give to those
+of the last one, which is what each of them receives.
 
 *float8 gathers*: layers but the head in torchao's tensorwise recipe, gathered in
 float8, with scales computed in advance. torchtitan 0.2 had options for these; of 0.3 it
@@ -136,9 +144,12 @@ logits would end the run, and the head's rows are gathered in forward and in bac
 
 Missed bars: of what is reserved with deferred logits 18.9 GiB are activations that
 selective checkpointing keeps, in both systems and at 128 ranks, too (`lowtide plan`),
-where the bar is 22.9. There the embedding's table is read in halves of 501 MiB, for the
-latency of smaller ones, which misses 1.06: with all of it gathered in forward 23.8 GiB
-would be reserved (1.047), and 35.0 at 8 ranks.
+where the bar is 22.9 (22.1 on expandable segments). There the embedding's table is read
+in halves of 501 MiB, for the latency of smaller ones, which misses 1.06 on default
+segments: with all of it gathered in forward 23.8 GiB would be reserved (1.047), and
+35.0 at 8 ranks. *compiled*: torchtitan compiles its blocks and its loss, which then
+makes no logits in fp32. 14.0 GiB are kept activations there, and at 8 ranks 11.2 shards
+and states, where the bars are 23.5 and 13.2.
 
 The loss by chunks has the head's gradient whole in both systems (2 GiB in fp32), and 16
 GiB at the peak are activations that selective checkpointing keeps. A graph has memory
@@ -147,7 +158,8 @@ of its own, beside gradients of the eager step before it.""",
     parts={point: partial(rows_at, point) for point in POINTS},
     headlines=tuple(
         f"reserved, torchtitan 0.3, Llama 3 8B, {ranks} ranks, without CUDA graphs, "
-        "whole logits, deferred logits"
+        f"{segments}whole logits, deferred logits"
         for ranks in (8, 128)
+        for segments in ("", "expandable segments, ")
     ),
 )

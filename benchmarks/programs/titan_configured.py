@@ -3,10 +3,10 @@ nothing to load: run by unedited.py.
 
 titan_configured.py MODEL CONFIGURATION [CHANGE ...]
 
-CHANGE: no_graphs, full_checkpointing, two_sequences a rank, experts_over_8 ranks;
-whole_logits: a loss without chunks, and `partial_dtensor`; float8_gathers: torchao's
-tensorwise recipe in all layers but the head, weights gathered in float8, their scales
-in advance.
+CHANGE: no_graphs, compiled, full_checkpointing, two_sequences a rank, experts_over_8
+ranks; whole_logits: a loss without chunks, and `partial_dtensor`; float8_gathers:
+torchao's tensorwise recipe in all layers but the head, weights gathered in float8,
+their scales in advance.
 
 JSON: peaks from the process's start, and what a rank gives to the all-gathers of the
 last step, in bytes.
@@ -64,6 +64,7 @@ def main(model: str, configuration: str, *changes: str) -> None:
     config.training.steps = STEPS
     if "no_graphs" in changes:
         config.training.disable_cuda_graphs = True
+    config.compile.enable |= "compiled" in changes  # blocks and loss
     if "full_checkpointing" in changes:
         full = CHECKPOINTING["full"]
         assert full is not None

@@ -75,7 +75,12 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def sharded(
-    place: str, bias: bool, dtype: torch.dtype | None, early: bool, grads: Any
+    place: str,
+    bias: bool,
+    dtype: torch.dtype | None,
+    early: bool,
+    grads: Any,
+    replicas: int = 1,
 ) -> Any:
     torch.manual_seed(0)
     net = Net(bias)
@@ -83,6 +88,10 @@ def sharded(
         defer_logits(net.head)
     policy = lowtide.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     shard: Any = functools.partial(lowtide.fully_shard, mp_policy=policy, grads=grads)
+    if replicas > 1:
+        shape, names = (replicas, dist.get_world_size() // replicas), ("dp", "fsdp")
+        mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
+        shard = functools.partial(shard, mesh=mesh)
     for unit in (net.embed, net.layer):
         shard(unit)
     if place.startswith("own unit"):
@@ -104,10 +113,11 @@ def steps(
     early: bool = False,
     grads: Any = "exact",
     masked: bool = False,
+    replicas: int = 1,
 ) -> dict[str, Any]:
     """``form``: who makes the loss of what, and whether it is in the root's forward."""
     who, where = form.split()
-    net = sharded(place, bias, dtype, early, grads)
+    net = sharded(place, bias, dtype, early, grads, replicas)
     net.masked = masked
     if who in ("deferred", "looked") and not early:
         defer_logits(net.head)
@@ -146,6 +156,20 @@ def test_bits_of_the_loss_called_by_hand(pool_of, place, where, bias, dtype):
     actual = pool_of(2).run(steps, place, f"deferred {where}", bias, dtype)
     assert all(not rank["says"] for rank in actual)
     require_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("place", ["own unit", "group", "root"])
+def test_replicas_of_shards(pool_of, place, where):
+    expected = pool_of(4).run(steps, place, f"hand {where}", True, replicas=2)
+    actual = pool_of(4).run(steps, place, f"deferred {where}", True, replicas=2)
+    assert all(not rank["says"] for rank in actual)
+    require_same_bits(actual, expected)
+    # Whose sums are those of all four, in another order.
+    alone = pool_of(4).run(steps, place, f"deferred {where}", True)
+    for mine, wanted in zip(actual, alone, strict=True):
+        for one, other in zip(mine["numbers"], wanted["numbers"], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["weight", "bias"])
