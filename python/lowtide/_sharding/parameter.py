@@ -79,6 +79,20 @@ class UnitParameter:
             module._parameters[name] = self.shard
         self.slots.extend(slots)
 
+    def tie_again(self) -> None:
+        """A state dict that was loaded by assignment has a tensor for every module
+        that shares the weight. Of equal values they are one parameter again, as with
+        FSDP2; others are left to the next forward, which names them."""
+        mine = self.shard._local_tensor
+        for module, name in self.slots[1:]:
+            other = module._parameters.get(name)
+            if other is self.shard or not isinstance(other, DTensor) or mine.is_meta:
+                continue
+            its = other._local_tensor
+            alike = (mine.device, mine.dtype) == (its.device, its.dtype)
+            if alike and torch.equal(mine, its):
+                module._parameters[name] = self.shard
+
     def register(self, parameter: nn.Parameter) -> None:
         for module, name in self.slots:
             module._parameters[name] = parameter

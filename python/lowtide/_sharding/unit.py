@@ -185,7 +185,7 @@ class UnitState(PrivateState):
             if (owner := owner_of(item.parameter)) is not None:
                 owner.tie(item.slots)
                 for unit in [unit for unit in alive if owner in unit.parameters]:
-                    watch_conversions([module for module, _ in item.slots], unit)
+                    unit._watch_modules(item.slots)
                 continue
             check_shardable(item)
             module, name = item.slots[0]
@@ -213,10 +213,10 @@ class UnitState(PrivateState):
             self.parameters.append(parameter)
         self.refresh()
         self.choose_fused()
-        self._watch_modules(self.parameters)
+        self._watch_modules([slot for p in self.parameters for slot in p.slots])
 
-    def _watch_modules(self, parameters: list[UnitParameter]) -> None:
-        modules = {slot[0] for p in parameters for slot in p.slots}
+    def _watch_modules(self, slots: list[tuple[nn.Module, str]]) -> None:
+        modules = {module for module, _ in slots}
         watch_conversions(modules, self)
         for module in modules:
             module.register_state_dict_pre_hook(self._show_shards)
@@ -232,7 +232,7 @@ class UnitState(PrivateState):
     def take(self, parameter: UnitParameter) -> None:
         self.parameters.append(parameter)
         self._forget_unit()
-        self._watch_modules([parameter])
+        self._watch_modules(parameter.slots)
 
     def _forget_unit(self) -> None:
         """The next `refresh` makes another, with the parameters there are then."""
@@ -602,6 +602,8 @@ class UnitState(PrivateState):
 
     def _after_load(self, *args: Any, **kwargs: Any) -> None:
         self.refresh()
+        for parameter in self.parameters:
+            parameter.tie_again()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "UnitState":
         """A copied module is of no unit; only its hooks hold one, and ask this one."""

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from lowtide._torch_version import VERSION
 from support.bits import same_bits
@@ -105,6 +106,65 @@ def test_weight_tied_over_units_is_shared(pool_of, num_ranks, blocks, tie):
         assert len(values) == len(expected[rank])
         for mine, theirs in zip(values, expected[rank], strict=True):
             assert same_bits(mine, theirs)
+
+
+def assigned(system_name: str, units: str, differ: bool = False) -> Any:
+    """A state dict without ties is loaded by assignment: into a model on meta, as rank
+    0 sends its own, and again after a step."""
+    system = get_system(system_name)
+    with torch.device("meta"):
+        model: Any = Tied(blocks=False)
+    if units == "group":
+        system.fully_shard([model.embed, model.head])
+    elif units == "apart":
+        system.fully_shard(model.embed)
+        system.fully_shard(model.head)
+    system.fully_shard(model)
+    system.prepare(model)
+    values: list[torch.Tensor | None] = []
+    for seed in (3, 4):
+        torch.manual_seed(seed)
+        whole = Tied(blocks=False).state_dict()
+        if differ:
+            whole["head.weight"] = whole["head.weight"] + 1
+        state = {
+            name: nn.Parameter(
+                distribute_tensor(whole[name], p.device_mesh, [Shard(0)])
+            )
+            for name, p in model.state_dict().items()
+        }
+        model.load_state_dict(state, assign=True)
+        values += train(model)
+    return values, model.head.weight is model.embed.weight
+
+
+@pytest.mark.parametrize("units", ["root", "group", "apart"])
+def test_a_state_dict_without_ties_leaves_one_weight(pool_of, units):
+    pool = pool_of(2)
+    # torch refuses units that share a weight.
+    expected = pool.run(assigned, "fsdp2", "root" if units == "apart" else units)
+    for mine, theirs in zip(
+        pool.run(assigned, "lowtide", units), expected, strict=True
+    ):
+        assert mine[1] and theirs[1]
+        for value, other in zip(mine[0], theirs[0], strict=True):
+            assert same_bits(value, other)
+
+
+def untied() -> str:
+    with pytest.raises(ValueError, match="lowtide") as error:
+        assigned("lowtide", "root", differ=True)
+    return str(error.value)
+
+
+def test_a_state_dict_of_two_weights_for_one_is_named(pool_of):
+    for message in pool_of(2).run(untied):
+        assert message == (
+            "lowtide: embed.weight: expected the parameter that fully_shard left "
+            "there, got another DTensor of shape (13, 6) since. Replace, tie or remove "
+            "a parameter before fully_shard; to change its values, load a state dict "
+            "or write to the DTensor in place."
+        )
 
 
 def fsdp2_unties() -> list[bool]:
