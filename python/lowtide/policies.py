@@ -54,6 +54,8 @@ class ParameterDtypes:
     reduce: torch.dtype  # of the gradient in the slab and on the wire
     gradient: torch.dtype  # of `.grad`
     arriving: torch.dtype  # that a gradient is rounded to before it is reduced
+    # The program takes gradients of any dtype, and `.grad` as they were reduced.
+    any_gradient: bool = False
 
 
 def parameter_dtypes(
@@ -66,12 +68,12 @@ def parameter_dtypes(
 ) -> ParameterDtypes:
     """FSDP2's rule: parameters that are not floating-point are never cast; `.grad` has
     the parameter's ``grad_dtype``, its own where none is set; and without a
-    ``reduce_dtype`` gradients travel in a ``grad_dtype`` that is set, else as in this
-    version of torch. A frozen parameter has no gradient to reduce: any dtype will do.
+    ``reduce_dtype`` gradients travel in a ``grad_dtype`` that is set, of None, which is
+    any, in the dtype they are computed in, and else as in this version of torch. A
+    frozen parameter has no gradient to reduce: any dtype will do.
 
     Raises:
-        NotImplementedError: For a dtype that is not reduced in, and for a
-            ``grad_dtype`` of None, which is any, without a ``reduce_dtype``.
+        NotImplementedError: For a dtype that is not reduced in.
     """
     if not storage.is_floating_point:
         return ParameterDtypes(storage, storage, storage, storage, storage)
@@ -79,12 +81,6 @@ def parameter_dtypes(
     if grad_dtype == OWN:
         gradient, reduce = storage, default_reduce_dtype(storage, compute)
     elif grad_dtype is None:
-        if trainable and policy.reduce_dtype is None:
-            raise NotImplementedError(
-                f"lowtide: {who}: expected a grad_dtype, or a reduce_dtype, that is "
-                "the same in every step, got None for both. Pass "
-                f"MixedPrecisionPolicy(reduce_dtype={compute})."
-            )
         gradient = reduce = policy.reduce_dtype or compute
     else:
         gradient = reduce = grad_dtype
@@ -100,7 +96,8 @@ def parameter_dtypes(
             f"torch.float16 or torch.float64, got {reduce}. Pass "
             "MixedPrecisionPolicy(reduce_dtype=torch.float32)."
         )
-    return ParameterDtypes(storage, compute, reduce, gradient, reduce)
+    any_gradient = grad_dtype is None and policy.reduce_dtype is None
+    return ParameterDtypes(storage, compute, reduce, gradient, reduce, any_gradient)
 
 
 def reduced_together(
@@ -108,10 +105,11 @@ def reduced_together(
 ) -> ParameterDtypes:
     """FSDP2's rule for a unit of which a parameter has a ``grad_dtype`` and the policy
     no ``reduce_dtype``: all are reduced in the dtype that holds those of all
-    ``trainable`` ones."""
+    ``trainable`` ones, and `.grad` of one that takes any stays in it."""
     dtypes = (one.reduce for one in trainable)
     widest = functools.reduce(torch.promote_types, dtypes, own.reduce)
-    return dataclasses.replace(own, reduce=widest)
+    gradient = widest if own.any_gradient else own.gradient
+    return dataclasses.replace(own, reduce=widest, gradient=gradient)
 
 
 def overridden_dtype(

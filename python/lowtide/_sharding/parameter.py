@@ -1,7 +1,9 @@
 """One parameter in its two forms: the shard between steps, the full one in use."""
 
 import dataclasses
+import functools
 import warnings
+import weakref
 from typing import Any
 
 import torch
@@ -57,6 +59,7 @@ class UnitParameter:
     reduce_dtype: torch.dtype = torch.float32
     arriving_dtype: torch.dtype = torch.float32
     gradient_dtype: torch.dtype = torch.float32
+    any_gradient: bool = False  # its `grad_dtype` is None, and there is no reduce_dtype
     # The class of a shard that says what is gathered for it, see subclass.py.
     extended_class: type[torch.Tensor] | None = None
     # Registered while the unit is unsharded; printing it without bytes would crash.
@@ -126,15 +129,20 @@ class UnitParameter:
         set_gradient_dtype(
             full,
             self.arriving_dtype,
-            as_computed=self.gradient_as_computed(full.dtype),
+            as_computed=self.any_gradient or self.gradient_as_computed(full.dtype),
             chosen=self.grad_dtype != OWN,
         )
+        if self.any_gradient:
+            full.requires_grad_(True)  # for a frozen one, too: it may be trained later
+            full.register_hook(functools.partial(_as_computed, weakref.ref(self)))
+            full.requires_grad_(self.shard.requires_grad)
         return full
 
     def take_dtypes(self, dtypes: ParameterDtypes) -> None:
         self.reduce_dtype = dtypes.reduce
         self.arriving_dtype = dtypes.arriving
         self.gradient_dtype = dtypes.gradient
+        self.any_gradient = dtypes.any_gradient
 
     def follow_grad_dtype(self, shard: nn.Parameter) -> None:
         """What is set for ``shard``, which has taken the place of this one's, or stays
@@ -167,6 +175,27 @@ class UnitParameter:
             else self.annotations.sums(self.data_parallel)
         )
         return gradient_as_computed(compute, self.arriving_dtype, summed_before=added)
+
+
+def _as_computed(
+    owner: "weakref.ref[UnitParameter]", gradient: torch.Tensor | None
+) -> None:
+    """What a unit's buffers were laid out for before any gradient was there; None:
+    it leaves in rows.
+
+    Raises:
+        NotImplementedError: For a gradient of another dtype, as a function of the
+            program's own may return.
+    """
+    parameter = owner()
+    assert parameter is not None
+    if gradient is not None and gradient.dtype != parameter.arriving_dtype:
+        raise NotImplementedError(
+            f"lowtide: {parameter.name}: expected gradients in the dtype it is "
+            f"computed with, {parameter.arriving_dtype}, as its grad_dtype is None and "
+            f"the policy has no reduce_dtype, got {gradient.dtype}. Set its grad_dtype "
+            f"to {gradient.dtype} before the first forward."
+        )
 
 
 def over_parallel(data: torch.Tensor, parallel: DTensorSpec) -> DTensor:

@@ -55,12 +55,17 @@ def tables(*, large: bool) -> Iterator[None]:
 
 
 def trained(
-    large: bool, calls: str, dtype: torch.dtype | None, padding_idx: int | None
+    large: bool, calls: str, dtype: Any, padding_idx: int | None
 ) -> dict[str, Any]:
+    """``dtype``: "any" is bf16 with gradients of any dtype."""
     with tables(large=large):
         torch.manual_seed(0)
         net: Any = Net(padding_idx)
         policy = lowtide.MixedPrecisionPolicy(dtype, torch.float32)
+        if dtype == "any":
+            policy = lowtide.MixedPrecisionPolicy(torch.bfloat16)
+            for parameter in net.parameters():
+                parameter.grad_dtype = None
         for unit in (net.embed, net.out, net):
             lowtide.fully_shard(unit, mp_policy=policy)
         net(ids(9), calls).backward()
@@ -87,7 +92,9 @@ def trained(
 
 
 @pytest.mark.parametrize("padding_idx", [None, 8])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", [None, torch.bfloat16, "any"], ids=["fp32", "bf16", "any"]
+)
 @pytest.mark.parametrize("calls", ["once", "twice", "checkpointed"])
 def test_bits_are_those_of_the_dense_gradient(
     pool_of, world_size, calls, dtype, padding_idx

@@ -10,10 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from lowtide._torch_version import VERSION
-from support.recorder import Record, Recorder, assert_trains_as_fsdp2
-from support.systems import get_system
+from support.recorder import (
+    Record,
+    Recorder,
+    assert_pattern_equals_fsdp2,
+    assert_trains_as_fsdp2,
+)
+from support.systems import System, get_system
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -29,7 +35,8 @@ class Case:
 
 
 # A gradient is rounded to reduce_dtype, or to its parameter's grad_dtype, or to the
-# parameter's own dtype; reduced in the widest of its unit's; and rounded to grad_dtype.
+# parameter's own dtype, but not where grad_dtype is None; reduced in the widest of its
+# unit's; and rounded to grad_dtype.
 CASES = {
     "unset": Case(storage=BF16, reduce=FP32),
     "narrower": Case(weights=BF16, biases=BF16, on_wire=BF16),
@@ -38,6 +45,9 @@ CASES = {
     "mixed": Case(weights=BF16),
     "reduced_in_another": Case(storage=BF16, reduce=BF16, weights=FP32, on_wire=BF16),
     "any": Case(storage=BF16, reduce=FP32, weights=None),
+    "as_computed": Case(compute=BF16, weights=None, biases=None, on_wire=BF16),
+    "as_computed_in_part": Case(compute=BF16, weights=None),
+    "as_computed_beside_wider": Case(storage=BF16, weights=None, biases=FP32),
 }
 
 
@@ -117,8 +127,9 @@ def one_step(name: str) -> list[tuple[str, Any, Any, torch.Tensor, torch.Tensor]
         model.named_parameters(), alone.parameters(), strict=True
     ):
         chosen = case.weights if mine.ndim == 2 else case.biases
-        shown = case.storage if chosen == "own" else chosen or case.reduce
-        rounded = other.grad if case.reduce is not None else other.grad.to(shown)
+        shown = case.storage if chosen == "own" else chosen or case.on_wire
+        as_it_comes = case.reduce is not None or chosen is None
+        rounded = other.grad if as_it_comes else other.grad.to(shown)
         total = rounded.to(case.on_wire)
         dist.all_reduce(total)
         expected = (total / dist.get_world_size()).to(shown)
@@ -173,3 +184,127 @@ def with_others(name: str) -> float:
 def test_clipping_steps_and_loads_go_along(pool_of, name):
     first, second = pool_of(2).run(with_others, name)
     assert first == second > 0
+
+
+# -- two weights in a unit, one of which may be left out -----------------------------
+
+
+class Two(nn.Module):
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(1, width, bias=False, dtype=dtype)
+        self.second = nn.Linear(1, width, bias=False, dtype=dtype)
+        self.used = ("first", "second")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum((getattr(self, name)(x) for name in self.used), torch.zeros(()))
+
+
+def backward(model: Any, value: float) -> None:
+    x = torch.full((1, 1), value, dtype=model.first.weight.dtype, requires_grad=True)
+    model(x).sum().backward()
+
+
+def record_dtypes(record: Recorder, model: Any) -> None:
+    for name, p in model.named_parameters():
+        dtype = None if p.grad is None else p.grad.dtype
+        record.add(f"{name}.grad {dtype}", p.grad)
+
+
+def each_rank_uses_another(system: System, record: Recorder) -> None:
+    """Zeros of a weight that no rank's backward has reached have its dtype, too."""
+    for reduce in (FP32, BF16, None):
+        model: Any = Two(3, BF16)
+        model.first.weight.grad_dtype = FP32
+        model.second.weight.grad_dtype = BF16
+        system.fully_shard(model, mp_policy=system.MixedPrecisionPolicy(None, reduce))
+        model.set_reduce_scatter_unused_params(True)
+        rank = dist.get_rank()
+        for used in (("first", "second"), ("second", "first"), ("first", "first")):
+            model.used = (used[rank],)
+            backward(model, rank + 1 / 3)
+            record_dtypes(record, model)
+            model.zero_grad()
+
+
+def sums_that_wait_for_replicas(system: System, record: Recorder) -> None:
+    """In the dtype of the reduction, whatever ``.grad`` has; a weight that the last
+    microbatch does not use still gets its own."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+    for reduce in (FP32, BF16, None):
+        model: Any = Two(5, BF16)
+        model.first.weight.grad_dtype = FP32
+        model.second.weight.grad_dtype = BF16
+        policy = system.MixedPrecisionPolicy(None, reduce)
+        units = [model.first, model.second]
+        system.fully_shard(units, mesh=mesh, mp_policy=policy)
+        system.fully_shard(model, mesh=mesh)
+        for values in ((256, 1, -256), (4, 5, 2)):
+            for micro, value in enumerate(values):
+                model.set_requires_all_reduce(micro == 2)
+                model.used = ("first",) if value == 2 else ("first", "second")
+                backward(model, value + dist.get_rank())
+                record_dtypes(record, model)
+            model.zero_grad()
+
+
+def a_loaded_parameter_has_that_of_the_one_before(
+    system: System, record: Recorder
+) -> None:
+    """Unless it has one itself, or the one that was loaded into."""
+    for chosen in ("own", FP32, None):
+        for assign in (False, True):
+            for other in (False, True):
+                model: Any = Two(2, BF16)
+                weight = model.first.weight
+                if chosen != "own":
+                    weight.grad_dtype = chosen
+                reduce = None if chosen == "own" else chosen
+                policy = system.MixedPrecisionPolicy(None, reduce)
+                system.fully_shard(model, mp_policy=policy)
+                state = model.state_dict()
+                state["first.weight"] = nn.Parameter(state["first.weight"])
+                if other:
+                    state["first.weight"].grad_dtype = torch.float64
+                    model.second.weight.grad_dtype = torch.float64
+                model.load_state_dict(state, assign=assign)
+                model.to("cpu")
+                for _ in range(2):
+                    backward(model, 1 / 3)
+                    record_dtypes(record, model)
+                    dtypes = [p.grad_dtype for p in model.parameters()]
+                    record.add(str(dtypes), None)
+                    model.zero_grad()
+
+
+PATTERNS = {
+    pattern.__name__: pattern
+    for pattern in (
+        each_rank_uses_another,
+        sums_that_wait_for_replicas,
+        a_loaded_parameter_has_that_of_the_one_before,
+    )
+}
+
+
+@pytest.mark.skipif(VERSION < (2, 15), reason="FSDP2 follows it from 2.15 on")
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_pattern_equals_fsdp2(pool_of, pattern):
+    assert_pattern_equals_fsdp2(pool_of(2), __name__, pattern)
+
+
+def zeros_in_any_dtype() -> list[torch.Tensor]:
+    """FSDP2 2.15 asks for a reduce_dtype."""
+    model: Any = Two(2, FP32)
+    model.first.weight.grad_dtype = None
+    get_system("lowtide").fully_shard(model)
+    model.set_reduce_scatter_unused_params(True)
+    model.used = ("second",)
+    backward(model, 1.0)
+    return [p.grad.full_tensor() for p in model.parameters()]
+
+
+def test_an_unused_parameter_of_any_dtype_has_zeros(pool_of):
+    for first, second in pool_of(2).run(zeros_in_any_dtype):
+        assert not first.any() and second.all()

@@ -184,12 +184,6 @@ def fp8_reduce() -> None:
     fully_shard(linear(), mp_policy=policy)
 
 
-def any_dtype_of_gradients() -> None:
-    module = linear()
-    module.weight.grad_dtype = None
-    fully_shard(module)
-
-
 def fp8_gradients() -> None:
     module = linear()
     module.weight.grad_dtype = torch.float8_e4m3fn
@@ -400,11 +394,6 @@ REFUSALS: dict[Callable[[], None], tuple[str, str]] = {
         "NotImplementedError",
         "Linear.weight: expected reduce_dtype torch.float32, torch.bfloat16, "
         "torch.float16 or torch.float64, got torch.float8_e4m3fn. ",
-    ),
-    any_dtype_of_gradients: (
-        "NotImplementedError",
-        "Linear.weight: expected a grad_dtype, or a reduce_dtype, that is the same in "
-        "every step, got None for both. ",
     ),
     fp8_gradients: (
         "NotImplementedError",
