@@ -85,7 +85,10 @@ def model_on(tp: int) -> tuple[nn.Module, DeviceMesh]:
         return nn.Sequential(MLP(mesh), MLP(mesh)), mesh
 
 
-def train(system_name: str, tp: int, policy: dict[str, torch.dtype]) -> Record:
+def train(
+    system_name: str, tp: int, policy: dict[str, torch.dtype], late: bool = False
+) -> Record:
+    """``late``: gradients of two microbatches wait for those of the third."""
     model, mesh = model_on(tp)
     system = get_system(system_name)
     stored_on = mesh if tp > 1 else mesh["dp"]  # a dimension of one has no types
@@ -100,9 +103,11 @@ def train(system_name: str, tp: int, policy: dict[str, torch.dtype]) -> Record:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
     for step in range(3):
         generator = torch.Generator().manual_seed(2 * step + mesh.get_local_rank("dp"))
-        loss = model(torch.randn(4, 8, generator=generator)).pow(2).mean()
-        loss.backward()
-        record.add("loss", loss)
+        for last in (False, False, True) if late else (True,):
+            model.set_requires_gradient_sync(last)
+            loss = model(torch.randn(4, 8, generator=generator)).pow(2).mean()
+            loss.backward()
+            record.add("loss", loss)
         for key, parameter in model.named_parameters():
             assert isinstance(parameter.grad, DTensor)
             assert parameter.grad.placements == parameter.placements
@@ -135,6 +140,19 @@ def check_types(mesh: DeviceMesh) -> Any:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_training_equals_fsdp2(pool_of, tp, policy):
     assert_trains_as_fsdp2(pool_of(2 * tp), train, tp, policy)
+
+
+@pytest.mark.skipif(not STORES_ANNOTATED, reason="FSDP2 does so from torch 2.15 on")
+def test_microbatches_that_wait_are_summed_as_by_fsdp2(pool_of):
+    """But that gradients in parts are summed over the ranks in every microbatch, by
+    FSDP2 in the last."""
+    assert_trains_as_fsdp2(pool_of(2), train, 1, {}, True)
+    ours, theirs = (
+        pool_of(4).run(train, name, 2, {}, True) for name in ("lowtide", "fsdp2")
+    )
+    for mine, others in zip(ours, theirs, strict=True):
+        for (name, value), (_, other) in zip(mine, others, strict=True):
+            torch.testing.assert_close(value, other, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def refusals() -> list[str]:

@@ -107,6 +107,44 @@ def test_a_model_converted_after_a_step_trains(pool_of, part):
     assert pool_of(2).run(train_converted, part) == [(True, True)] * 2
 
 
+def gradients_behind_a_failed_conversion(chosen: bool) -> list[bool]:
+    """Whether they are what they were, and added to; FSDP2 2.15 has none any more of
+    parameters with a ``grad_dtype``."""
+    model = build(get_system("lowtide"))
+    model[0].register_buffer("last", torch.ones(1))
+    if chosen:
+        for p in model.parameters():
+            p.grad_dtype = torch.float32
+
+    def first(tensor: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("first")
+
+    def between(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() == 1:
+            raise RuntimeError("between")
+        return tensor.clone()
+
+    loss_of(model).backward()
+    once = [p.grad.full_tensor() for p in model.parameters()]
+    facts = []
+    for times, fail in enumerate((first, between), start=1):
+        with pytest.raises(RuntimeError, match=fail.__name__):
+            model._apply(fail)
+        for added in (0, 1):
+            if added:
+                loss_of(model).backward()
+            now = [p.grad.full_tensor() for p in model.parameters()]
+            same = zip(now, once, strict=True)
+            facts += [same_bits(a, b * (times + added)) for a, b in same]
+    return facts
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_a_conversion_that_raises_leaves_gradients(pool_of, chosen):
+    for facts in pool_of(2).run(gradients_behind_a_failed_conversion, chosen):
+        assert len(facts) == 24 and all(facts)
+
+
 def replace(model: Any) -> None:
     model[0][0].weight = nn.Parameter(torch.ones(8, 8))
 
