@@ -199,6 +199,8 @@ PATTERNS: dict[str, Pattern] = {
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_pattern_equals_fsdp2(pool_of, pattern):
+    if pattern.startswith("one_waits") and VERSION < (2, 15):
+        pytest.skip("FSDP2 adds one weight's sum to the other's")
     assert_pattern_equals_fsdp2(pool_of(2), __name__, pattern)
 
 

@@ -146,6 +146,8 @@ def one_step(name: str) -> list[tuple[str, Any, Any, torch.Tensor, torch.Tensor]
 def test_gradient_is_rounded_by_the_rule(pool_of, name):
     if name == "as_stored" and VERSION < (2, 15):
         pytest.skip("torch does not tell the parameter's own dtype from none set")
+    if name == "as_computed_in_part" and VERSION < (2, 15):
+        pytest.skip("without a grad_dtype gradients are reduced as they are computed")
     for facts in pool_of(2).run(one_step, name):
         for key, dtype, expected, grad, part in facts:
             assert dtype == expected, key
