@@ -240,6 +240,8 @@ def _obstacle(
         return f"sharded along dimension {parameter.shard_dim}"
     if len(parameter.sizes) != 2 or parameter.sizes.numel() == 0:
         return f"no matrix: {tuple(parameter.sizes)}"
+    if dtypes.any_gradient:
+        return "gradients of any dtype: grad_dtype and reduce_dtype are None"
     if not _sums_in(dtypes.reduce, dtypes.compute):
         return f"{dtypes.compute} products, summed in {dtypes.reduce}"
     return _obstacle_of_device(dtypes.compute, device)

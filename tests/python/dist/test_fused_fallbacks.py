@@ -175,6 +175,21 @@ def test_bf16_sums_stay_exact(pool_of):
     }
 
 
+def of_any_dtype() -> dict[str, str]:
+    model: Any = nn.Sequential(nn.Linear(DIM, DIM))
+    model[0].weight.grad_dtype = None
+    lowtide.fully_shard(model, grads="fused")
+    model(data(0)).sum().backward()
+    return lowtide.memory_report(model).fused.exact
+
+
+def test_sums_of_any_dtype_stay_exact(pool_of):
+    (exact,) = pool_of(1).run(of_any_dtype)
+    assert exact == {
+        "0.weight": "gradients of any dtype: grad_dtype and reduce_dtype are None"
+    }
+
+
 @pytest.fixture
 def tunable(monkeypatch) -> Callable[[bool], None]:
     def enabled(value: bool) -> None:

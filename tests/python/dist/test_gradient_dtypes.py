@@ -182,7 +182,7 @@ def with_others(name: str) -> float:
     return float(norm)
 
 
-@pytest.mark.parametrize("name", ["narrower", "wider"])
+@pytest.mark.parametrize("name", ["narrower", "wider", "as_computed"])
 def test_clipping_steps_and_loads_go_along(pool_of, name):
     first, second = pool_of(2).run(with_others, name)
     assert first == second > 0
