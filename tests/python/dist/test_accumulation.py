@@ -184,6 +184,41 @@ def one_waits_for_shards_another_for_replicas(system: System, record: Recorder) 
             record.add_model(model)
 
 
+def cleared_behind_a_forward(system: System, record: Recorder) -> None:
+    """While full parameters are shown: what waits, not what the backward brings."""
+    for set_to_none in (False, True):
+        for reshard in (False, True):
+            torch.manual_seed(0)
+            model: Any = nn.Linear(6, 6)
+            policy = system.MixedPrecisionPolicy(BF16, FP32)
+            system.fully_shard(model, reshard_after_forward=reshard, mp_policy=policy)
+            model.set_requires_gradient_sync(False)
+            for microbatch in range(2):
+                model(rows(0, microbatch)).sum().backward()
+            loss = model(rows(1, 0)).sum()
+            model.unshard()
+            model.zero_grad(set_to_none=set_to_none)
+            loss.backward()
+            model.set_requires_gradient_sync(True)
+            model(rows(1, 1)).sum().backward()
+            record.add_model(model)
+
+
+def half_gradients_beside_larger_ones(system: System, record: Recorder) -> None:
+    """Which are in ``.grad`` in fp32 already: their sum is none of fp16."""
+    for clears in (False, True):
+        torch.manual_seed(0)
+        model: Any = nn.Linear(1, 1, bias=False)
+        policy = system.MixedPrecisionPolicy(torch.float16, torch.float16)
+        system.fully_shard(model, mp_policy=policy)
+        for number, value in enumerate((40000.0, 30000.0, 0.0)):
+            if number == 1 and clears:
+                model.zero_grad()
+            model.set_requires_gradient_sync(number != 1)
+            backward(model, value, 1, FP32)
+            record.add_model(model)
+
+
 PATTERNS: dict[str, Pattern] = {
     pattern.__name__: pattern
     for pattern in (
@@ -193,14 +228,23 @@ PATTERNS: dict[str, Pattern] = {
         gathered_for_a_pipeline,
         reduced_beside_what_waits,
         one_waits_for_shards_another_for_replicas,
+        cleared_behind_a_forward,
+        half_gradients_beside_larger_ones,
     )
+}
+
+
+# What FSDP2 does otherwise before 2.15.
+BEFORE = {
+    "one_waits_for_shards_another_for_replicas": "adds one weight's sum to another's",
+    "cleared_behind_a_forward": "clears nothing",
 }
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_pattern_equals_fsdp2(pool_of, pattern):
-    if pattern.startswith("one_waits") and VERSION < (2, 15):
-        pytest.skip("FSDP2 adds one weight's sum to the other's")
+    if pattern in BEFORE and VERSION < (2, 15):
+        pytest.skip(f"FSDP2 {BEFORE[pattern]}")
     assert_pattern_equals_fsdp2(pool_of(2), __name__, pattern)
 
 

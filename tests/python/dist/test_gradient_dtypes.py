@@ -3,6 +3,7 @@ the reduction. FSDP2 follows it from torch 2.15 on, lowtide on any."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 from lowtide._torch_version import VERSION
 from support.recorder import (
@@ -21,7 +23,7 @@ from support.recorder import (
 )
 from support.systems import System, get_system
 
-FP32, BF16 = torch.float32, torch.bfloat16
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
 @dataclass(frozen=True)
@@ -280,9 +282,87 @@ def a_loaded_parameter_has_that_of_the_one_before(
                     model.zero_grad()
 
 
+class Many(nn.Module):
+    """Weights of several dtypes of gradients, of which each backward uses some."""
+
+    def __init__(self, dtypes: tuple[Any, ...], storage: torch.dtype) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(
+            nn.Parameter(torch.ones(2 * i + 2, 8, dtype=storage))
+            for i in range(len(dtypes))
+        )
+        for parameter, chosen in zip(self.weights, dtypes, strict=True):
+            if chosen != "own":
+                parameter.grad_dtype = chosen
+
+    def forward(self, x: torch.Tensor, used: tuple[int, ...]) -> torch.Tensor:
+        sums = [(self.weights[i] * x).sum() * (i + 1) for i in used]
+        return torch.stack(sums).sum()
+
+
+def sharded_many(
+    system: System, model: Any, dim: int, *, replicas: bool
+) -> Callable[[int, int], torch.Tensor]:
+    """And what is given to the forward of a step and backward."""
+    names = ("replicas", "shards")
+    shape = (2, 1) if replicas else (1, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    system.fully_shard(
+        model,
+        mesh=mesh if replicas else mesh["shards"],
+        shard_placement_fn=lambda _: Shard(dim),
+        mp_policy=system.MixedPrecisionPolicy(reduce_dtype=FP32),
+    )
+
+    def row(step: int, micro: int) -> torch.Tensor:
+        own = dist.get_rank() / 32 + step / 16 + micro / 8
+        return torch.arange(8, dtype=BF16) / 32 + own
+
+    return row
+
+
+def backwards_that_use_some_weights(system: System, record: Recorder) -> None:
+    """Those of one dtype are apart in the unit; a later backward adds to some."""
+    dtypes = (FP16, None, "own", FP32, FP16, "own", None, FP32, "own")
+    for dim in (0, 1):
+        for replicas in (False, True):
+            model: Any = Many(dtypes, FP32)
+            row = sharded_many(system, model, dim, replicas=replicas)
+            model.to(BF16)
+            for step, used in enumerate(
+                (range(9), (2, 3, 5, 7, 8), (1, 2, 4, 5, 6, 7))
+            ):
+                for micro, some in enumerate((used, used[::2])):
+                    model(row(step, micro), some).backward()
+                    record_dtypes(record, model)
+                model.zero_grad()
+
+
+def sums_of_other_weights_wait_for_replicas(system: System, record: Recorder) -> None:
+    """In every backward; and some that a reset drops."""
+    for dim in (0, 1):
+        model: Any = Many((FP32, FP16, None, FP32), BF16)
+        row = sharded_many(system, model, dim, replicas=True)
+        backwards = ((1,), (1,), (0, 1), (1,), (0, 1), (2,), (3,))
+        for step, used in enumerate(backwards):
+            model.set_requires_all_reduce(step == len(backwards) - 1)
+            x = row(step, 0)
+            model(x.float() if step > 3 else x, used).backward()
+        record_dtypes(record, model)
+        model.zero_grad()
+        model.set_requires_all_reduce(False)
+        model(row(0, 0), (2,)).backward()
+        model.reset_iter_state()
+        model.set_requires_all_reduce(True)
+        model(row(0, 0), (3,)).backward()
+        record_dtypes(record, model)
+
+
 PATTERNS = {
     pattern.__name__: pattern
     for pattern in (
+        backwards_that_use_some_weights,
+        sums_of_other_weights_wait_for_replicas,
         each_rank_uses_another,
         sums_that_wait_for_replicas,
         a_loaded_parameter_has_that_of_the_one_before,
