@@ -103,6 +103,10 @@ def rows_at(network: str) -> list[Row]:
         found.append(row("lowtide", quantity, share, "", "arithmetic"))
         if what in BARS:
             found.append(row("bar", quantity, BARS[what], "", "arithmetic"))
+    if NETWORKS[network].defers:
+        step = times_of(plans[DEFERRED])["step"]
+        quantity = f"step, {network}, {DEFERRED}"
+        found.append(row("lowtide", quantity, ms(step), "ms", "simulated"))
     if NETWORKS[network].shared:
         step = times_of(plan_of(script(network, "shared"), "--time")[0])["step"]
         quantity = f"step, {network}, one communicator"

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from lowtide import _C
 from lowtide._base.memory import device_memory, pinned_cap
 from lowtide._base.optimizers import step_around
+from lowtide._sharding import state_pool
 from lowtide._sharding.local_parameter import (
     as_sharded,
     is_of_rows,
@@ -122,6 +123,7 @@ class HostStates:
         self._by_unit: list[tuple[Any, list[tuple[int, list[Tensor]]]]] = []
         self._stamp: Any = None
         setattr(optimizer, _ATTRIBUTE, self)
+        state_pool.let_go(optimizer)  # made on the device, they leave it at once
         step_around(optimizer, _settle_after)
         optimizer.register_load_state_dict_post_hook(_move_out)
 

@@ -10,7 +10,8 @@ as small as what they were made for, and neither way is better as a rule: they s
 torch's.
 
 The pool is let go behind the step, and its memory with whatever in it is free: from
-then on ``torch.cuda.empty_cache`` gives it back as it does others'.
+then on ``torch.cuda.empty_cache`` gives it back as it does others', which states that
+are loaded into the place of those that were made call for.
 """
 
 import contextlib
@@ -50,8 +51,8 @@ def for_states(
 
 
 def let_go(optimizer: Optimizer) -> None:
-    """Behind a step."""
-    if _pools.get(optimizer) is not None:
+    """Behind a step; ahead of the first, where states are not to lie apart."""
+    if _pools.get(optimizer, optimizer) is not None:
         _pools[optimizer] = None
 
 
@@ -62,8 +63,13 @@ def _pool_for(optimizer: Optimizer, device: torch.device) -> Any:
         return None
     if not _segments_expand():
         return None
+    optimizer.register_load_state_dict_post_hook(_give_back)
     with torch.cuda.device(device):
         return torch.cuda.MemPool()
+
+
+def _give_back(optimizer: Optimizer) -> None:
+    torch.cuda.empty_cache()
 
 
 def _is_large(optimizer: Optimizer) -> bool:

@@ -65,6 +65,13 @@ def holes() -> list[int]:
     return sorted(free, reverse=True)
 
 
+def apart() -> int:
+    """Bytes reserved in pools."""
+    segments = torch.cuda.memory_snapshot()
+    of_pools = [s for s in segments if tuple(s["segment_pool_id"]) != ORDINARY]
+    return sum(segment["total_size"] for segment in of_pools)
+
+
 def adamw(model: nn.Module) -> Any:
     return torch.optim.AdamW(model.parameters(), fused=True)
 
@@ -99,14 +106,24 @@ def found() -> dict[str, Any]:
         pools[maker.__name__] = pools_of(optimizer)
         if maker is adamw:
             free = holes()
+            before = torch.cuda.memory_reserved()
             pools["loaded"] = loaded_anew(optimizer)
+            more = torch.cuda.memory_reserved() - before
         del model, optimizer
         gc.collect()
     small = sharded(64)
     optimizer = adamw(small)
     train(small, optimizer)
     pools["small"] = pools_of(optimizer)
-    return {"pools": pools, "holes": free, "given back": given_back()}
+    on_host = adamw(model := sharded(WIDTH))
+    lowtide.offload_states(on_host)
+    torch.cuda.empty_cache()
+    assert apart() == 0
+    train(model, on_host)
+    return {
+        **{"pools": pools, "holes": free, "given back": given_back()},
+        **{"more when loaded": more, "apart with states on the host": apart()},
+    }
 
 
 def loaded_anew(optimizer: torch.optim.Optimizer) -> set[tuple[int, int]]:
@@ -145,6 +162,8 @@ def test_states_lie_apart_where_segments_grow():
     assert run["holes"][0] >= SHARDS
     assert sum(run["holes"][1:]) <= SHARDS // LAYERS + 4 * MIB
     assert run["given back"] >= 2 * SHARDS
+    assert run["more when loaded"] <= -2 * SHARDS
+    assert run["apart with states on the host"] == 0
 
 
 @pytest.mark.slow
