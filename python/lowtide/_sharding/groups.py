@@ -11,7 +11,10 @@ parameters stay within fewer ranks (``reshard_after_forward=k``).
 LOWTIDE_COMMUNICATORS=shared uses the mesh's own for both, which saves NCCL's buffers of
 one; communication no longer overlaps (docs/design/cuda.md says when that costs time).
 
-A fourth, of gloo, compares on the host what ranks did (step_log.h).
+A fourth, of gloo, compares on the host what ranks did (step_log.h): one for all meshes
+over the same ranks, as a backward that only one unit of a root has runs alone where the
+others' ranks are known to be among that unit's. A mesh of one rank beside larger ones,
+that of experts of which each rank has others say, has one, too.
 LOWTIDE_COMPARE_RANKS=off leaves it out, for machines without gloo's network: ranks that
 run different units are then noticed in the first forward only.
 """
@@ -69,15 +72,39 @@ def groups_of(mesh: DeviceMesh, device: torch.device) -> Groups:
         reduce_group = _group_like(shards, ranks, device, "lowtide_reduce")
     for group in dict.fromkeys((*groups, reduce_group)):
         _connect(group, device)
-    host_group = _host_group(mesh, device)
     made = Groups(
         _C.Collectives(shards.group_name, device),
         _C.Collectives(reduce_group.group_name, device),
         _C.Collectives(replicas[0].group_name, device) if replicas else None,
-        _C.HostChannel(host_group.group_name) if host_group is not None else None,
+        _host_channel(mesh, device),
     )
     _known[names] = made
     return made
+
+
+_channels: dict[tuple[int, ...], _C.HostChannel] = {}  # by their ranks
+
+
+def _host_channel(mesh: DeviceMesh, device: torch.device) -> _C.HostChannel | None:
+    compares = compares_ranks()
+    backend = dist.get_backend(mesh.get_group(mesh.ndim - 1))
+    comparable = dist.is_gloo_available() and backend != "fake"
+    if not compares or not comparable or dist.get_world_size() == 1:
+        return None
+    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+    known = _channels.get(ranks)
+    if known is None or not _lives(known):
+        group = _host_group(mesh, list(ranks), device)
+        known = _channels[ranks] = _C.HostChannel(group.group_name)
+    return known
+
+
+def _lives(channel: _C.HostChannel) -> bool:
+    """destroy_process_group may have ended its group."""
+    try:
+        return channel.process_group in dist.distributed_c10d._world.pg_map
+    except RuntimeError:
+        return False
 
 
 _COMMUNICATORS = "LOWTIDE_COMMUNICATORS"
@@ -106,16 +133,14 @@ def compares_ranks() -> bool:
     return value == "on"
 
 
-def _host_group(mesh: DeviceMesh, device: torch.device) -> dist.ProcessGroup | None:
-    compares = compares_ranks()
+def _host_group(
+    mesh: DeviceMesh, ranks: list[int], device: torch.device
+) -> dist.ProcessGroup:
     shards = mesh.get_group(mesh.ndim - 1)
-    comparable = dist.is_gloo_available() and dist.get_backend(shards) != "fake"
-    if not compares or mesh.size() == 1 or not comparable:
-        return None
     try:
         with no_split():
             group = dist.new_group(
-                mesh.mesh.flatten().tolist(),
+                ranks,
                 timeout=_timeout(shards, device),
                 backend="gloo",
                 use_local_synchronization=True,

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from lowtide._sharding.groups import groups_of
 from support.recorder import Record, Recorder, assert_same_records
 from support.systems import get_system
 
@@ -73,10 +75,21 @@ def chunked_loss(head: Any, hidden: Any, labels: torch.Tensor) -> torch.Tensor:
     return _Known.apply(hidden, torch.cat(gradients, 1), total)
 
 
-def train(system_name: str, grouped: bool, late: bool) -> Record:
+def other_mesh(ranks: int) -> DeviceMesh:
+    first = dist.get_rank() // ranks * ranks
+    group = dist.new_group(
+        list(range(first, first + ranks)), use_local_synchronization=True
+    )
+    return DeviceMesh.from_group(group, "cpu")
+
+
+def train(
+    system_name: str, grouped: bool, late: bool, apart: int = 0
+) -> tuple[Record, int]:
     """``grouped``: norm and head are one unit, of which the head runs alone; ``late``:
-    layers reduce the gradients of a step's first microbatch with those of the second.
-    """
+    layers reduce the gradients of a step's first microbatch with those of the second;
+    ``apart``: the first layer is on a mesh of its own, of so many ranks. What is
+    returned behind the record is how often lowtide reduced over that one."""
     system = get_system(system_name)
     torch.manual_seed(0)
     model: Any = Decoder()
@@ -85,7 +98,10 @@ def train(system_name: str, grouped: bool, late: bool) -> Record:
     )
     last: Any = [model.norm, model.head] if grouped else model.head
     for unit in (model.embedding, last, *model.layers, model):
-        system.fully_shard(unit, mp_policy=policy)
+        settings: dict[str, Any] = {}
+        if apart and unit is model.layers[0]:
+            settings["mesh"] = mesh = other_mesh(apart)
+        system.fully_shard(unit, mp_policy=policy, **settings)
     for module in model.modules():
         if isinstance(module, system.FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -107,7 +123,11 @@ def train(system_name: str, grouped: bool, late: bool) -> Record:
         with torch.no_grad():
             loss = chunked_loss(model.head, model(tokens[:, :-1]), tokens[:, 1:])
         record.add("validation", loss)
-    return record.values
+    calls = 0
+    if apart and system_name == "lowtide":
+        reduce = groups_of(mesh, torch.device("cpu")).reduce
+        calls = reduce.counters["reduce-scatter"][0]
+    return record.values, calls
 
 
 @pytest.mark.parametrize(
@@ -115,10 +135,24 @@ def train(system_name: str, grouped: bool, late: bool) -> Record:
 )
 def test_training_equals_fsdp2(pool_of, grouped, late):
     pool = pool_of(2)
-    for mine, other in zip(
+    for (mine, _), (other, _) in zip(
         pool.run(train, "lowtide", grouped, late),
         # Of a list of modules FSDP2 2.11 wants all to run; units change no bits.
         pool.run(train, "fsdp2", False, late),
         strict=True,
     ):
         assert_same_records(mine, other)
+
+
+@pytest.mark.parametrize("apart", [1, 2])
+def test_a_unit_on_another_mesh_does_not_leave_with_each_chunk(pool_of, apart):
+    """Be it of one rank, as the experts of which each rank has others, or of the same
+    ranks."""
+    pool = pool_of(2)
+    for (mine, calls), (other, _) in zip(
+        pool.run(train, "lowtide", False, False, apart),
+        pool.run(train, "fsdp2", False, False, apart),
+        strict=True,
+    ):
+        assert_same_records(mine, other)
+        assert calls == 2 * STEPS  # once a microbatch

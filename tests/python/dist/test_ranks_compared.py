@@ -476,4 +476,4 @@ def test_the_programs_own_collectives_keep_their_places(
 def test_an_unknown_way_to_compare_is_refused(monkeypatch):
     monkeypatch.setenv("LOWTIDE_COMPARE_RANKS", "sometimes")
     with pytest.raises(ValueError, match="LOWTIDE_COMPARE_RANKS: expected on or off"):
-        groups._host_group(None, torch.device("cpu"))
+        groups.compares_ranks()

@@ -440,3 +440,24 @@ def other_optimizers() -> None:
 
 def test_other_optimizers_step_all_units_of_a_call(pool_of):
     pool_of(RANKS).run(other_optimizers)
+
+
+def train_with_one_of_one_rank(system_name: str) -> Record:
+    """A linear layer, whose weight backward gathers since autograd has saved it."""
+    system = get_system(system_name)
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("others", "this"))["this"]
+    for layer, mesh in zip(model, (None, alone, None), strict=True):
+        system.fully_shard(layer, mesh=mesh)
+    system.fully_shard(model)
+    optimizer, record = adamw(model), Recorder()
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(2 * step + dist.get_rank())
+        model(torch.randn(4, 8, generator=generator)).pow(2).mean().backward()
+        finish_step(model, optimizer, record)
+    return record.values
+
+
+def test_a_unit_of_one_rank_trains_beside_those_of_more(pool_of):
+    assert_trains_as_fsdp2(pool_of(2), train_with_one_of_one_rank)

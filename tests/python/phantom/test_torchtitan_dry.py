@@ -1,5 +1,6 @@
 """torchtitan 0.3 and later over the driver that computes nothing: what gloo does
-not have. Experts over ranks, and forward and backward in a CUDA graph, its default."""
+not have. Experts over ranks, context parallelism, and forward and backward in a CUDA
+graph, its default."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
 from lowtide.phantom.dry import driver, launch
 from support import titan_on_cpus
@@ -50,6 +52,12 @@ def train(system: str, folder: Path, settings: dict[str, Any]) -> dict[str, Any]
     sys.modules["torchao.prototype.moe_training"] = None  # type: ignore[assignment]
     from support import titan_configs
 
+    if settings.get("flex"):
+        # It sends nothing: its kernels need no tuning.
+        from torchtitan.models.common.attention import FlexAttention
+
+        compiled = torch.compile(flex_attention, backend="aot_eager")
+        FlexAttention._compiled_flex_attn = compiled
     change = parallelize_fn if system == "lowtide" else lambda theirs: theirs
     trainer = titan_configs.trainer_of(change, folder, STEPS, saves=False, **settings)
     gradients: list[list[int]] = []
@@ -65,8 +73,10 @@ def train(system: str, folder: Path, settings: dict[str, Any]) -> dict[str, Any]
     trainer.train()
     torch.cuda.synchronize()
     reserved = torch.cuda.max_memory_reserved()
+    placements = {n: str(p.placements) for n, p in model.named_parameters()}
     trainer.close()
     return {
+        "placements": placements,
         "sent": sent(driver.calls()[ends[-2] : ends[-1]]),
         "reduced": sum(c.bytes for c in driver.calls() if c.kind == "reduce_scatter"),
         "gradients": gradients,
@@ -74,15 +84,13 @@ def train(system: str, folder: Path, settings: dict[str, Any]) -> dict[str, Any]
     }
 
 
-MACHINE = launch.Machine(world=WORLD)
-
-
 def test_forward_and_backward_in_a_graph(tmp_path):
     """They are captured after an eager step, and what is replayed writes the gradients
     that it wrote then. Nothing of layers is reduced behind a chunk of the loss; norm
     and head, one unit, leave whole with either's gradients."""
+    machine = launch.Machine(world=WORLD)
     theirs, ours = (
-        call_dry(train, system, tmp_path, {"graphs": True}, machine=MACHINE)
+        call_dry(train, system, tmp_path, {"graphs": True}, machine=machine)
         for system in ("fsdp2", "lowtide")
     )
     for run in (theirs, ours):
@@ -93,30 +101,93 @@ def test_forward_and_backward_in_a_graph(tmp_path):
     assert ours["reserved"] <= theirs["reserved"]
 
 
-def test_experts_over_ranks(tmp_path):
-    """Each group carries what it carries with FSDP2, which gathers norm and head once
-    more between the model's forward and the loss; lowtide reduces them once more,
-    behind the chunks, and pads what each rank gets of a reduction to 512 bytes."""
-    settings = {"model": "deepseek_v3", "expert_parallel_degree": 4}
+def compare(
+    folder: Path,
+    dense: tuple[int, ...],
+    of_an_expert: tuple[int, ...] | None = None,
+    world: int = WORLD,
+    **settings: Any,
+) -> dict[str, Any]:
+    """lowtide's run, in which each group carries what it carries with FSDP2.
+
+    FSDP2 gathers norm and head once more, between the model's forward and the loss, and
+    the embedding's table in backward, too, which lowtide does where it is typed;
+    lowtide reduces norm and head once more, behind the chunks, and pads what each rank
+    gets of a reduction to 512 bytes. Over one rank FSDP2 issues nothing.
+    """
     theirs, ours = (
-        call_dry(train, system, tmp_path, settings, machine=MACHINE)
+        call_dry(
+            *(train, system, folder, settings), machine=launch.Machine(world=world)
+        )
         for system in ("fsdp2", "lowtide")
     )
-    everyone, of_tokens, of_an_expert = tuple(range(WORLD)), (0, 1, 2, 3), (0, 4)
-    assert ours["sent"].keys() == theirs["sent"].keys()
-    assert {of[0] for of in ours["sent"]} == {everyone, of_tokens, of_an_expert}
-    head = (HEAD_BYTES + NORM_BYTES) // 2 // WORLD  # a rank's, in bf16
-    gathered_less = {everyone: head, of_an_expert: 0}
-    reduced_more = {everyone: HEAD_BYTES + NORM_BYTES, of_an_expert: 0}
-    for of, (count, num_bytes) in ours["sent"].items():
+    sent = {of: what for of, what in ours["sent"].items() if len(of[0]) > 1}
+    assert sent.keys() == theirs["sent"].keys()
+    head = HEAD_BYTES // settings.get("tensor_parallel_degree", 1) + NORM_BYTES
+    table = HEAD_BYTES if settings.get("spmd_backend") == "partial_dtensor" else 0
+    for of, (count, num_bytes) in sent.items():
         ranks, kind, _ = of
         expected = theirs["sent"][of][1]
-        if kind == "all_gather":
-            assert num_bytes == expected - gathered_less[ranks], of
-        elif kind == "reduce_scatter":
-            padding = num_bytes - expected - reduced_more[ranks]
+        if kind == "all_gather" and ranks in (dense, of_an_expert):
+            less = (head + table) // 2 // len(ranks) if ranks == dense else 0  # in bf16
+            assert num_bytes == expected - less, of
+        elif kind == "reduce_scatter" and ranks in (dense, of_an_expert):
+            padding = num_bytes - expected - (head if ranks == dense else 0)
             assert 0 <= padding <= 512 * len(ranks) * count, of
         else:
             assert [count, num_bytes] == theirs["sent"][of], of
-    assert ours["sent"][of_tokens, "send", "-"][0] > 0
+    assert ours["placements"] == theirs["placements"]
     assert ours["reserved"] <= theirs["reserved"]
+    return ours
+
+
+EVERYONE = tuple(range(WORLD))
+# Settings, the ranks that share an expert, those that share the rest.
+WITH_EXPERTS: dict[str, tuple[dict[str, int], tuple[int, ...], tuple[int, ...]]] = {
+    "over four ranks": ({"expert_parallel_degree": 4}, (0, 4), EVERYONE),
+    "of each rank": ({"expert_parallel_degree": 8}, (0,), EVERYONE),
+    "beside tensor parallelism": (
+        {"expert_parallel_degree": 2, "tensor_parallel_degree": 2},
+        *((0, 2, 4, 6), (0, 2, 4, 6)),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WITH_EXPERTS)
+def test_experts_over_ranks(tmp_path, case):
+    settings, of_an_expert, dense = WITH_EXPERTS[case]
+    ours = compare(tmp_path, dense, of_an_expert, model="deepseek_v3", **settings)
+    of_tokens = tuple(range(settings["expert_parallel_degree"]))
+    assert {of[0] for of in ours["sent"]} == {dense, of_tokens, of_an_expert}
+    assert ours["sent"][of_tokens, "send", "-"][0] > 0
+
+
+@pytest.mark.parametrize("expert_parallel", [1, 4])
+def test_experts_fewer_than_ranks(tmp_path, expert_parallel):
+    """Eight, which are sharded by columns then, over the ranks that share them."""
+    world = 2 * WORLD
+    everyone = tuple(range(world))
+    of_an_expert = everyone[::expert_parallel]
+    ours = compare(
+        *(tmp_path, everyone, of_an_expert, world),
+        **{"model": "deepseek_v3", "expert_parallel_degree": expert_parallel},
+    )
+    by_columns = {n for n, how in ours["placements"].items() if "Shard(dim=1)" in how}
+    of_experts = {n for n in ours["placements"] if ".inner_experts." in n}
+    assert by_columns == of_experts != set()
+    assert ours["sent"][of_an_expert, "reduce_scatter", "sum"][0] > 0
+
+
+# Attention as its authors have it, compiled, and as on CPUs.
+WITH_CONTEXT: dict[str, dict[str, Any]] = {
+    "flex": {"flex": True, "context_parallel_load_balancer": "ptrr", "seq_len": 256},
+    "sdpa": {"spmd_backend": "partial_dtensor"},
+}
+
+
+@pytest.mark.parametrize("attention", WITH_CONTEXT)
+def test_context_parallel(tmp_path, attention):
+    settings = WITH_CONTEXT[attention]
+    ours = compare(tmp_path, EVERYONE, context_parallel_degree=2, **settings)
+    kind = "reduce_scatter" if attention == "flex" else "send"  # in backward
+    assert any(ours["sent"].get(((0, 1), kind, how)) for how in ("-", "sum"))

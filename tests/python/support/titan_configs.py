@@ -76,14 +76,15 @@ class Metrics(MetricsProcessor):
     log = titan_on_cpus.Metrics.log
 
 
-def on_cpus(config: Any) -> Any:
+def without_flex(model: Any) -> None:
     """FlexAttention is trained with on accelerators alone; its trainer takes the
     attention that Flux has, too."""
-    for _, found, holder, name in list(
-        config.model_spec.model.traverse(FlexAttention.Config)
-    ):
+    for _, found, holder, name in list(model.traverse(FlexAttention.Config)):
         assert isinstance(found, FlexAttention.Config)
         setattr(holder, name, ScaledDotProductAttention.Config())
+
+
+def on_cpus(config: Any) -> Any:
     config.model_spec.state_dict_adapter = None
     config.validator.enable = False
     config.debug.enable_structured_logging = False
@@ -103,6 +104,8 @@ def trainer_of(
     registry = importlib.import_module(f"torchtitan.models.{family}.config_registry")
     config = on_cpus(getattr(registry, f"{family}_debugmodel")())
     spec = config.model_spec
+    if not settings.pop("flex", False):
+        without_flex(spec.model)
     spec.model.layers = spec.model.layers[:3]
     spec.parallelize_fn = parallelize(spec.parallelize_fn)
     if guard is not None:
@@ -111,7 +114,7 @@ def trainer_of(
     config.tokenizer = NoTokenizer.Config()
     config.metrics = Metrics.Config(log_freq=1)
     config.dump_folder = str(folder)
-    config.training.seq_len = titan_on_cpus.SEQ_LEN
+    config.training.seq_len = settings.pop("seq_len", titan_on_cpus.SEQ_LEN)
     config.training.local_batch_size = titan_on_cpus.BATCH
     config.training.steps, config.training.max_norm = steps, 0.5
     config.training.disable_cuda_graphs = not settings.pop("graphs", False)
