@@ -26,14 +26,22 @@ STEPS = 3
 WORDS = 64
 
 
-def start(folder: Path, tied: bool) -> None:
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 8},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def start(folder: Path, tied: bool, family: str = "llama") -> None:
     """A model that every rank may load."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     accelerate_on_cpus.as_torchrun(dist.get_rank(), dist.get_world_size())
     if dist.get_rank() == 0:
         torch.manual_seed(0)
-        config = LlamaConfig(
+        config = AutoConfig.for_model(
+            family,
             vocab_size=WORDS,
             hidden_size=32,
             intermediate_size=48,
@@ -41,21 +49,23 @@ def start(folder: Path, tied: bool) -> None:
             num_attention_heads=4,
             num_key_value_heads=2,
             tie_word_embeddings=tied,
+            **FAMILIES[family],
         )
-        LlamaForCausalLM(config).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     dist.barrier()
 
 
-def load(folder: Path, replicas: int = 1) -> Any:
+def load(folder: Path, replicas: int = 1, **sizes: int) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
     return AutoModelForCausalLM.from_pretrained(
         folder,
         distributed_config=DistributedConfig(
-            fsdp_size=dist.get_world_size() // replicas,
+            fsdp_size=dist.get_world_size() // (replicas * sizes.get("tp_size", 1)),
             dp_replicate_size=replicas,
             fsdp_mixed_precision=True,
+            **sizes,
         ),
         dtype=torch.float32,
     )
@@ -75,12 +85,13 @@ def text(seed: int, rows: int = 2) -> torch.Tensor:
     return torch.randint(0, WORDS, (rows, 9), generator=generator)
 
 
-def train(record: Recorder, model: Any) -> None:
+def train(record: Recorder, model: Any, tp_size: int = 1, late: bool = True) -> None:
+    """``late``: a step's gradients are reduced behind its last microbatch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(STEPS):
         for microbatch in range(2):
-            model.set_requires_gradient_sync(microbatch == 1)
-            ids = text(100 * step + 10 * microbatch + dist.get_rank())
+            model.set_requires_gradient_sync(microbatch == 1 or not late)
+            ids = text(100 * step + 10 * microbatch + dist.get_rank() // tp_size)
             loss = model(input_ids=ids, labels=ids).loss / 2
             loss.backward()
             record.add("loss", loss)
@@ -92,13 +103,13 @@ def train(record: Recorder, model: Any) -> None:
 
 def whole(record: Recorder, model: Any, folder: Path) -> None:
     """Its text, and what its files are to who loads them without ranks."""
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
     model.eval()
     record.add("text", model.generate(text(7)[:, :4], max_new_tokens=5))
     model.save_pretrained(folder / "saved")
     dist.barrier()
-    for name, value in LlamaForCausalLM.from_pretrained(
+    for name, value in AutoModelForCausalLM.from_pretrained(
         folder / "saved"
     ).named_parameters():
         record.add(f"saved {name}", value)
@@ -124,6 +135,70 @@ def test_trains_in_a_loop_with_the_bits_of_fsdp2(pool_of, tmp_path, ranks, repli
     for (mine, own), (other, foreign) in zip(ours, theirs, strict=True):
         assert own and not foreign
         assert_same_records(mine, other)
+
+
+def in_parallel(
+    system: str, folder: Path, family: str, sizes: dict[str, int], late: bool
+) -> tuple[Record, dict[str, str]]:
+    """The record, and how each parameter is placed."""
+    start(folder, tied=False, family=family)
+    record = Recorder()
+    with bound(system):
+        model = load(folder, **sizes)
+        train(record, model, sizes.get("tp_size", 1), late)
+        whole(record, model, folder)
+    assert is_lowtides(model) == (system == "lowtide")
+    return record.values, {n: str(p.placements) for n, p in model.named_parameters()}
+
+
+# The heads of Qwen3 have norms of their own, whose gradients a hook on the gathered
+# parameter sums. Behind microbatches without sync it sees their sum with FSDP2.
+IN_PARALLEL: dict[str, tuple[str, dict[str, int], bool]] = {
+    "tensor": ("llama", {"tp_size": 2}, True),
+    "tensor, replicas": ("llama", {"tp_size": 2, "replicas": 2}, True),
+    "tensor, norms of heads": ("qwen3", {"tp_size": 2}, False),
+    "tensor, experts": ("mixtral", {"tp_size": 2}, True),
+    "experts": ("mixtral", {"ep_size": 2}, True),
+    "experts of each rank": ("mixtral", {"ep_size": 4}, True),
+    "experts, replicas": ("mixtral", {"ep_size": 2, "replicas": 2}, True),
+    "tensor, experts of each rank": ("mixtral", {"tp_size": 2, "ep_size": 4}, True),
+}
+QUICK = ("tensor, norms of heads", "tensor, experts of each rank")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(c, marks=[] if c in QUICK else pytest.mark.slow)
+        for c in IN_PARALLEL
+    ],
+)
+def test_trains_beside_tensor_and_expert_parallelism(pool_of, tmp_path, case):
+    pool = pool_of(4)
+    theirs = pool.run(in_parallel, "fsdp2", tmp_path / "fsdp2", *IN_PARALLEL[case])
+    ours = pool.run(in_parallel, "lowtide", tmp_path / "lowtide", *IN_PARALLEL[case])
+    for (mine, places), (other, there) in zip(ours, theirs, strict=True):
+        assert places == there
+        assert_same_records(mine, other)
+    strided = "_StridedShard(dim=0, sf=2), Shard(dim=0)"
+    query = "model.layers.0.self_attn.q_proj.weight"
+    assert (strided in places[query]) == ("tensor" in case)
+
+
+def test_norms_of_heads_count_each_microbatch_once(pool_of, tmp_path):
+    """FSDP2 hands their hook the sum of a step's microbatches, the first of which it
+    has summed over ranks already."""
+    pool = pool_of(4)
+    (apart, _), (late, _) = (
+        pool.run(
+            in_parallel, "lowtide", tmp_path / str(late), "qwen3", {"tp_size": 2}, late
+        )[0]
+        for late in (False, True)
+    )
+    for name in ("q_norm", "k_norm"):
+        key = f"model.layers.0.self_attn.{name}.weight.grad"
+        wanted, got = (next(v for n, v in r if n == key) for r in (apart, late))
+        torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-5)
 
 
 def tied_over_units(folder: Path) -> tuple[Record, list[bool]]:
