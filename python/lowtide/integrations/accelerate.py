@@ -27,7 +27,9 @@ def use_lowtide(
             or on none, see :mod:`lowtide.integrations.all_or_nothing`.
 
     Raises:
-        ValueError: For an accelerator that does not shard with FSDP2.
+        ValueError: For an accelerator that does not shard with FSDP2. Its ``prepare``
+            raises NotImplementedError for tensor parallelism where accelerate lacks a
+            class of transformers' for it.
     """
     if not accelerator.is_fsdp2:
         plugin = getattr(accelerator.state, "fsdp_plugin", None)
@@ -44,7 +46,11 @@ def use_lowtide(
     def prepare_with_lowtide(*objects: Any, **settings: Any) -> Any:
         # Its function imports torch's when it is called.
         with bind():
-            prepared = prepare(*objects, **settings)
+            try:
+                prepared = prepare(*objects, **settings)
+            except ImportError as error:
+                _explain(error, accelerator)
+                raise
         if all_or_nothing:
             for optimizer in accelerator._optimizers:
                 guard(optimizer.optimizer)
@@ -52,3 +58,18 @@ def use_lowtide(
 
     accelerator.prepare = prepare_with_lowtide
     return accelerator
+
+
+def _explain(error: ImportError, accelerator: Any) -> None:
+    """accelerate prepares tensor-parallel models with a class of transformers', which
+    has gone since these are placed as they are loaded."""
+    if "ReplicateParallel" not in str(error):
+        return
+    raise NotImplementedError(
+        "lowtide: integrations.accelerate: expected a transformers that has "
+        "ReplicateParallel, which accelerate needs for "
+        f"ParallelismConfig(tp_size={accelerator.parallelism_config.tp_size}), got one "
+        f"without it ({error}). Load the model with transformers' "
+        "DistributedConfig(tp_size=..., fsdp_size=...), which shards it, after "
+        "lowtide.integrations.bind(), and leave out the plugin."
+    ) from error
