@@ -4,6 +4,7 @@ pages say to import is there."""
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import re
 from pathlib import Path
 
@@ -16,7 +17,7 @@ PACKAGES = {"Lightning": "pytorch-lightning"}
 def rows() -> list[list[str]]:
     lines = (DOCS / "frameworks.md").read_text().splitlines()
     begin = next(i for i, line in enumerate(lines) if line.startswith("|---")) + 1
-    table = [line for line in lines[begin:] if line.startswith("|")][:7]
+    table = itertools.takewhile(lambda line: line.startswith("|"), lines[begin:])
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
 
 
@@ -26,6 +27,18 @@ def test_a_row_for_every_example():
     assert all(named)
     examples = (DOCS.parent / "examples/frameworks").glob("with_*.py")
     assert linked == {path.name for path in examples}
+
+
+def test_rows_name_tests_that_are_there():
+    tests = DOCS.parent / "tests/python"
+    for *_, named in rows():
+        files = re.findall(r"`([\w/]+\.py)`", named)
+        assert files and ", ".join(f"`{file}`" for file in files) == named
+        for file in files:
+            assert (tests / ("" if "/" in file else "dist") / file).is_file(), file
+    name = "test_runs_unedited_with_the_bits_of_fsdp2"
+    assert f"`{name}`" in (DOCS / "frameworks.md").read_text()
+    assert f"def {name}(" in (tests / "dist/test_framework_examples.py").read_text()
 
 
 def test_versions_are_those_of_the_tests():
