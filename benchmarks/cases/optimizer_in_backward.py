@@ -104,6 +104,11 @@ gradient the forward alone has 14.9 GiB; with blocks' inputs offloaded 0.2 to 0.
 missing. *States on the host* is `lowtide.offload_states`: 7.5 GiB by arithmetic, in and
 out in every step.
 
+Reserved is 1.02 to 1.07 of allocated on expandable segments. On default ones it is 1.06
+to 1.08 with states on the device (memory_llama says of what), and 1.20 to 1.26 with
+states on the host: those of embedding and head, 501 MiB each, open a segment where
+free ones have 418 at most.
+
 Muon has the blocks' matrices, fused AdamW what is left; its step's time is from the
 clipping on.""",
     run=measure,

@@ -3,9 +3,9 @@
 // The engine sees five in-order streams.  `compute` is whatever stream the
 // user's own operators run on at that moment; `gather` and `reduce` carry
 // the casts and copies before and after lowtide's communication; `offload` and
-// `reload` copy activations to the host and back.  `wire` stands for the stream
-// collectives run on, the process group's or ours (comm/wire.h); nothing else
-// does.
+// `reload` copy to the host and back: activations, and of parameters there
+// shards and gradients.  `wire` stands for the stream collectives run on, the
+// process group's or ours (comm/wire.h); nothing else does.
 //
 // Memory always comes from the compute stream's pool, so what one unit frees
 // serves the next activation.  Work on another stream that touches such bytes
