@@ -186,3 +186,12 @@ def test_logits_are_deferred_unedited(tmp_path, with_fsdp2, name):
     heads = [line for line in said if line.startswith("lowtide: run: --defer-logits:")]
     assert [line.split(", ")[-1] for line in heads[-2:]] == ["logits made 0 times"] * 2
     assert not any(" 0 calls" in line for line in heads)
+
+
+@pytest.mark.slow("frameworks")
+def test_a_head_with_a_forward_of_its_own_is_refused(tmp_path):
+    """As torchtitan 0.3's on its default backend."""
+    skip_what_is_not_here("torchtitan_0_3")
+    refused = "expected Llama3Model.lm_head to be an nn.Linear with its class's forward"
+    with pytest.raises(AssertionError, match=refused):
+        run_once("torchtitan_0_3", tmp_path, "-m", "lowtide", "run", "--defer-logits")
