@@ -174,10 +174,11 @@ Missed bars. Of transformers' Qwen3: its blocks send 2.4 GB of gradients and com
 little longer than that takes. FSDP2 pays a ring's latency once a block and hides it
 behind copies, which count as computing; lowtide pays it four times. Chunks of 320 MiB
 instead of 0.6 GB at most took its step 43 ms longer and Mixtral's 10 less. Default
-segments waste 3 to 4 GiB of Mixtral's, 7 of FSDP2's, between blocks of 0.9 and 1.8 GiB,
-and 1 GiB of Qwen3's: at its last segment (768 MiB) there were holes of 400, 384 and 384
-beside blocks of 604 and 384. Deferring logits spares Mixtral nothing: its peak is in a
-block's backward, and its vocabulary has 32,000.
+segments waste 4 to 5 GiB of Mixtral's, 7 of FSDP2's, between blocks of 0.9 and 1.8 GiB.
+Of Qwen3's they waste 5, 6 of FSDP2's, and 1 GiB with deferred logits: at the last
+segment (768 MiB) there were holes of 400, 384 and 384 beside blocks of 604 and 384.
+Deferring logits spares Mixtral no allocated bytes to speak of: its peak is in a block's
+backward, and its vocabulary has 32,000.
 Of torchtitan's Mixtral, by a trace: the gradients of a block's dense weights, 161 MiB,
 use the slot of its experts', 672 MiB in five chunks, so that compute waits up to 1.6 ms
 for the last of these in two of three blocks; a slot of their own would be held beside

@@ -4,7 +4,6 @@ what was gathered in its forward."""
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,6 @@ import torch.distributed as dist
 
 from support.recorder import Record, Recorder, assert_same_records
 from support.systems import get_system
-
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("bitsandbytes") is None,
-    reason="bitsandbytes is not installed",
-)
 
 STEPS, WORDS = 3, 64
 
