@@ -57,6 +57,7 @@ CASES = (
     "configured_trainer",
     "experts",
     "experts_in_blocks",
+    "sleeping",
     "foreign_scripts",
     "soak",
     "worlds",
