@@ -54,9 +54,9 @@ sees in a step. *bar*: what we set out to reach.
 
 A sharded parameter's gradient and states are looked up for each step, since a program
 may have put others there: as much again as torch takes for plain tensors.
-One tensor a unit is not lowtide's way: it would want a unit's shards, states
-and gradients each side by side, where a model that was made on the meta device has its
-shards one by one from torch's `to_empty`, and moved together they would leave holes of
-their own size under the peak.""",
+One tensor a unit is not built. Its shards lie side by side, and so do its gradients;
+states would have to, too, and whatever takes them one by one (sleep, states on the
+host, steps that are undone, checkpoints) would meet parts of one tensor. It would spare
+7 us of host time a parameter, 2 ms in a step of Llama 8B, which takes a second.""",
     run=measure,
 )
