@@ -141,13 +141,15 @@ def test_a_dead_peer_is_an_error_that_names_the_unit():
     with RankPool(3, group_timeout=WAIT_SECONDS) as pool:
         outcomes = pool.outcomes(reduce_with_a_dead_peer)
     assert outcomes[1].kind == "died"
-    for rank in (0, 2):
-        text = outcomes[rank].value
+    texts = {rank: outcomes[rank].value for rank in (0, 2)}
+    # The peer's address; who had sent it all before waits for the other one, in vain.
+    assert any("[127.0.0.1]:" in text for text in texts.values())
+    for rank, text in texts.items():
         assert text.startswith(
             "lowtide: layers.7: expected the reduce-scatter to finish on all ranks, "
             "got '"
         )
-        assert "[127.0.0.1]:" in text  # the peer's
+        assert "[127.0.0.1]:" in text or "Timed out waiting" in text
         assert text.endswith(
             f"(rank {rank} of 3). Look at the log of the rank that failed first; "
             "then call lowtide.abort_step() or restart from the last checkpoint."

@@ -199,3 +199,19 @@ def is_released(path: Path) -> bool:
         except BlockingIOError:
             return False
     return True
+
+
+SMALL = """
+import torch
+layer = torch.nn.Linear(64, 64, device="cuda")
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+layer(torch.ones(8, 64, device="cuda")).sum().backward()
+optimizer.step()
+"""
+
+
+def test_memory_of_the_host_is_the_simulations_own(tmp_path):
+    """Linux lets a process begin with the peak of who started it."""
+    ballast = bytearray(b"x") * (3 << 29)
+    found = plan_text(tmp_path, SMALL)
+    assert found.host_memory < len(ballast)
