@@ -19,6 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+from lowtide._torch_version import VERSION
 from support.recorder import Recorder, assert_pattern_equals_fsdp2, finish_step
 from support.systems import System
 
@@ -495,4 +496,6 @@ PATTERNS: dict[str, Pattern] = {
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_pattern_equals_fsdp2(pool_of, pattern):
+    if pattern == "casts_of_a_recomputed_forward" and VERSION < (2, 13):
+        pytest.skip("FSDP2 does not cast in a recomputed forward there, and raises")
     assert_pattern_equals_fsdp2(pool_of(2), __name__, pattern)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lowtide
+from lowtide._torch_version import VERSION
 from lowtide.phantom.dry.launch import Machine
 from support.dry_process import call_dry
 
@@ -160,7 +161,8 @@ def test_states_lie_apart_where_segments_grow():
     # Where gradients were, nothing is between two of them; the rest is a shard's, which
     # were made one by one.
     assert run["holes"][0] >= SHARDS
-    assert sum(run["holes"][1:]) <= SHARDS // LAYERS + 4 * MIB
+    if VERSION >= (2, 15):  # before, workspaces of cuBLAS stay there
+        assert sum(run["holes"][1:]) <= SHARDS // LAYERS + 4 * MIB
     assert run["given back"] >= 2 * SHARDS
     assert run["more when loaded"] <= -2 * SHARDS
     assert run["apart with states on the host"] == 0
