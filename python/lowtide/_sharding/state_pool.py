@@ -40,10 +40,15 @@ def is_first_step(optimizer: Optimizer) -> bool:
 def for_states(
     optimizer: Optimizer, parameters: Sequence[Tensor]
 ) -> AbstractContextManager[Any]:
-    """Around what makes states of these of its parameters, which are plain ones."""
+    """Around what makes states that are not there, in the first step, of these of its
+    parameters, which are plain ones."""
+    if not parameters:
+        return contextlib.nullcontext()
     device = parameters[0].device
     if optimizer not in _pools:
-        _pools[optimizer] = _pool_for(optimizer, device)
+        # Those that were loaded stay where they are.
+        wanted = not optimizer.state and _wants_pool(optimizer, device)
+        _pools[optimizer] = _pool_of(optimizer, device) if wanted else None
     pool = _pools[optimizer]
     if pool is None:
         return contextlib.nullcontext()
@@ -56,13 +61,16 @@ def let_go(optimizer: Optimizer) -> None:
         _pools[optimizer] = None
 
 
-def _pool_for(optimizer: Optimizer, device: torch.device) -> Any:
-    if device.type != "cuda" or not _is_large(optimizer):
-        return None
-    if torch.cuda.is_current_stream_capturing():  # in memory of the graph's own
-        return None
-    if not _segments_expand():
-        return None
+def _wants_pool(optimizer: Optimizer, device: torch.device) -> bool:
+    return (
+        device.type == "cuda"
+        and _is_large(optimizer)
+        and not torch.cuda.is_current_stream_capturing()  # in memory of the graph's
+        and _segments_expand()
+    )
+
+
+def _pool_of(optimizer: Optimizer, device: torch.device) -> Any:
     optimizer.register_load_state_dict_post_hook(_give_back)
     with torch.cuda.device(device):
         return torch.cuda.MemPool()

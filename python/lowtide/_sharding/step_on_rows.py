@@ -151,12 +151,9 @@ class _OnRows:
         vars(self).update(_known=known, _step=known.steps)
 
     def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
-        """Of all elementwise classes: makes states that are not there."""
+        """Of all elementwise classes; makes states that are not there."""
         makes: Any = super()
-        rows = group["params"]
-        if not rows or self.state[rows[0]]:
-            return makes._init_group(group, *lists)
-        with for_states(self._optimizer, rows):
+        with for_states(self._optimizer, group["params"]):
             return makes._init_group(group, *lists)
 
     def __del__(self) -> None:

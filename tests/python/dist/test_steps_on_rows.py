@@ -34,6 +34,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "nadam": torch.optim.NAdam,
     "radam": torch.optim.RAdam,
     "rmsprop": lambda ps, **kw: torch.optim.RMSprop(ps, momentum=0.5, **kw),
+    "sgd": lambda ps, **kw: torch.optim.SGD(ps, 0.1, **kw),  # without states
     "sgd momentum": lambda ps, **kw: torch.optim.SGD(ps, 0.1, momentum=0.9, **kw),
 }
 
@@ -78,7 +79,8 @@ def train(system: str, name: str, settings: dict[str, Any]) -> Any:
             optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        found.append(everything(model, optimizer))
+        entries = torch.tensor(sorted(optimizer.state_dict()["state"]))
+        found.append({"entries": entries} | everything(model, optimizer))
         if step == 1:
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     return found, calls.names

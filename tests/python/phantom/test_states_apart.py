@@ -3,6 +3,7 @@ own, which is given back with them."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from typing import Any
 
@@ -122,6 +123,7 @@ def found() -> dict[str, Any]:
     assert apart() == 0
     train(model, on_host)
     return {
+        **{"features": beside_other_features()},
         **{"pools": pools, "holes": free, "given back": given_back()},
         **{"more when loaded": more, "apart with states on the host": apart()},
     }
@@ -134,6 +136,29 @@ def loaded_anew(optimizer: torch.optim.Optimizer) -> set[tuple[int, int]]:
     }
     optimizer.load_state_dict(optimizer.state_dict() | {"state": copies})
     return pools_of(optimizer)
+
+
+class Interrupted(Exception):
+    pass
+
+
+def beside_other_features() -> dict[str, Any]:
+    """A first step that is undone, sleep, and steps on."""
+    model = sharded(WIDTH)
+    optimizer = adamw(model)
+    with contextlib.suppress(Interrupted), lowtide.step(model, optimizer):
+        train(model, optimizer, 1)
+        raise Interrupted
+    undone = len(optimizer.state)
+    train(model, optimizer)
+    torch.cuda.empty_cache()
+    awake = torch.cuda.memory_reserved()
+    lowtide.sleep(model, optimizer)
+    lent = awake - torch.cuda.memory_reserved()
+    asleep = apart()
+    lowtide.wake(model, optimizer)
+    train(model, optimizer)
+    return {"undone": undone, "asleep": asleep, "lent": lent}
 
 
 def given_back() -> int:
@@ -166,6 +191,9 @@ def test_states_lie_apart_where_segments_grow():
     assert run["given back"] >= 2 * SHARDS
     assert run["more when loaded"] <= -2 * SHARDS
     assert run["apart with states on the host"] == 0
+    features = run["features"]
+    assert features["undone"] == features["asleep"] == 0, features
+    assert features["lent"] >= 3 * SHARDS, features
 
 
 @pytest.mark.slow
