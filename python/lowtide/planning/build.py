@@ -65,11 +65,11 @@ def build_plan(
         communicators=communicators,
         notes=notes,
         seconds=seconds,
-        host_memory=_most_resident(),
+        host_memory=most_resident(),
     )
 
 
-def _most_resident() -> int:
+def most_resident() -> int:
     """Bytes, of this process: getrusage's begin with those of who started it."""
     status = Path("/proc/self/status").read_text()
     (kib,) = re.findall(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)

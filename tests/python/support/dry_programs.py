@@ -11,7 +11,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -291,6 +290,7 @@ def llama_70b() -> dict[str, Any]:
     from torch.distributed.fsdp import fully_shard
 
     from llama import CONFIGS, Llama
+    from lowtide.planning.build import most_resident
 
     with torch.device("meta"):
         model = Llama(CONFIGS["70b"])
@@ -305,13 +305,6 @@ def llama_70b() -> dict[str, Any]:
         "held": num_bytes(own, [p.grad.to_local() for p in model.parameters()]),
         "host": most_resident(),
     }
-
-
-def most_resident() -> int:
-    """Bytes; of getrusage's a process inherits those of who started it."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = [line for line in lines if line.startswith("VmHWM:")]
-    return int(line.split()[1]) << 10
 
 
 def ddp() -> dict[str, Any]:
