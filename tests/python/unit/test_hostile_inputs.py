@@ -291,6 +291,7 @@ READS = {
     "phantom/dry/objects.py": "objects of dry ranks, of one user, on the loopback",
     "phantom/dry/program.py": "its own arguments",
     "phantom/dry/ranks.py": "this file",
+    "planning/build.py": "the system's own",
     "planning/decisions.py": "the program's sources, which run anyway",
     "planning/model_file.py": "likewise",
     "planning/stacks.py": "likewise",
