@@ -63,7 +63,7 @@ void Unit::attach(std::vector<at::Tensor> shards, std::vector<at::Tensor> full,
     parameters.push_back(
         {leaves().shards()[i],
          infos_[i].local_sizes(groups_.gather->size(), slice.local_rows(rank)),
-         slice.local_numel(rank), slice.shard_numel,
+         slice.local_numel(rank), slice.shard_numel, slice.shard_offset,
          infos_[i].dtype_of_grad()});
   }
   gradients_.sharded().set_parameters(std::move(parameters));

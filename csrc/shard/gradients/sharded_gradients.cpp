@@ -63,7 +63,11 @@ ShardedGradients::Target ShardedGradients::choose(std::size_t i) {
 void ShardedGradients::prepare(const std::vector<std::int32_t>& trainable) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   std::int64_t bytes = 0;
-  for (const auto p : trainable) {
+  auto as_shards_lie = trainable;
+  std::ranges::stable_sort(as_shards_lie, {}, [this](std::int32_t i) {
+    return parameters_[static_cast<std::size_t>(i)].shard_offset;
+  });
+  for (const auto p : as_shards_lie) {
     const auto i = static_cast<std::size_t>(p);
     slots_[i].target = choose(i);
     if (!fresh(i)) {
@@ -97,62 +101,58 @@ bool ShardedGradients::fresh(std::size_t i) const {
          (target == Target::add && host_ != nullptr);
 }
 
-// Where a piece begins in its generation, in elements.
-std::int64_t ShardedGradients::place_of(const Piece& piece) const {
+// As much of the piece as is no padding.
+at::Tensor ShardedGradients::target_of(const Piece& piece) const {
   const auto i = static_cast<std::size_t>(piece.parameter);
-  return offsets_[i] / itemsize(parameters_[i].dtype) + piece.begin;
-}
-
-void ShardedGradients::write(const at::Tensor& to, const at::Tensor& from,
-                             bool add) {
-  auto& runtime = memory_->runtime();
-  runtime.touches(runtime.current(), from.const_data_ptr(), from.nbytes(),
-                  device::Access::read);
-  runtime.touches(runtime.current(), to.const_data_ptr(), to.nbytes(),
-                  device::Access::write);
-  if (!add) {
-    ops::foreach_copy(to, from);
-    return;
+  const auto& parameter = parameters_[i];
+  const auto numel =
+      std::min(piece.size(), parameter.local_numel - piece.begin);
+  if (numel <= 0) {
+    return {};
   }
-  // FSDP2 rounds a result to the dtype of `.grad` before it adds it.
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  ops::foreach_add(to, from.to(to.scalar_type()));
+  return fresh(i)
+             ? flat_view(generation_, parameter.dtype,
+                         offsets_[i] + piece.begin * itemsize(parameter.dtype),
+                         numel)
+             : slice_of(slots_[i].flat, piece.begin, numel);
 }
 
 void ShardedGradients::land(const std::vector<Piece>& pieces,
                             const at::Tensor& result) {
-  for (std::size_t first = 0; first < pieces.size();) {
-    const auto& piece = pieces[first];
-    const auto i = static_cast<std::size_t>(piece.parameter);
-    const auto& parameter = parameters_[i];
-    if (!fresh(i)) {
-      const auto numel =
-          std::min(piece.size(), parameter.local_numel - piece.begin);
-      if (numel > 0) {
-        write(slice_of(slots_[i].flat, piece.begin, numel),
-              slice_of(result, piece.column, numel), /*add=*/true);
-      }
-      ++first;
+  auto& runtime = memory_->runtime();
+  const auto touches = [&](const at::Tensor& tensor, device::Access access) {
+    runtime.touches(runtime.current(), tensor.const_data_ptr(), tensor.nbytes(),
+                    access);
+  };
+  struct Written {
+    std::vector<at::Tensor> to;
+    std::vector<at::Tensor> from;
+  };
+  Written copied;
+  Written added;
+  for (const auto& piece : pieces) {
+    auto to = target_of(piece);
+    if (!to.defined()) {
       continue;
     }
-    // As far as the generation continues in step with the row.
-    const auto place = place_of(piece);
-    std::size_t last = first;
-    while (last + 1 < pieces.size() &&
-           fresh(static_cast<std::size_t>(pieces[last + 1].parameter)) &&
-           parameters_[static_cast<std::size_t>(pieces[last + 1].parameter)]
-                   .dtype == parameter.dtype &&
-           place_of(pieces[last + 1]) - place ==
-               pieces[last + 1].column - piece.column) {
-      ++last;
+    auto from = slice_of(result, piece.column, to.numel());
+    touches(from, device::Access::read);
+    touches(to, device::Access::write);
+    auto& written =
+        fresh(static_cast<std::size_t>(piece.parameter)) ? copied : added;
+    written.to.push_back(std::move(to));
+    written.from.push_back(std::move(from));
+  }
+  if (!copied.to.empty()) {
+    ops::foreach_copy(copied.to, copied.from);
+  }
+  if (!added.to.empty()) {
+    // FSDP2 rounds a result to the dtype of `.grad` before it adds it.
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    for (std::size_t k = 0; k < added.to.size(); ++k) {
+      added.from[k] = added.from[k].to(added.to[k].scalar_type());
     }
-    const auto numel = pieces[last].column + pieces[last].size() - piece.column;
-    if (numel > 0) {
-      write(flat_view(generation_, parameter.dtype,
-                      place * itemsize(parameter.dtype), numel),
-            slice_of(result, piece.column, numel), /*add=*/false);
-    }
-    first = last + 1;
+    ops::foreach_add(added.to, added.from);
   }
 }
 

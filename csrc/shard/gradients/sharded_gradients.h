@@ -1,4 +1,6 @@
-// Where reduced gradients land: one flat buffer per unit and generation.
+// Where reduced gradients land: one flat buffer per unit and generation, in
+// which they follow each other as the unit's shards do, so that an optimizer
+// may step neighbours as one tensor (step_on_rows.py).
 //
 // `.grad` of a sharded parameter is a DTensor over a slice of that buffer, so
 // zero_grad(set_to_none=True) gives the bytes back as soon as the last slice
@@ -37,7 +39,8 @@ class ShardedGradients {
     at::Tensor shard;                       // the sharded nn.Parameter
     std::vector<std::int64_t> local_sizes;  // of this rank's rows
     std::int64_t local_numel;
-    std::int64_t shard_numel;  // with padding
+    std::int64_t shard_numel;   // with padding
+    std::int64_t shard_offset;  // bytes, among the unit's shards
     at::ScalarType dtype;
   };
   // Wraps local gradients as the DTensors that become `.grad`.
@@ -67,8 +70,7 @@ class ShardedGradients {
       const std::vector<std::int32_t>& trainable) const;
 
   // `pieces` of a chunk have been reduced to the row `result`: copies or adds
-  // them, on the current stream.  Neighbours in a fresh generation, which is
-  // laid out as the plan's chunks are, go in one copy, padding included.
+  // them, on the current stream, in one launch each.
   void land(const std::vector<Piece>& pieces, const at::Tensor& result);
 
   // Everything has landed: of an offloaded unit, starts its copy to the host,
@@ -103,8 +105,7 @@ class ShardedGradients {
   Target choose(std::size_t i);
   // Results are written to a slice of this generation.
   bool fresh(std::size_t i) const;
-  std::int64_t place_of(const Piece& piece) const;
-  void write(const at::Tensor& to, const at::Tensor& from, bool add);
+  at::Tensor target_of(const Piece& piece) const;
   at::Tensor fresh_local(std::size_t i) const;
   at::Tensor on_host(std::size_t i) const;
   void arrive_on_host(const std::vector<std::int32_t>& used);

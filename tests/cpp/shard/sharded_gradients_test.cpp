@@ -36,7 +36,9 @@ class ShardedGradientsTest : public testing::Test {
                            .local_sizes = std::move(sizes),
                            .local_numel = numel,
                            .shard_numel = shard_numel,
+                           .shard_offset = shard_offset_,
                            .dtype = dtype});
+    shard_offset_ += shard_numel * shard.element_size();
   }
 
   const at::Tensor& grad(std::size_t i) const {
@@ -68,6 +70,7 @@ class ShardedGradientsTest : public testing::Test {
   std::shared_ptr<memory::Ledger> ledger_ = std::make_shared<memory::Ledger>();
   std::shared_ptr<memory::DeviceMemory> memory_ =
       std::make_shared<memory::DeviceMemory>(runtime_, ledger_);
+  std::int64_t shard_offset_ = 0;
   std::vector<ShardedGradients::Parameter> parameters_;
   ShardedGradients gradients_{std::make_shared<const std::string>("layers.0"),
                               memory_};
@@ -89,6 +92,26 @@ TEST_F(ShardedGradientsTest, ResultsBecomeGradOfTheShardsShape) {
   EXPECT_EQ(grad(1).sizes(), (std::vector<std::int64_t>{0, 4}));
   EXPECT_TRUE(grad(2).equal(at::full({1}, 5.f, at::kBFloat16)));
   EXPECT_THAT(runtime_->violations(), IsEmpty());
+}
+
+// Whatever the order in which they are expected and come.
+TEST_F(ShardedGradientsTest, GradientsFollowEachOtherAsShardsDo) {
+  const auto addresses = [&](const std::vector<std::int32_t>& expected) {
+    gradients_.prepare(expected);
+    publish(all_);
+    std::vector<std::ptrdiff_t> from_first;
+    for (const auto i : {0U, 2U}) {  // 1 has no rows here
+      from_first.push_back(static_cast<const char*>(grad(i).const_data_ptr()) -
+                           static_cast<const char*>(grad(0).const_data_ptr()));
+    }
+    for (std::size_t i = 0; i < parameters_.size(); ++i) {
+      parameters_[i].shard.mutable_grad().reset();
+    }
+    return from_first;
+  };
+  const auto as_shards = ElementsAre(0, 64 * 4 + 64 * 4);
+  EXPECT_THAT(addresses({0, 1, 2}), as_shards);
+  EXPECT_THAT(addresses({2, 0, 1}), as_shards);
 }
 
 TEST_F(ShardedGradientsTest, AStripLandsWhereItBelongsWithoutItsPadding) {
