@@ -8,6 +8,8 @@ from typing import Any
 from case import Case, Row, rows_of
 from launch import run
 
+from lowtide.phantom.dry.launch import Machine
+
 NAME = "optimizer_step"
 NUM_STEPS = 40
 BAR = 8  # us, what we set out to reach with fused AdamW
@@ -21,7 +23,11 @@ SYSTEMS = {
 
 
 def measure() -> list[Row]:
-    output = run("optimizer_time.py", str(NUM_STEPS), timeout=600)
+    output = run(
+        *("optimizer_time.py", str(NUM_STEPS)),
+        machine=Machine(world=8),
+        timeout=600,
+    )
     return rows(json.loads(output))
 
 
@@ -45,18 +51,15 @@ CASE = Case(
     name=NAME,
     describe="Host time of an optimizer step on local shards, beside DTensors.",
     how="""\
-`programs/optimizer_time.py`: torch's `fake` process group of 8 ranks, a Llama of 16
-blocks and tensors of a few elements. AdamW on plain tensors of the shards' sizes, on
-one for each unit's, on FSDP2's and lowtide's `model.parameters()`, and on
-`lowtide.local_parameters(model)` take turns in one process; a figure is the median of
-40 steps of the thread's CPU time, by the model's parameters. DTensor calls: what a mode
-sees in a step. *bar*: what we set out to reach.
+`programs/optimizer_time.py`, dry: torch's CUDA build over the driver that computes
+nothing, rank 0 of 8, a Llama of 16 blocks, expandable segments. AdamW on plain tensors
+of the shards' sizes, on one for each unit's, on FSDP2's and lowtide's
+`model.parameters()`, and on `lowtide.local_parameters(model)` take turns in one
+process; a figure is the median of 40 steps of the thread's CPU time, by the model's
+parameters. DTensor calls: what a mode sees in a step. *bar*: what we set out to reach.
 
-A sharded parameter's gradient and states are looked up for each step, since a program
-may have put others there: as much again as torch takes for plain tensors.
-One tensor a unit is not built. Its shards lie side by side, and so do its gradients;
-states would have to, too, and whatever takes them one by one (sleep, states on the
-host, steps that are undone, checkpoints) would meet parts of one tensor. It would spare
-7 us of host time a parameter, 2 ms in a step of Llama 8B, which takes a second.""",
+Where segments expand a unit's parameters step as one tensor, whose states are made as
+one ([optimizers](optimizers.md)). What is left above *plain tensors, one a unit* is
+looking: a program may have put another gradient or state in a parameter's place.""",
     run=measure,
 )

@@ -1,4 +1,4 @@
-"""Thread CPU time of an optimizer step on five kinds of parameters, in turns, and how
+"""Thread CPU time of an optimizer step on CUDA tensors of five kinds, in turns, and how
 often DTensor's dispatcher is asked, as JSON."""
 
 from __future__ import annotations
@@ -12,48 +12,55 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from host_models import config, start
-from torch.distributed.fsdp import FSDPModule
+from stage import init_fake_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
-from support.model import build
+from support.model import ModelConfig, batch, build, loss_fn
 from support.systems import get_system
 
-NUM_LAYERS = 16
+NUM_LAYERS, WORLD = 16, 8
 WARM_UP = 5
 VARIANTS: dict[str, dict[str, Any]] = {
     "fused": {"fused": True},
     "foreach": {"foreach": True},
 }
+# A norm's rows of one rank are as many elements as gradients are aligned to.
+MODEL = ModelConfig(
+    dim=512,
+    num_layers=NUM_LAYERS,
+    vocab=1024,
+    num_heads=4,
+    num_kv_heads=4,
+    kv_dim=512,
+    ffn=1024,
+    seq=8,
+    batch=1,
+)
 KINDS = ("plain", "units", "fsdp2", "lowtide", "local_parameters")
 
 
 def optimizer_of(kind: str, variant: str) -> torch.optim.Optimizer:
     """Every parameter has a gradient; plain parameters have the shards' sizes, or of
     "units" those of all of a unit's."""
-    model: Any = build(config(NUM_LAYERS))
+    model: Any = build(MODEL).cuda()
     if kind in ("plain", "units"):
         shards = [
-            [p.detach()[: max(1, len(p) // dist.get_world_size())] for p in unit]
-            for unit in units_of(model)
+            [p.detach()[: len(p) // WORLD] for p in unit] for unit in units_of(model)
         ]
         if kind == "units":
             shards = [[torch.cat([s.flatten() for s in unit])] for unit in shards]
         parameters = [torch.nn.Parameter(shard) for unit in shards for shard in unit]
+        for p in parameters:
+            p.grad = torch.zeros_like(p)
     else:
         system = get_system("fsdp2" if kind == "fsdp2" else "lowtide")
         for module in (*model.layers, model):
             system.fully_shard(module)
-        with torch.no_grad():
-            model(torch.zeros(1, 2, dtype=torch.long))
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        inputs, targets = (each.cuda() for each in batch(MODEL, 0, 0, 0))
+        loss_fn(model(inputs), targets).backward()
         parameters = list(model.parameters())
-    for p in parameters:
-        p.grad = torch.zeros_like(p)
     if kind == "local_parameters":
         parameters = lowtide.local_parameters(model)
     optimizer = torch.optim.AdamW(parameters, **VARIANTS[variant])
@@ -81,7 +88,9 @@ class DTensorCalls(TorchDispatchMode):
 
 def main() -> None:
     num_steps = int(sys.argv[1])
-    start()
+    torch.set_num_threads(1)
+    init_fake_group(WORLD)
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     found: dict[str, dict[str, dict[str, float]]] = {}
     for variant in VARIANTS:
         optimizers = {kind: optimizer_of(kind, variant) for kind in KINDS}

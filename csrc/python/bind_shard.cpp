@@ -13,6 +13,7 @@
 #include <string>
 #include <utility>
 
+#include "base/check.h"
 #include "base/tensor_over.h"
 #include "comm/collectives.h"
 #include "comm/host_channel.h"
@@ -25,6 +26,7 @@
 #include "python/module_view.h"
 #include "python/pool_figures.h"
 #include "shard/graph/linear_node.h"
+#include "shard/neighbours.h"
 #include "shard/planned_step.h"
 #include "shard/root.h"
 #include "shard/sleeping_bytes.h"
@@ -209,6 +211,33 @@ std::shared_ptr<shard::SleepingBytes> put_to_sleep(
   }
   const py::gil_scoped_release no_gil;
   return std::make_shared<shard::SleepingBytes>(named, std::move(device), host);
+}
+
+// Of DTensors: the rows of `values`, which are sharded as `parameters` are, as
+// one, see neighbours.h; none if they can not be, or have other specs.
+std::optional<at::Tensor> rows_as_one(const py::list& values,
+                                      const py::list& parameters) {
+  static const py::str kSpec("_spec");
+  static const py::str kRows("_local_tensor");
+  const auto num_parameters = parameters.size();
+  LOWTIDE_INVARIANT(values.size() == num_parameters, "a value a parameter");
+  std::vector<at::Tensor> rows;
+  std::vector<at::Tensor> like;
+  rows.reserve(num_parameters);
+  like.reserve(num_parameters);
+  for (std::size_t i = 0; i < num_parameters; ++i) {
+    const py::handle value = values[i];
+    const py::handle parameter = parameters[i];
+    if (!value.is(parameter) && !value.attr(kSpec).is(parameter.attr(kSpec)) &&
+        !value.attr(kSpec).equal(parameter.attr(kSpec))) {
+      return std::nullopt;
+    }
+    rows.push_back(THPVariable_Unpack(value.attr(kRows).ptr()));
+    like.push_back(THPVariable_Unpack(parameter.attr(kRows).ptr()));
+  }
+  auto whole = shard::neighbours_as_one(rows, like);
+  if (!whole.defined()) return std::nullopt;
+  return whole;
 }
 
 // Host bytes as a tensor, which gives them back behind the compute stream's
@@ -536,6 +565,15 @@ void bind_shard(py::module_& module) {
       .def("holds", &SleepingBytes::holds, py::arg("tensor"))
       .def_property_readonly("bytes", &SleepingBytes::bytes)
       .def_property_readonly("dropped", &SleepingBytes::dropped);
+
+  module.def("rows_as_one", &rows_as_one, py::arg("values"),
+             py::arg("parameters"));
+  module.def(
+      "parts_of",
+      [](const at::Tensor& whole, const std::vector<at::Tensor>& like) {
+        return shard::parts_of(whole, like);
+      },
+      py::arg("whole"), py::arg("like"));
 
   using shard::Root;
   py::class_<Root, std::shared_ptr<Root>>(module, "Root")

@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
 from lowtide._sharding import stepped
 from lowtide._sharding.host_states import host_states_of
 from lowtide._sharding.local_parameter import sharded_of
+from lowtide._sharding.neighbours import Neighbours
 from lowtide._sharding.owners import became, replacements
 from lowtide._sharding.state_pool import is_first_step, let_go
 from lowtide._sharding.step_on_rows import Rows, stand_in
@@ -41,6 +42,7 @@ class _Known:
     warned: bool
     by_rows: bool  # the program has given it rows already
     rows: Rows = field(default_factory=Rows)
+    neighbours: Neighbours = field(default_factory=Neighbours)
     # What the step that is under way writes without counting it as versions, as torch's
     # fused ones do, and foreach ones of DTensors; None: parameters with a gradient.
     written: "list[Tensor] | None" = None
@@ -74,19 +76,23 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     # In the first one states are made: see [Note: States lie apart].
     by_us = not known.by_rows or is_first_step(optimizer)
     if known.units and by_us and not with_closure:  # which makes gradients itself
-        on_rows = stand_in(optimizer, optimizer.param_groups, known.rows)
+        groups = optimizer.param_groups
+        on_rows = stand_in(optimizer, groups, known.rows, known.neighbours)
     if on_rows is None:
         if not known.by_rows:
             known.written = None
         return None
+    as_one = (p for run in known.neighbours.stepping for p in run.parameters)
+    known.written = [p._local_tensor for p in as_one]
     if fused:
-        known.written = [p for group in on_rows.param_groups for p in group["params"]]
+        known.written += (p for group in on_rows.param_groups for p in group["params"])
     return (on_rows, *args[1:]), kwargs
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if (known := _known_of(optimizer)) is None:
         return
+    known.neighbours.end(optimizer)
     let_go(optimizer)
     for reference in known.units:
         unit = reference()

@@ -66,7 +66,7 @@ def _wants_pool(optimizer: Optimizer, device: torch.device) -> bool:
         device.type == "cuda"
         and _is_large(optimizer)
         and not torch.cuda.is_current_stream_capturing()  # in memory of the graph's
-        and _segments_expand()
+        and segments_expand()
     )
 
 
@@ -86,7 +86,7 @@ def _is_large(optimizer: Optimizer) -> bool:
     return sum(each.nbytes for each in rows) >= _LEAST_BYTES
 
 
-def _segments_expand() -> bool:
+def segments_expand() -> bool:
     if torch.cuda.get_allocator_backend() != "native":
         return False
     return any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lowtide._sharding.local_parameter import as_sharded, same_layout
+from lowtide._sharding.neighbours import Neighbours
 from lowtide._sharding.state_pool import for_states
 from lowtide._sharding.subclass import is_extended
 
@@ -67,22 +68,34 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 
 def stand_in(
-    optimizer: Optimizer, groups: Sequence[dict[str, Any]], known: Rows
+    optimizer: Optimizer,
+    groups: Sequence[dict[str, Any]],
+    known: Rows,
+    neighbours: Neighbours | None = None,
 ) -> Any:
     """``optimizer`` for a step of rows of ``groups``' parameters, or None where it has
     to step them as they are: it is no elementwise one, or rows are not all that a
-    parameter or gradient is made of. ``known`` keeps rows for the next step."""
+    parameter or gradient is made of. ``known`` keeps rows for the next step; with
+    ``neighbours``, which it keeps, too, they step as one."""
     if not is_elementwise(optimizer):
         return None
     of_rows: list[dict[str, Any]] = []
-    stood_in = on_rows(optimizer, known, of_rows, States(optimizer.state, {}))
+    states = States(optimizer.state, {})
+    stood_in = on_rows(optimizer, known, of_rows, states)
+    if neighbours is not None:
+        neighbours.end(optimizer)
     for group in groups:
         if group["differentiable"]:
             return None
-        rows = rows_with_gradients(group["params"], known)
+        wholes, others = [], group["params"]
+        if neighbours is not None:
+            found, others = neighbours.wholes_of(optimizer, others)
+            states.update(found)
+            wholes = [whole for whole, _ in found]
+        rows = rows_with_gradients(others, known)
         if rows is None:
             return None
-        of_rows.append({**group, "params": rows})
+        of_rows.append({**group, "params": [*wholes, *rows]})
     return stood_in
 
 
