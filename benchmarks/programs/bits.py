@@ -19,7 +19,7 @@ import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,10 +41,12 @@ class Variant:
     capture: bool = False  # the steps behind the warm-up are one CUDA graph
     in_backward: bool = False  # the optimizer steps there
     on_host: bool = False  # parameters, for both systems; not clipped
+    growing: bool = False  # segments, where AdamW steps a unit as one tensor
 
     @property
     def compared_with(self) -> Variant:
-        return Variant("fsdp2", self.microbatches, on_host=self.on_host)
+        theirs = Variant("fsdp2", self.microbatches, on_host=self.on_host)
+        return replace(theirs, growing=self.growing)
 
 
 AGAIN = "FSDP2 again"
@@ -55,6 +57,7 @@ EAGER = {
     "lowtide, offloaded": Variant(offload=True),
     "lowtide, optimizer in backward": Variant(in_backward=True),
     "lowtide, parameters on the host": Variant(on_host=True),
+    "lowtide, units stepped as one tensor": Variant(growing=True),
 }
 CAPTURED = {
     "lowtide, captured": Variant(capture=True),
@@ -79,7 +82,10 @@ def train(args: Namespace, variant: Variant) -> Trained:
 
     of_variant = {"parameters_on_host": variant.on_host}
     model = build(Namespace(**vars(args) | of_variant), variant.system, prepare)
+    optimizer: torch.optim.Optimizer
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+    if variant.growing:
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     if variant.in_backward:
         import lowtide
 
@@ -123,6 +129,9 @@ def batches(args: Namespace, model: Any) -> Tensor:
 
 def trained(args: Namespace, variant: Variant) -> Trained:
     """Then nothing of its model is left, and no memory of a graph's pool."""
+    growing = f"expandable_segments:{variant.growing}"
+    if args.device == "cuda":
+        torch.cuda.memory._set_allocator_settings(growing)
     result = train(args, variant)
     gc.collect()
     if args.device == "cuda":

@@ -26,6 +26,7 @@ ON_CPU = {
     "lowtide, offloaded",
     "lowtide, optimizer in backward",
     "lowtide, parameters on the host",
+    "lowtide, units stepped as one tensor",
 }
 NO_MATRIX = {"matrices": 0, "momenta": 0}
 
