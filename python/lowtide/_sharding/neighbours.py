@@ -45,6 +45,7 @@ class Neighbours:
         # By the ids of a group's parameters, which it keeps: them, and the others.
         self._of_groups: dict[tuple[int, ...], tuple[list[Run], list[Any]]] = {}
         self.stepping: list[Run] = []
+        self._wanted: bool | None = None  # not known yet
 
     def wholes_of(
         self, optimizer: Optimizer, parameters: Sequence[Any]
@@ -83,11 +84,20 @@ class Neighbours:
     def _among(self, parameters: Sequence[Any]) -> tuple[list["Run"], list[Any]]:
         key = tuple(map(id, parameters))
         if (found := self._of_groups.get(key)) is None:
-            runs = _runs_of(parameters)
+            runs = self._runs_of([*filter(_may_be_one, parameters)])
             in_runs = {id(p) for run in runs for p in run.parameters}
             others = [p for p in parameters if id(p) not in in_runs]
             found = self._of_groups[key] = runs, others
         return found
+
+    def _runs_of(self, parameters: Sequence[Any]) -> list["Run"]:
+        if parameters and self._wanted is None:
+            self._wanted = step_as_one(parameters[0]._local_tensor.device)
+        return _runs_of(parameters) if self._wanted else []
+
+    def leave(self) -> None:
+        """There will be no such step."""
+        self.stepping = []
 
 
 class Run:
@@ -269,12 +279,9 @@ def step_as_one(device: torch.device) -> bool:
 
 def _runs_of(parameters: Sequence[Any]) -> list[Run]:
     """The longest there are, of two parameters or more."""
-    devices = {p._local_tensor.device for p in parameters if isinstance(p, DTensor)}
-    if len(devices) != 1 or not step_as_one(*devices):
-        return []
     found: list[list[Any]] = []
     numel = 0
-    for p in sorted(filter(_may_be_one, parameters), key=_address):
+    for p in sorted(parameters, key=_address):
         last = found[-1][-1] if found else None
         numel += p._local_tensor.numel()
         if last is not None and numel <= _MOST_ELEMENTS and _follows(last, p):

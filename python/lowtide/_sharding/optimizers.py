@@ -25,7 +25,7 @@ from lowtide._sharding.local_parameter import sharded_of
 from lowtide._sharding.neighbours import Neighbours
 from lowtide._sharding.owners import became, replacements
 from lowtide._sharding.state_pool import is_first_step, let_go
-from lowtide._sharding.step_on_rows import Rows, stand_in
+from lowtide._sharding.step_on_rows import Rows, stand_in, uncounted
 from lowtide._sharding.unit import UnitState, alive
 
 _units: "weakref.WeakSet[UnitState]" = weakref.WeakSet()  # of every root
@@ -82,10 +82,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if not known.by_rows:
             known.written = None
         return None
-    as_one = (p for run in known.neighbours.stepping for p in run.parameters)
-    known.written = [p._local_tensor for p in as_one]
-    if fused:
-        known.written += (p for group in on_rows.param_groups for p in group["params"])
+    known.written = uncounted(on_rows, known.neighbours)
     return (on_rows, *args[1:]), kwargs
 
 

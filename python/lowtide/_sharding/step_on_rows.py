@@ -94,9 +94,22 @@ def stand_in(
             wholes = [whole for whole, _ in found]
         rows = rows_with_gradients(others, known)
         if rows is None:
+            if neighbours is not None:
+                neighbours.leave()
             return None
         of_rows.append({**group, "params": [*wholes, *rows]})
     return stood_in
+
+
+def uncounted(stood_in: Any, neighbours: Neighbours) -> list[Tensor]:
+    """What its step writes without counting it as versions: what torch's fused ones
+    do, and parts of a whole."""
+    as_one = (p for run in neighbours.stepping for p in run.parameters)
+    written = [p._local_tensor for p in as_one]
+    for group in stood_in.param_groups:
+        if group.get("fused"):
+            written += group["params"]
+    return written
 
 
 def on_rows(optimizer: Optimizer, known: Rows, groups: Any, states: Any) -> Any:

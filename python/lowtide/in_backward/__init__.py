@@ -11,7 +11,9 @@ from torch.optim import Optimizer
 
 from lowtide._sharding import stepped
 from lowtide._sharding.local_parameter import sharded_of
+from lowtide._sharding.neighbours import Neighbours
 from lowtide._sharding.owners import replacements
+from lowtide._sharding.step_on_rows import Rows
 from lowtide._sharding.unit import UnitState, units_of
 from lowtide.in_backward.norms import Norm, coefficient, norms_of, scale_, total_norm
 from lowtide.in_backward.parked import HostBytes, Parked
@@ -159,6 +161,8 @@ class _InBackward:
         # By id, of the optimizer's parameters: the group, and the place among all.
         self._places: dict[int, tuple[int, int]] = {}
         self._known: dict[int, Tensor] = {}  # by the sharded parameter's id
+        self._rows: dict[UnitState, Rows] = {}
+        self._neighbours = Neighbours()
         self._stamp: Any = None
         # Of this step. In the optimizer, so that lowtide.step brings them back, too.
         self._record: list[stepped.Stepped]
@@ -185,8 +189,9 @@ class _InBackward:
         root = state.root
         assert root is not None
         self._require_next(root, state)
-        parameters = [p for _, ps in chosen for p in ps]
-        gradients = [g for p in parameters if (g := sharded_of(p).grad) is not None]
+        of_unit = (p for _, ps in chosen for p in ps)
+        parameters = [p for p in of_unit if sharded_of(p).grad is not None]
+        gradients = [sharded_of(p).grad for p in parameters]
         if self._max_norm is not None:
             places = [self._places[id(p)][1] for p in parameters]
             self._norms += norms_of(places, gradients)
@@ -200,19 +205,30 @@ class _InBackward:
             scale_(gradients, by_late)
         let_snapshots_finish()
         self._record.append((root, root.backwards, state.name))
-        step_chosen(self._optimizer, state, chosen)
+        step_chosen(
+            *(self._optimizer, state, chosen),
+            *(self._rows_of(state), self._neighbours),
+        )
         for p in parameters:
             sharded_of(p).grad = None
         root.optimizer_stepped()
 
     def _chosen(self, state: UnitState) -> Chosen:
+        """All of the optimizer's that the unit has, if any has a gradient."""
         self._look_at_groups()
+        if all(owner.shard.grad is None for owner in state.parameters):
+            return []
+        return self._by_group(owner.shard for owner in state.parameters)
+
+    def _by_group(self, shards: Iterable[Any]) -> Chosen:
         by_group: dict[int, list[Tensor]] = {}
-        for owner in state.parameters:
-            known = self._known.get(id(owner.shard))
-            if known is not None and owner.shard.grad is not None:
+        for shard in shards:
+            if (known := self._known.get(id(shard))) is not None:
                 by_group.setdefault(self._places[id(known)][0], []).append(known)
         return sorted(by_group.items())
+
+    def _rows_of(self, state: UnitState) -> Rows:
+        return self._rows.setdefault(state, Rows())
 
     def _look_at_groups(self) -> None:
         groups = self._optimizer.param_groups
@@ -221,6 +237,7 @@ class _InBackward:
             return
         self._stamp = stamp
         self._known, self._places = {}, {}
+        self._rows, self._neighbours = {}, Neighbours()
         for number, group in enumerate(groups):
             for p in group["params"]:
                 self._known[id(sharded_of(p))] = p
@@ -294,11 +311,10 @@ class _InBackward:
         for _, _, parked in self._parked:
             sharded = parked.come_back()
             scale_([p.grad for p in sharded if p.grad is not None], by)
-            by_group: dict[int, list[Tensor]] = {}
-            for p in sharded:
-                known = self._known[id(p)]
-                by_group.setdefault(self._places[id(known)][0], []).append(known)
-            step_chosen(optimizer, parked.unit, sorted(by_group.items()))
+            step_chosen(
+                *(optimizer, parked.unit, self._by_group(sharded)),
+                *(self._rows_of(parked.unit), self._neighbours),
+            )
             for p in sharded:
                 p.grad = None
         if self._norms:  # else nobody's step: gradients that a state dict sets, say

@@ -11,27 +11,40 @@ several times the host time (see [Note: A step on rows]).
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from lowtide._sharding import stepped
 from lowtide._sharding.host_states import host_states_of
-from lowtide._sharding.step_on_rows import Rows, stand_in
+from lowtide._sharding.neighbours import Neighbours
+from lowtide._sharding.step_on_rows import Rows, stand_in, uncounted
 from lowtide._sharding.unit import UnitState
 
 # Of a unit: numbers of groups, and those of their parameters.
 Chosen = list[tuple[int, list[Tensor]]]
 
 
-def step_chosen(optimizer: Optimizer, unit: UnitState, chosen: Chosen) -> None:
-    """Steps ``chosen``, which have gradients, on the current stream."""
+def step_chosen(
+    optimizer: Optimizer,
+    unit: UnitState,
+    chosen: Chosen,
+    known: Rows,
+    neighbours: Neighbours,
+) -> None:
+    """Steps those of ``chosen`` that have gradients, on the current stream. ``known``
+    and ``neighbours`` are kept for the unit's next step."""
     groups = optimizer.param_groups
     of_unit = [{**groups[i], "params": parameters} for i, parameters in chosen]
     step = _step_of(optimizer)
     if (states := host_states_of(optimizer)) is not None:
-        step(states.stand_in_for([(unit, of_unit)], Rows()))
+        step(states.stand_in_for([(unit, of_unit)], known))
         return
-    if (on_rows := stand_in(optimizer, of_unit, Rows())) is not None:
+    on_rows = stand_in(optimizer, of_unit, known, neighbours)
+    if on_rows is not None:
+        written = uncounted(on_rows, neighbours)
         step(on_rows)
+        increment_version(written)
+        neighbours.end(optimizer)
         return
     optimizer.param_groups = of_unit
     try:

@@ -52,6 +52,8 @@ FUSED = ("adagrad", "adam amsgrad", "adamw", "sgd", "sgd momentum")
 
 
 class Block(nn.Module):
+    skips = False
+
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
@@ -59,6 +61,8 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.skips:
+            return x
         return x + self.down(self.up(self.norm(x)).tanh())
 
 
@@ -421,6 +425,39 @@ def test_beside_what_else_happens(pool_of, scenario, settings):
         for time, (actual, expected) in enumerate(zip(one, single, strict=True)):
             assert_same_tensors(actual[0], expected[0], f"rank {rank}, time {time}")
             assert actual[1] == SCENARIOS[scenario], f"rank {rank}, time {time}"
+
+
+def in_backward(on: bool, settings: dict[str, Any], **clip: Any) -> Any:
+    """The third step is undone and done again; a block goes unused in the fourth."""
+    found = []
+    with as_one(on) as stepped:
+        now = Training(**settings)
+        lowtide.optimize_in_backward(now.model, now.optimizer, **clip)
+        for number in range(5):
+            if number == 2:
+                undo(now)
+                now.number = number
+            now.model[1].skips = number == 3
+            stepped.clear()
+            before = versions(now.model)
+            now.step()
+            assert number == 3 or all(map(gt, versions(now.model), before))
+            found.append((everything(now.model, now.optimizer), sorted(stepped)))
+    return found
+
+
+@pytest.mark.parametrize("clip", [{}, {"max_norm": 0.5, "clip": "late"}], ids=str)
+@pytest.mark.parametrize("settings", [{"foreach": True}, {"fused": True}], ids=str)
+def test_in_backward(pool_of, settings, clip):
+    pool = pool_of(2)
+    ones = pool.run(in_backward, True, settings, **clip)
+    singles = pool.run(in_backward, False, settings, **clip)
+    for rank, (one, single) in enumerate(zip(ones, singles, strict=True)):
+        for step, (actual, expected) in enumerate(zip(one, single, strict=True)):
+            assert_same_tensors(actual[0], expected[0], f"rank {rank}, step {step}")
+        # And none in step() itself, where there are no gradients.
+        stepped = [[*filter(None, step)] for _, step in one]
+        assert stepped == [ONE, ONE, ONE, [ALL], ONE]
 
 
 def unused() -> int:
