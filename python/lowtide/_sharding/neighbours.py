@@ -68,9 +68,9 @@ class Neighbours:
         makes = any(run.makes_states for run in self.stepping)
         counters = [each for run in self.stepping for each in run.end()]
         if counters:
-            others = [other for each in counters for other in each.others]
-            firsts = [first for each in counters for first in each.firsts]
-            torch.ops.lowtide.foreach_copy_(others, firsts)
+            torch.ops.lowtide.foreach_copy_(
+                [each.others for each in counters], [each.firsts for each in counters]
+            )
         for each in counters:
             each.know()
         self.stepping = []
@@ -212,10 +212,8 @@ class _Counters:
         self._all = value.detach().repeat(number)
         self.each = [self._all[i].detach() for i in range(number)]
         self.first = self.each[0]
-        # As the device takes them at once, and the host.
-        self.others, self.firsts = [self._all[1:]], [self.first.expand(number - 1)]
-        if self.first.is_cuda:
-            self.others, self.firsts = self.each[1:], [self.first] * (number - 1)
+        self.others = self._all[1:]
+        self.firsts = self.first.expand(number - 1)
         self.know()
 
     def are(self, values: Iterable[Any]) -> bool:

@@ -130,6 +130,12 @@ TEST(TransferTest, TakesTransposedSourcesElementByElement) {
   EXPECT_TRUE(at::equal(to, from));
 }
 
+TEST(TransferTest, TakesOneElementForMany) {
+  const auto to = at::zeros({9});
+  run<float, float>(*transfer_of(to, at::full({}, 7.f).expand({9})), Copy{});
+  EXPECT_TRUE(at::equal(to, at::full({9}, 7.f)));
+}
+
 TEST(TransferTest, LeavesWhatHasMoreDimensionsToAt) {
   const auto from = at::randn({4, 4, 4, 4}).slice(3, 0, 3).slice(1, 0, 3);
   const auto to = at::zeros({4, 3, 4, 3});
