@@ -17,11 +17,12 @@ That they were equal before is known as long as nobody else has written one; els
 are read, once. Where some neighbours have a gradient and others do not, counters part,
 and from then on these parameters step one by one.
 
-States that were loaded, or that the program has replaced, lie where they are and step
-one by one: laying them side by side between gradients would leave holes.
+``lowtide.load`` makes states so, too. Those that others load, or that the program has
+replaced, lie where they are and step one by one: laying them side by side in a step,
+between gradients, would leave holes.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import is_
 from typing import Any
@@ -98,6 +99,28 @@ class Neighbours:
     def leave(self) -> None:
         """There will be no such step."""
         self.stepping = []
+
+
+def lay_side_by_side(
+    parameters: Sequence[Any], states: Mapping[Any, dict[str, Any]]
+) -> None:
+    """New states of a group's parameters, which are the caller's alone, where the
+    optimizer would have made them as one: each is put in the place of what it was."""
+    runs, _ = Neighbours()._among(parameters)
+    for run in runs:
+        of_each = [states.get(p, {}) for p in run.parameters]
+        for name in of_each[0]:
+            values: list[Any] = [state.get(name) for state in of_each]
+            if not all(map(isinstance, values, repeat(DTensor))):
+                continue
+            if len({(v.dtype, v.device) for v in values}) > 1:
+                continue
+            locals_ = [value._local_tensor for value in values]
+            whole = torch.cat([local.flatten() for local in locals_])
+            for state, value, part in zip(
+                of_each, values, _C.parts_of(whole, locals_), strict=True
+            ):
+                state[name] = DTensor(part, value._spec, requires_grad=False)
 
 
 class Run:

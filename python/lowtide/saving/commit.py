@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowtide._sharding.local_parameter import rows_of
+from lowtide._sharding.neighbours import lay_side_by_side
 from lowtide._sharding.root import before_first_forward
 from lowtide._sharding.subclass import plain_tensors
 from lowtide._sharding.unit import units_of
@@ -210,8 +211,12 @@ def _of_optimizers(staged: Staged, opened: Opened, of: Live) -> list[Change]:
             here = [names[id(p)] for p in group["params"]]
             made += _of_group(staged, opened, optimizer, group, number, here)
             number += 1
+            new: dict[Any, dict[str, Any]] = {}
             for p, name in zip(group["params"], here, strict=True):
-                made += _of_state(staged, optimizer, group, p, name)
+                new[p] = {}
+                made += _of_state(staged, optimizer, group, p, name, new[p])
+            if not any(p in optimizer.state for p in new):
+                lay_side_by_side(group["params"], new)
     saved = {group for group in staged.groups if group.isdigit()}
     if saved and len(saved) != number:
         raise CheckpointError(
@@ -257,10 +262,15 @@ def _of_group(
 
 
 def _of_state(
-    staged: Staged, optimizer: Optimizer, group: dict[str, Any], p: Any, name: str
+    staged: Staged,
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    p: Any,
+    name: str,
+    new: dict[str, Any],
 ) -> list[Change]:
+    """``new`` is filled with it."""
     made: list[Change] = []
-    new: dict[str, Any] = {}
     live = optimizer.state.get(p, {})
     for path, saved in staged.state.get(name, {}).items():
         value, old, into = staged.value(saved), live, new

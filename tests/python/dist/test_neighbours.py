@@ -374,7 +374,7 @@ SCENARIOS: dict[Callable[[Training], None], list[int]] = {
     onto_the_host: [],
     load_by_torch: SINGLE,
     load_by_names: SINGLE,
-    load_by_lowtide: SINGLE,
+    load_by_lowtide: ONE,
     copied: ONE,
     set_one_gradient: ONE,
     keep_zeros: ONE,
