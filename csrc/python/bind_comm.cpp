@@ -102,15 +102,19 @@ void bind_comm(py::module_& module) {
   py::class_<Pending>(module, "Pending", "A collective on its way.")
       .def("wait", &Pending::wait, NoGil());
 
-  py::class_<comm::HostChannel, std::shared_ptr<comm::HostChannel>>(
+  using comm::HostChannel;
+  py::class_<HostChannel::Maximum>(module, "HostMaximum",
+                                   "Numbers on their way.")
+      .def("wait", &HostChannel::Maximum::wait, NoGil());
+  py::class_<HostChannel, std::shared_ptr<HostChannel>>(
       module, "HostChannel", "Numbers of the host, compared over ranks.")
       .def(py::init(&make_host_channel), py::arg("group_name"))
-      .def_property_readonly("process_group",
-                             [](const comm::HostChannel& channel) {
-                               return channel.group()->get();
-                             })
-      .def_property_readonly("rank", &comm::HostChannel::rank)
-      .def_property_readonly("size", &comm::HostChannel::size);
+      .def("maximum", &HostChannel::maximum, py::arg("numbers"), NoGil())
+      .def_property_readonly(
+          "process_group",
+          [](const HostChannel& channel) { return channel.group()->get(); })
+      .def_property_readonly("rank", &HostChannel::rank)
+      .def_property_readonly("size", &HostChannel::size);
 
   py::class_<Collectives, std::shared_ptr<Collectives>>(
       module, "Collectives", "The collectives lowtide issues, counted.")

@@ -579,7 +579,8 @@ void bind_shard(py::module_& module) {
   py::class_<Root, std::shared_ptr<Root>>(module, "Root")
       .def(py::init<std::string, std::shared_ptr<memory::DeviceMemory>>(),
            py::arg("name"), py::arg("memory"))
-      .def("adopt", &Root::adopt)
+      .def("adopt", &Root::adopt, py::arg("units"),
+           py::arg("host_channel") = nullptr)
       .def_property("gradient_budget", &Root::gradient_budget,
                     &Root::set_gradient_budget)
       .def("reduce_accumulated", &Root::reduce_accumulated, NoGil())

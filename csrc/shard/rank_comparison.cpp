@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <memory>
+#include <ranges>
+#include <span>
 #include <utility>
 
 #include "base/check.h"
@@ -9,6 +11,11 @@
 #include "shard/unit.h"
 
 namespace lowtide::shard {
+namespace {
+
+constexpr std::size_t kEveryone = 0;  // the channel
+
+}  // namespace
 
 RankComparison::RankComparison(std::string root, const Units& units)
     : units_(units), log_(std::move(root), [this](std::int32_t number) {
@@ -16,26 +23,30 @@ RankComparison::RankComparison(std::string root, const Units& units)
         return unit != nullptr ? unit->name() : std::string("deleted");
       }) {}
 
-void RankComparison::begin() {
+void RankComparison::begin(std::shared_ptr<comm::HostChannel> everyone) {
   settings_.assign(units_.size(), 0);
   frozen_.assign(units_.size(), 0);
-  num_numbers_.assign(units_.size(), 0);
-  std::vector<std::shared_ptr<comm::HostChannel>> channels;
+  of_everyone_.assign(units_.size(), false);
+  num_gradient_numbers_.assign(units_.size(), 0);
+  if (!everyone) return;
+  std::vector<std::int32_t> all;
+  std::vector<std::shared_ptr<comm::HostChannel>> others;
   for (const auto* unit : living(units_)) {
-    const auto& channel = unit->groups().host;
-    if (channel && std::find(channels.begin(), channels.end(), channel) ==
-                       channels.end()) {
-      channels.push_back(channel);
+    all.push_back(unit->number());
+    const auto& own = unit->groups().host;
+    of_everyone_[static_cast<std::size_t>(unit->number())] = own == everyone;
+    if (own && own != everyone &&
+        std::ranges::find(others, own) == others.end()) {
+      others.push_back(own);
     }
   }
-  for (auto& channel : channels) {
+  log_.compare_over(std::move(everyone), std::move(all));
+  for (auto& other : others) {
     std::vector<std::int32_t> numbers;
     for (const auto* unit : living(units_)) {
-      if (unit->groups().host != channel) continue;
-      numbers.push_back(unit->number());
-      numbers_of(unit->number(), false);
+      if (unit->groups().host == other) numbers.push_back(unit->number());
     }
-    log_.compare_over(std::move(channel), std::move(numbers));
+    log_.compare_over(std::move(other), std::move(numbers));
   }
 }
 
@@ -69,26 +80,61 @@ void RankComparison::note_frozen() {
 
 void RankComparison::ask() {
   if (!compares()) return;
-  log_.post([this](auto number) { return numbers_of(number, false); });
+  log_.post([this](auto channel, auto number) {
+    return numbers_of(channel, number, false);
+  });
 }
 
 void RankComparison::ask_who_has_gradients() {
-  log_.post_again([this](auto number) { return numbers_of(number, true); },
-                  [this](auto number) {
-                    const auto* unit = units_[static_cast<std::size_t>(number)];
-                    return unit != nullptr && unit->gradients().hosts_tell();
-                  });
+  log_.post_again(
+      [this](auto channel, auto number) {
+        return numbers_of(channel, number, true);
+      },
+      [this](auto channel, auto number) {
+        const auto* unit = units_[static_cast<std::size_t>(number)];
+        return is_of(channel, number) && unit != nullptr &&
+               unit->gradients().hosts_tell();
+      });
+}
+
+bool RankComparison::is_of(std::size_t channel, std::int32_t number) const {
+  return channel != kEveryone || of_everyone_[static_cast<std::size_t>(number)];
 }
 
 // A unit may die earlier on one rank than on another, whose numbers still
 // travel.
-StepLog::Numbers RankComparison::numbers_of(std::int32_t number, bool at_end) {
+StepLog::Numbers RankComparison::numbers_of(std::size_t channel,
+                                            std::int32_t number, bool at_end) {
   const auto place = static_cast<std::size_t>(number);
   auto* unit = units_[place];
-  if (unit == nullptr) return StepLog::Numbers(num_numbers_[place]);
-  auto numbers = unit->numbers_to_compare(at_end);
-  num_numbers_[place] = numbers.size();
+  StepLog::Numbers numbers;
+  if (channel == kEveryone) {
+    const auto own =
+        unit != nullptr ? unit->numbers_to_compare() : OwnNumbers::Compared{};
+    numbers.assign(own.begin(), own.end());
+  }
+  if (is_of(channel, number)) {
+    auto& travel = num_gradient_numbers_[place];
+    const auto gradients = unit != nullptr ? unit->who_has_gradients(at_end)
+                                           : StepLog::Numbers(travel);
+    travel = gradients.size();
+    numbers.insert(numbers.end(), gradients.begin(), gradients.end());
+  }
   return numbers;
+}
+
+void RankComparison::agreed(std::size_t channel, std::int32_t number,
+                            const StepLog::Numbers& greatest) {
+  auto* unit = units_[static_cast<std::size_t>(number)];
+  if (unit == nullptr) return;
+  auto rest = std::span(greatest);
+  if (channel == kEveryone) {
+    OwnNumbers::Compared of_all;
+    std::copy_n(rest.begin(), of_all.size(), of_all.begin());
+    unit->agree_on(of_all);
+    rest = rest.subspan(of_all.size());
+  }
+  if (!rest.empty()) unit->hear_who_has_gradients(rest);
 }
 
 void RankComparison::require() {
@@ -97,9 +143,8 @@ void RankComparison::require() {
     return;
   }
   try {
-    log_.require([this](std::int32_t number, const StepLog::Numbers& greatest) {
-      auto* unit = units_[static_cast<std::size_t>(number)];
-      if (unit != nullptr) unit->agree_on(greatest);
+    log_.require([this](auto channel, auto number, const auto& greatest) {
+      agreed(channel, number, greatest);
     });
   } catch (...) {
     std::fill(settings_.begin(), settings_.end(), 0);
@@ -109,21 +154,25 @@ void RankComparison::require() {
 }
 
 void RankComparison::agree_without_comparison() {
-  const auto several = [](const comm::Collectives& ranks) {
-    return ranks.size() > 1 && ranks.backend() != "fake";
+  // Of a unit: over several ranks.
+  const auto groups_of = [](const Unit& unit) {
+    std::vector<comm::Collectives*> groups{
+        unit.groups().gather.get(), unit.settings().reduction.replicas.get()};
+    std::erase_if(groups, [](const comm::Collectives* ranks) {
+      return ranks == nullptr || ranks->size() == 1 ||
+             ranks->backend() == "fake";
+    });
+    return groups;
   };
+  const bool alone = std::ranges::all_of(living(units_), [&](const Unit* unit) {
+    return groups_of(*unit).empty();
+  });
   for (auto* unit : living(units_)) {
-    auto& shards = *unit->groups().gather;
-    const auto& replicas = unit->settings().reduction.replicas;
-    const bool alone = !several(shards) && !(replicas && several(*replicas));
     if (alone || !numbers_agreed_) {
       auto numbers = unit->numbers_to_compare();
-      if (!alone) {
-        auto first = shards.from_rank_zero({numbers.begin(), numbers.end()},
-                                           unit->name());
-        if (replicas) {
-          first = replicas->from_rank_zero(std::move(first), unit->name());
-        }
+      for (auto* ranks : groups_of(*unit)) {
+        const auto first = ranks->from_rank_zero(
+            {numbers.begin(), numbers.end()}, unit->name());
         std::copy(first.begin(), first.end(), numbers.begin());
       }
       unit->agree_on(numbers);

@@ -2,16 +2,27 @@
 // which calls they made (step_log.h), and numbers that decisions about calls
 // are made from.
 //
+// [Note: Whose numbers decide]
+// Units of a root may be on several meshes, experts on another than the rest.
+// There is one order over the calls of all of them, so what moves a call is
+// what all ranks have in common that a root's meshes connect: those of this
+// rank's meshes, of the meshes of these, and so on.  One channel is over them
+// all, and every number that moves a call travels on it, whichever mesh its
+// unit is on.  Who has gradients is of the unit's own ranks, has a channel over
+// them, and moves none.
+//
 // Where ranks are not compared, rank 0's first numbers stay, and nothing that
-// one rank does later moves a call; a group of one or a fake one has nothing to
-// agree on.
+// one rank does later moves a call; a rank whose meshes are all of one rank, or
+// fake, has nothing to agree on.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "comm/host_channel.h"
 #include "shard/step_log.h"
 #include "shard/units.h"
 
@@ -22,8 +33,9 @@ class RankComparison {
   // `units`: by number, null for those that died; outlives it.
   RankComparison(std::string root, const Units& units);
 
-  // The units are known: by the channels of their meshes.
-  void begin();
+  // The units are known.  `everyone`: over all ranks that their meshes connect;
+  // null: ranks are not compared.
+  void begin(std::shared_ptr<comm::HostChannel> everyone);
   StepLog& log() { return log_; }
   const StepLog& log() const { return log_; }
   bool compares() const { return log_.compares(); }
@@ -44,14 +56,20 @@ class RankComparison {
 
  private:
   void agree_without_comparison();
-  StepLog::Numbers numbers_of(std::int32_t number, bool at_end);
+  // Whether who has gradients of that unit travels on that channel.
+  bool is_of(std::size_t channel, std::int32_t number) const;
+  StepLog::Numbers numbers_of(std::size_t channel, std::int32_t number,
+                              bool at_end);
+  void agreed(std::size_t channel, std::int32_t number,
+              const StepLog::Numbers& greatest);
 
   const Units& units_;
   StepLog log_;
   // By unit, as noted last.
   std::vector<std::uint64_t> settings_;
   std::vector<std::uint64_t> frozen_;
-  std::vector<std::size_t> num_numbers_;  // that travel
+  std::vector<bool> of_everyone_;  // its ranks are all that there are
+  std::vector<std::size_t> num_gradient_numbers_;  // that travel
   bool numbers_agreed_ = false;
 };
 

@@ -22,7 +22,8 @@ Root::Root(std::string name, std::shared_ptr<memory::DeviceMemory> memory)
       plans_(name_, units_, ranks_.log()),
       stream_(name_, memory_, ranks_.log()) {}
 
-void Root::adopt(const std::vector<std::shared_ptr<Unit>>& units) {
+void Root::adopt(const std::vector<std::shared_ptr<Unit>>& units,
+                 std::shared_ptr<comm::HostChannel> everyone) {
   LOWTIDE_INVARIANT(units_.empty(), "a root adopts its units once");
   for (const auto& unit : units) {
     const auto& beside = unit->settings().beside;
@@ -36,7 +37,7 @@ void Root::adopt(const std::vector<std::shared_ptr<Unit>>& units) {
   }
   schedule_ = Schedule(static_cast<std::int32_t>(units_.size()));
   plans_.forget();
-  ranks_.begin();
+  ranks_.begin(std::move(everyone));
 }
 
 void Root::forget(const Unit& unit) {
@@ -223,10 +224,7 @@ void Root::open_backward(const Unit& unit, std::int64_t call) {
   graph_kept_ = base::graph_task_keeps_graph();
   LOWTIDE_INVARIANT(backward_ != -1, "autograd runs on this thread");
   count_backward();
-  backward_of_.reset();
-  if (call != Schedule::kNoCall && detached_on_all(unit)) {
-    backward_of_ = schedule_.detached_of(unit.number(), call);
-  }
+  backward_of_ = detached_on_all(unit, call);
   stream_.begin();
   take_part(participants(backward_of_));
   // What is left of a step that raised is dropped before anything else happens.
@@ -243,15 +241,17 @@ void Root::open_backward(const Unit& unit, std::int64_t call) {
       });
 }
 
-// Compared over all ranks that a unit has.
-bool Root::detached_on_all(const Unit& unit) const {
-  const auto& ranks = unit.groups().host;
-  return !unit.common_.attached_on_any &&
-         std::ranges::all_of(living(units_), [&](const Unit* other) {
-           const auto& theirs = other->groups().host;
-           return theirs == ranks ||
-                  (theirs && ranks && theirs->size() < ranks->size());
-         });
+// Where a rank has called the unit otherwise, that is noted of the one that the
+// forward began with.
+std::optional<std::size_t> Root::detached_on_all(const Unit& unit,
+                                                 std::int64_t call) const {
+  if (call == Schedule::kNoCall) return {};
+  const auto forward = schedule_.detached_of(unit.number(), call);
+  if (!forward) return {};
+  const auto* const first =
+      units_[static_cast<std::size_t>(schedule_.first_of(*forward))];
+  return first != nullptr && !first->common_.attached_on_any ? forward
+                                                             : std::nullopt;
 }
 
 void Root::take_part(const Units& units) {

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/host_channel.h"
 #include "memory/device_memory.h"
 #include "shard/gradient_plans.h"
 #include "shard/gradients/gradient_stream.h"
@@ -27,8 +28,11 @@ class Root : public std::enable_shared_from_this<Root> {
  public:
   Root(std::string name, std::shared_ptr<memory::DeviceMemory> memory);
 
-  // All units in registration order, once, before the first forward.
-  void adopt(const std::vector<std::shared_ptr<Unit>>& units);
+  // All units in registration order, once, before the first forward, and the
+  // channel over all ranks that their meshes connect; null: ranks are not
+  // compared.
+  void adopt(const std::vector<std::shared_ptr<Unit>>& units,
+             std::shared_ptr<comm::HostChannel> everyone = nullptr);
   // Called by a unit that dies.
   void forget(const Unit& unit);
 
@@ -117,7 +121,10 @@ class Root : public std::enable_shared_from_this<Root> {
   void close_backward();
   void abort_here(bool drop_gradients);
   void require_agreement();
-  bool detached_on_all(const Unit& unit) const;
+  // The forward that the backward of that call goes through alone on all ranks,
+  // as far as is known.
+  std::optional<std::size_t> detached_on_all(const Unit& unit,
+                                             std::int64_t call) const;
   // Of a backward of that detached forward alone, or of all that are open.
   Units participants(std::optional<std::size_t> forward = {});
   void take_part(const Units& units);

@@ -86,6 +86,7 @@ void Schedule::end_forward(bool detached) {
   // What reads rows behind a detached one is not in it.
   if (detached && !std::exchange(begins_, true)) {
     forwards_.back().detached = true;
+    forwards_.back().first = entered_.front().unit;
   }
 }
 

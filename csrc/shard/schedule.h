@@ -28,8 +28,9 @@
 // on inputs that want a gradient and that no unit made, is such a forward: its
 // backward is its own, and those of other forwards are still to come.  A
 // backward that goes through others as well is told apart when it meets them.
-// Inputs are each rank's own, so ranks compare: where any of them calls the
-// unit otherwise in a step, and where they are not compared, all take such a
+// Inputs are each rank's own, so ranks compare, all that the root's meshes
+// connect ([Note: Whose numbers decide]): where any of them calls the unit
+// otherwise in a step, and where they are not compared, all take such a
 // backward for one of everything.
 #pragma once
 
@@ -89,6 +90,10 @@ class Schedule {
   // begun; none: it is in another.
   std::optional<std::size_t> detached_of(std::int32_t unit,
                                          std::int64_t call) const;
+  // The unit that a detached forward began with.
+  std::int32_t first_of(std::size_t forward) const {
+    return forwards_[forward].first;
+  }
 
   // The units left in open forwards, or in that one, each once, in the order in
   // which their backwards complete: the reverse of that in which they were
@@ -122,7 +127,8 @@ class Schedule {
   struct Forward {  // with recorded calls
     bool open = true;
     bool detached = false;
-    bool entered = false;  // by the backward that runs
+    std::int32_t first = kNobody;  // of a detached one, which it began with
+    bool entered = false;          // by the backward that runs
   };
   std::vector<Left> left_;
   std::vector<Forward> forwards_;

@@ -59,15 +59,19 @@ void StepLog::note(StepNote note, std::string in_words) {
 }
 
 void StepLog::post(const NumbersOf& numbers_of) {
-  if (notes_.size() == num_posted_) return;
+  if (!compares() || notes_.size() == num_posted_) return;
   num_posted_ = notes_.size();
-  for (std::size_t c = 0; c < channels_.size(); ++c) post_over(c, numbers_of);
+  post_over(0, numbers_of);
 }
 
-void StepLog::post_again(const NumbersOf& numbers_of,
-                         const std::function<bool(std::int32_t unit)>& asks) {
+void StepLog::post_again(
+    const NumbersOf& numbers_of,
+    const std::function<bool(std::size_t channel, std::int32_t unit)>& asks) {
   for (std::size_t c = 0; c < channels_.size(); ++c) {
-    if (std::ranges::any_of(channels_[c].units, asks)) post_over(c, numbers_of);
+    if (std::ranges::any_of(channels_[c].units,
+                            [&](auto unit) { return asks(c, unit); })) {
+      post_over(c, numbers_of);
+    }
   }
 }
 
@@ -77,7 +81,7 @@ void StepLog::post_over(std::size_t channel, const NumbersOf& numbers_of) {
   Numbers numbers{hash, -hash};
   std::vector<std::size_t> num_numbers;
   for (const auto unit : channels_[channel].units) {
-    const auto of_unit = numbers_of(unit);
+    const auto of_unit = numbers_of(channel, unit);
     numbers.insert(numbers.end(), of_unit.begin(), of_unit.end());
     num_numbers.push_back(of_unit.size());
   }
@@ -86,8 +90,8 @@ void StepLog::post_over(std::size_t channel, const NumbersOf& numbers_of) {
 }
 
 void StepLog::require(
-    const std::function<void(std::int32_t unit, const Numbers& greatest)>&
-        agreed) {
+    const std::function<void(std::size_t channel, std::int32_t unit,
+                             const Numbers& greatest)>& agreed) {
   std::size_t required = 0;
   while (!posted_.empty()) {
     const auto posted = std::move(posted_.front());
@@ -101,10 +105,10 @@ void StepLog::require(
     for (std::size_t u = 0; u < channel.units.size(); ++u) {
       const auto end =
           begin + static_cast<std::ptrdiff_t>(posted.num_numbers[u]);
-      agreed(channel.units[u], {begin, end});
+      agreed(posted.channel, channel.units[u], {begin, end});
       begin = end;
     }
-    // What all channels have seen.
+    // What all ranks have seen.
     required = std::min(posted.num_notes, num_posted_);
   }
   notes_.erase(notes_.begin(),

@@ -10,6 +10,9 @@
 //
 // With the hashes travel numbers that the ranks may differ in and decisions are
 // made from: what all ranks know is the greatest.
+//
+// The first channel is over all ranks that the root's units have.  Further ones
+// are over some of those, and only asked where that is said.
 #pragma once
 
 #include <array>
@@ -53,7 +56,7 @@ class StepLog {
   StepLog(std::string root, NameOf name_of);
 
   // Compares over that channel's ranks from now on; `units` are those whose
-  // numbers travel on it.
+  // numbers travel on it.  Channels are numbered in the order of these calls.
   void compare_over(std::shared_ptr<comm::HostChannel> channel,
                     std::vector<std::int32_t> units);
   bool compares() const { return !channels_.empty(); }
@@ -64,19 +67,21 @@ class StepLog {
   // or not.
   using Counts = std::array<std::int64_t, StepNote::kKinds.size()>;
   Counts counts(std::int32_t unit) const;
-  // Asks the other ranks if anything has been noted since the last time;
-  // `numbers_of` gives each unit's numbers, as many on every rank.  Does not
-  // block.
+  // Asks all ranks if anything has been noted since the last time; `numbers_of`
+  // gives each unit's numbers for a channel, as many on every rank of it and
+  // whenever it is asked.  Does not block.
   using Numbers = std::vector<std::int64_t>;
-  using NumbersOf = std::function<Numbers(std::int32_t unit)>;
+  using NumbersOf =
+      std::function<Numbers(std::size_t channel, std::int32_t unit)>;
   void post(const NumbersOf& numbers_of);
-  // The same in any case, but only over channels that `asks` is true of a unit
-  // of, which all ranks of the channel must agree in.
-  void post_again(const NumbersOf& numbers_of,
-                  const std::function<bool(std::int32_t unit)>& asks);
+  // Asks in any case, but only over channels that `asks` is true of a unit of,
+  // which all ranks of the channel must agree in.
+  void post_again(
+      const NumbersOf& numbers_of,
+      const std::function<bool(std::size_t channel, std::int32_t unit)>& asks);
   // Waits for what was posted.  `agreed` is told the greatest numbers over the
-  // ranks of each unit.  Throws lowtide::Error where notes differ.
-  void require(const std::function<void(std::int32_t unit,
+  // channel's ranks of each unit.  Throws lowtide::Error where notes differ.
+  void require(const std::function<void(std::size_t channel, std::int32_t unit,
                                         const Numbers& greatest)>& agreed);
   // The step failed: nothing that was noted counts.
   void forget();

@@ -207,50 +207,49 @@ void Unit::gather_alone_ahead() {
 
 // [Note: Who has gradients]
 // Where all ranks know that some leave parameters of the unit out, one number
-// more for each parameter travels with every comparison: at the end of a
-// backward whether this rank has a gradient of it, which a first number says.
-// So what ranks send stays as long on all of them, also where their calls
-// differ.
-StepLog::Numbers Unit::numbers_to_compare(bool at_end) {
-  auto graphs = calls_.graphs().own();
-  if (root_->keeps_graph()) graphs.kept = 1;
-  const auto own =
-      OwnNumbers{.output_rows = output_rows_,
-                 .saved = leaves().ever_saved(),
-                 .graphs = graphs,
-                 .listened = leaves().have_gradient_hooks() ||
-                             settings_->on_gradients != nullptr,
-                 .used_hash = leaves().used_hash(),
-                 .calls_without_inputs =
-                     calls_.has_calls_without_inputs(root_->optimizer_steps()),
-                 .attached = attached_at_step_ == root_->optimizer_steps(),
-                 .gather_ns = parameters_.gather_ns(),
-                 .left_out = gradients_.left_out()}
-          .to_compare();
-  StepLog::Numbers numbers(own.begin(), own.end());
-  if (common_.left_out_by_any) {
-    const bool tells = at_end && gradients_.hosts_tell();
-    numbers.push_back(tells);
-    numbers.resize(numbers.size() + gradients_.size());
-    for (const auto i : gradients_.trainable()) {
-      numbers[own.size() + 1 + static_cast<std::size_t>(i)] =
-          tells && gradients_.used_here(i);
-    }
+// for each parameter travels with every comparison over the unit's ranks: at
+// the end of a backward whether this rank has a gradient of it, which a first
+// number says.  So what ranks send stays as long on all of them, also where
+// their calls differ.
+StepLog::Numbers Unit::who_has_gradients(bool at_end) const {
+  if (!common_.left_out_by_any) return {};
+  const bool tells = at_end && gradients_.hosts_tell();
+  StepLog::Numbers numbers(1 + gradients_.size());
+  numbers[0] = tells;
+  for (const auto i : gradients_.trainable()) {
+    numbers[1 + static_cast<std::size_t>(i)] = tells && gradients_.used_here(i);
   }
   return numbers;
 }
 
-void Unit::agree_on(const StepLog::Numbers& greatest) {
-  OwnNumbers::Compared of_all;
-  std::copy_n(greatest.begin(), of_all.size(), of_all.begin());
-  common_ = CommonNumbers::of(of_all);
+void Unit::hear_who_has_gradients(std::span<const std::int64_t> greatest) {
+  if (greatest.front() == 0) return;
+  gradients_.told([&](std::int32_t i) {
+    return greatest[1 + static_cast<std::size_t>(i)] != 0;
+  });
+}
+
+OwnNumbers::Compared Unit::numbers_to_compare() {
+  auto graphs = calls_.graphs().own();
+  if (root_->keeps_graph()) graphs.kept = 1;
+  return OwnNumbers{.output_rows = output_rows_,
+                    .saved = leaves().ever_saved(),
+                    .graphs = graphs,
+                    .listened = leaves().have_gradient_hooks() ||
+                                settings_->on_gradients != nullptr,
+                    .used_hash = leaves().used_hash(),
+                    .calls_without_inputs = calls_.has_calls_without_inputs(
+                        root_->optimizer_steps()),
+                    .attached = attached_at_step_ == root_->optimizer_steps(),
+                    .gather_ns = parameters_.gather_ns(),
+                    .left_out = gradients_.left_out()}
+      .to_compare();
+}
+
+void Unit::agree_on(const OwnNumbers::Compared& greatest) {
+  common_ = CommonNumbers::of(greatest);
   calls_.graphs().agree_on(common_.graphs_of_any);
   calls_.agree_on_calls_without_inputs(common_.calls_without_inputs_of_any);
-  if (greatest.size() > of_all.size() && greatest[of_all.size()] != 0) {
-    gradients_.told([&](std::int32_t i) {
-      return greatest[of_all.size() + 1 + static_cast<std::size_t>(i)] != 0;
-    });
-  }
 }
 
 // Rank 0's first numbers stay, but those that the inputs decide about, which

@@ -23,6 +23,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -182,10 +183,13 @@ class Unit final : public BackwardReceiver,
   void end_backward(bool more_backwards, bool graph_kept);
   void abort(bool drop_gradients);
 
+  // [Note: Whose numbers decide] in rank_comparison.h
+  OwnNumbers::Compared numbers_to_compare();
+  void agree_on(const OwnNumbers::Compared& greatest);
   // See [Note: Who has gradients]; `at_end`: a backward is over but for what it
   // publishes.
-  StepLog::Numbers numbers_to_compare(bool at_end = false);
-  void agree_on(const StepLog::Numbers& greatest);
+  StepLog::Numbers who_has_gradients(bool at_end) const;
+  void hear_who_has_gradients(std::span<const std::int64_t> greatest);
   // Where ranks are not compared, behind rank 0's first numbers.
   void agree_alone();
   // [Note: Order without a comparison]

@@ -134,7 +134,7 @@ void Unit::begin_backward() {
   if (gradients_.sync() && common_.listened_by_any) {
     gradients_.on_landed = [this] { publish_gradients(); };
   }
-  gradients_.expect_hosts_to_tell(root_->log().compares() &&
+  gradients_.expect_hosts_to_tell(root_->log().compares() && groups_.host &&
                                   common_.left_out_by_any);
 }
 

@@ -12,11 +12,11 @@ LOWTIDE_COMMUNICATORS=shared uses the mesh's own for both, which saves NCCL's bu
 one; communication no longer overlaps (docs/design/cuda.md says when that costs time).
 
 A fourth, of gloo, compares on the host what ranks did (step_log.h): one for all meshes
-over the same ranks, as a backward that only one unit of a root has runs alone where the
-others' ranks are known to be among that unit's. A mesh of one rank beside larger ones,
-that of experts of which each rank has others say, has one, too.
-LOWTIDE_COMPARE_RANKS=off leaves it out, for machines without gloo's network: ranks that
-run different units are then noticed in the first forward only.
+over the same ranks. A mesh of one rank beside larger ones, that of experts of which
+each rank has others say, has one, too; a model on several meshes has one over all ranks
+that these connect (connected.py). LOWTIDE_COMPARE_RANKS=off leaves them out, for
+machines without gloo's network: ranks that run different units are then noticed in the
+first forward only.
 """
 
 import contextlib
@@ -76,22 +76,33 @@ def groups_of(mesh: DeviceMesh, device: torch.device) -> Groups:
         _C.Collectives(shards.group_name, device),
         _C.Collectives(reduce_group.group_name, device),
         _C.Collectives(replicas[0].group_name, device) if replicas else None,
-        _host_channel(mesh, device),
+        _host_channel_of(mesh, device),
     )
     _known[names] = made
     return made
 
 
-_channels: dict[tuple[int, ...], _C.HostChannel] = {}  # by their ranks
+def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
 
 
-def _host_channel(mesh: DeviceMesh, device: torch.device) -> _C.HostChannel | None:
+def _host_channel_of(mesh: DeviceMesh, device: torch.device) -> _C.HostChannel | None:
     compares = compares_ranks()
     backend = dist.get_backend(mesh.get_group(mesh.ndim - 1))
     comparable = dist.is_gloo_available() and backend != "fake"
     if not compares or not comparable or dist.get_world_size() == 1:
         return None
-    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+    return host_channel(ranks_of(mesh), mesh, device)
+
+
+_channels: dict[tuple[int, ...], _C.HostChannel] = {}  # by their ranks
+
+
+def host_channel(
+    ranks: tuple[int, ...], mesh: DeviceMesh, device: torch.device
+) -> _C.HostChannel:
+    """Over ``ranks``, in order, with the timeout of ``mesh``. Collective over them on
+    first use."""
     known = _channels.get(ranks)
     if known is None or not _lives(known):
         group = _host_group(mesh, list(ranks), device)

@@ -12,6 +12,7 @@ from lowtide._base import replay_log
 from lowtide._base.classes import class_name, original_class
 from lowtide._base.memory import device_memory
 from lowtide._sharding.agreement import require_agreement
+from lowtide._sharding.connected import channel_of_all
 from lowtide._sharding.embedding import only_looks_up
 from lowtide._sharding.extension import agree
 from lowtide._sharding.late import warn_of_additions
@@ -78,7 +79,7 @@ def build_root(state: UnitState) -> None:
     require_agreement(states)
     agree([other.extensions for other in states if other.extensions is not None])
     root = _C.Root(class_name(root_module), device_memory(state.device))
-    root.adopt(units)
+    root.adopt(units, channel_of_all(states))
     for other in states:
         other.root = root
         other.tree = [weakref.ref(state) for state in states]

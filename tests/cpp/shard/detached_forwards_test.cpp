@@ -138,6 +138,62 @@ TEST(DetachedForwardsTest, AllTakePartWhereRanksDifferInTheirInputs) {
   }
 }
 
+// The head, or the layers, on a mesh of `ranks`.
+Scenario on_meshes(Program program, std::int64_t of_head,
+                   std::int64_t of_layers) {
+  auto scenario = compared(std::move(program));
+  scenario.units[kHead].hosts = of_head;
+  for (const std::size_t layer : {1, 2}) {
+    scenario.units[layer].hosts = of_layers;
+  }
+  return scenario;
+}
+
+TEST(DetachedForwardsTest, OtherUnitsOnMoreRanksTakeNoPart) {
+  for (const auto& [of_head, of_layers] : {std::pair(1, 0), {0, 1}, {1, 2}}) {
+    SCOPED_TRACE(base::concat(of_head, " and ", of_layers));
+    const auto scenario = on_meshes(by_chunks(3), of_head, of_layers);
+    expect_naive_bits(scenario, 2);
+    for_each_step(scenario, [&](const Step& step) {
+      EXPECT_THAT(
+          reductions(step),
+          ElementsAre("reduce-scatter layers.2", "reduce-scatter layers.1",
+                      "reduce-scatter layers.0", "reduce-scatter model"));
+    });
+  }
+}
+
+// The head is on pairs of ranks, and those of the other pair call it otherwise.
+// The exchange throws where ranks bring other calls.
+TEST(DetachedForwardsTest, AllTakePartWhereRanksOfAnotherMeshDiffer) {
+  const auto first_two = [](std::int64_t rank) { return rank < 2; };
+  expect_naive_bits(on_meshes(by_chunks(2, first_two), 2, 0), 4);
+}
+
+// What differs is noted of the unit that the forward began with.
+TEST(DetachedForwardsTest, ABackwardThatComesToAUnitInsideFirst) {
+  for (const bool alike : {true, false}) {
+    auto scenario = compared([=](Layers& layers, const at::Tensor& x) {
+      const auto y = chain(2)(layers, x);
+      auto cut = y.detach();
+      if (alike || layers.rank() == 0) cut.set_requires_grad(true);
+      at::Tensor inside;
+      layers.call(kHead, cut, [&](const auto& parameters, const auto&) {
+        inside = layers.call(kHead + 1, cut, layer());
+        return layer()(parameters, inside);
+      });
+      loss_of(inside).backward();
+      return y;
+    });
+    scenario.units = model_of(4, dense());
+    scenario.units[kHead].encloses_units = true;
+    expect_naive_bits(scenario, 2);
+    for_each_step(scenario, [&](const Step& step) {
+      EXPECT_EQ(step.all("reduce-scatter layers.1").size(), alike ? 1u : 2u);
+    });
+  }
+}
+
 TEST(DetachedForwardsTest, AllTakePartWhereRanksAreNotCompared) {
   auto scenario = compared(by_chunks(2));
   scenario.compared = false;

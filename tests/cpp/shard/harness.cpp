@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <limits>
+#include <map>
 
 #include "base/check.h"
 
@@ -63,8 +64,9 @@ Rank::Rank(Exchange& exchange, std::int64_t rank,
   const auto host =
       offloaded ? std::make_shared<memory::HostMemory>(waits, pool, true)
                 : nullptr;
-  const UnitGroups groups{collectives, collectives,
-                          compared ? exchange.hosts().rank(rank) : nullptr};
+  const auto everyone = compared ? exchange.hosts().rank(rank) : nullptr;
+  const UnitGroups groups{collectives, collectives, everyone};
+  std::map<std::int64_t, std::shared_ptr<comm::HostChannel>> some_hosts;
   for (std::size_t u = 0; u < units.size(); ++u) {
     auto settings = std::make_shared<UnitSettings>();
     settings->host = host;
@@ -73,6 +75,13 @@ Rank::Rank(Exchange& exchange, std::int64_t rank,
       of_unit.gather = of_unit.reduce =
           std::make_shared<comm::RecordingCollectives>(rank, units[u].ranks,
                                                        runtime);
+    }
+    if (const auto size = units[u].hosts; compared && size > 0) {
+      auto& hosts = some_hosts[size];
+      if (!hosts) {
+        hosts = exchange.hosts(rank / size * size, size).rank(rank % size);
+      }
+      of_unit.host = hosts;
     }
     auto unit =
         std::make_shared<Unit>(units[u].name, infos_of(units[u]),
@@ -106,7 +115,7 @@ Rank::Rank(Exchange& exchange, std::int64_t rank,
     shards_.push_back(std::move(shards));
     leaves_.push_back(std::move(leaves));
   }
-  root->adopt(units_);
+  root->adopt(units_, everyone);
   watch_ = runtime->watch_torch_allocations();
 }
 

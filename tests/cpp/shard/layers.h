@@ -26,6 +26,9 @@ struct UnitSpec {
   bool leaf_module = false;
   // Sharded over so many ranks instead, who send what each rank sends.
   std::int64_t ranks = 0;
+  // Its hosts are a mesh of so many ranks, 0 and 1, 2 and 3, say, of those that
+  // share it; 0: all.
+  std::int64_t hosts = 0;
 };
 
 // What a program runs on.

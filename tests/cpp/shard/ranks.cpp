@@ -74,6 +74,11 @@ std::vector<std::int64_t> Exchange::broadcast(
   return {begin, begin + received.numel()};
 }
 
+HostMeeting& Exchange::hosts(std::int64_t first, std::int64_t size) {
+  const std::lock_guard lock(mutex_);
+  return some_hosts_.try_emplace({first, size}, size).first->second;
+}
+
 void Exchange::leave(std::int64_t rank) {
   const std::lock_guard lock(mutex_);
   left_[static_cast<std::size_t>(rank)] = true;

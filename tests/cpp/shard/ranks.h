@@ -5,9 +5,11 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "host_meeting.h"
@@ -36,6 +38,8 @@ class Exchange {
 
   // Where ranks compare what they did.
   HostMeeting& hosts() { return hosts_; }
+  // Where `size` of them do, from that rank on.
+  HostMeeting& hosts(std::int64_t first, std::int64_t size);
 
   // That rank will not come any more.
   void leave(std::int64_t rank);
@@ -55,6 +59,7 @@ class Exchange {
   std::vector<std::vector<Input>> brought_;  // by rank
   std::vector<bool> left_;
   HostMeeting hosts_;
+  std::map<std::pair<std::int64_t, std::int64_t>, HostMeeting> some_hosts_;
 };
 
 // Runs `rank_main(exchange, rank)` for all ranks at once and waits for them;

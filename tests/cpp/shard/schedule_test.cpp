@@ -255,6 +255,7 @@ TEST(ScheduleTest, ADetachedForwardHasABackwardOfItsOwn) {
   for (const std::int64_t call : {1, 2}) {
     const auto chunk = schedule.detached_of(3, call);
     ASSERT_TRUE(chunk);
+    EXPECT_EQ(schedule.first_of(*chunk), 3);
     EXPECT_THAT(schedule.completion_order(chunk), ElementsAre(3));
     EXPECT_THAT(schedule.completion_order(), ElementsAre(3, 2, 1, 0));
     const auto entered = schedule.enter_backward(3, call, chunk);
@@ -267,6 +268,22 @@ TEST(ScheduleTest, ADetachedForwardHasABackwardOfItsOwn) {
   EXPECT_THAT(schedule.completion_order(), ElementsAre(2, 1, 0));
   EXPECT_EQ(schedule.detached_of(2, Schedule::kNoCall), std::nullopt);
   EXPECT_FALSE(schedule.enter_backward(2).earliest);
+}
+
+// Also where the backward comes to a unit inside it first.
+TEST(ScheduleTest, ADetachedForwardIsOfTheUnitThatItBeganWith) {
+  Schedule schedule(4);
+  forward(schedule, {0, 1});
+  schedule.begin_forward();
+  schedule.enter_forward(2);
+  schedule.enter_forward(3);
+  schedule.leave_forward(3, /*recorded=*/true, 7);
+  schedule.leave_forward(2, /*recorded=*/true, 8);
+  schedule.end_forward(/*detached=*/true);
+  const auto inner = schedule.detached_of(3, 7);
+  ASSERT_TRUE(inner);
+  EXPECT_EQ(inner, schedule.detached_of(2, 8));
+  EXPECT_EQ(schedule.first_of(*inner), 2);
 }
 
 // Where a rank has called it otherwise.

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <deque>
 #include <utility>
+#include <vector>
 
 #include "base/check.h"
 #include "host_meeting.h"
@@ -34,14 +35,15 @@ class StepLogTest : public testing::Test {
   // Rank r's numbers of unit u: {10 r + u, u, 0}.
   void post() {
     for (std::int64_t rank = 0; rank < 2; ++rank) {
-      logs[static_cast<std::size_t>(rank)].post([&](std::int32_t unit) {
-        return StepLog::Numbers{10 * rank + unit, unit, 0};
-      });
+      logs[static_cast<std::size_t>(rank)].post(
+          [&](std::size_t, std::int32_t unit) {
+            return StepLog::Numbers{10 * rank + unit, unit, 0};
+          });
     }
   }
   static std::string error_of(StepLog& log) {
     try {
-      log.require([](std::int32_t, StepLog::Numbers) {});
+      log.require([](std::size_t, std::int32_t, const auto&) {});
     } catch (const Error& error) {
       return error.what();
     }
@@ -57,7 +59,7 @@ TEST_F(StepLogTest, RanksThatDoTheSameAgreeOnTheGreatestNumbers) {
   note({What::reduce, 1, 3});
   post();
   std::vector<std::pair<std::int32_t, StepLog::Numbers>> agreed;
-  logs[0].require([&](std::int32_t unit, StepLog::Numbers greatest) {
+  logs[0].require([&](auto, std::int32_t unit, const auto& greatest) {
     agreed.emplace_back(unit, greatest);
   });
   EXPECT_EQ(agreed, (std::vector<std::pair<std::int32_t, StepLog::Numbers>>{
@@ -77,33 +79,67 @@ TEST_F(StepLogTest, AsksOnlyWhenSomethingHasBeenNoted) {
 TEST_F(StepLogTest, UnitsMayHaveOtherNumbersOfNumbers) {
   note({What::gather, 0});
   for (std::int64_t rank = 0; rank < 2; ++rank) {
-    logs[static_cast<std::size_t>(rank)].post([&](std::int32_t unit) {
-      return unit == 0 ? StepLog::Numbers{}
-                       : StepLog::Numbers{rank, -rank, 7, 0};
-    });
+    logs[static_cast<std::size_t>(rank)].post(
+        [&](std::size_t, std::int32_t unit) {
+          return unit == 0 ? StepLog::Numbers{}
+                           : StepLog::Numbers{rank, -rank, 7, 0};
+        });
   }
   std::vector<StepLog::Numbers> agreed;
-  logs[1].require([&](std::int32_t, const StepLog::Numbers& greatest) {
+  logs[1].require([&](auto, auto, const StepLog::Numbers& greatest) {
     agreed.push_back(greatest);
   });
   EXPECT_THAT(agreed, ElementsAre(IsEmpty(), ElementsAre(1, 0, 7, 0)));
 }
 
-// Over the channels of units that ask for it, whatever was noted; what others
-// have not seen yet they see later.
-TEST_F(StepLogTest, SomeChannelsAreAskedAgain) {
-  HostMeeting of_experts(2);
-  const auto numbers = [](std::int32_t unit) { return StepLog::Numbers{unit}; };
+// A second channel, over ranks that all are among the first's.
+class StepLogOfExpertsTest : public StepLogTest {
+ protected:
+  StepLogOfExpertsTest() {
+    for (std::int64_t rank = 0; rank < 2; ++rank) {
+      logs[static_cast<std::size_t>(rank)].compare_over(of_experts.rank(rank),
+                                                        {2});
+    }
+  }
+  static StepLog::Numbers numbers(std::size_t channel, std::int32_t unit) {
+    return {static_cast<std::int64_t>(channel), unit};
+  }
+  static bool asks(std::size_t channel, std::int32_t unit) {
+    return channel == 1 && unit == 2;
+  }
+
+  HostMeeting of_experts{2};
+};
+
+TEST_F(StepLogOfExpertsTest, TheFirstChannelIsAskedAndOthersWhereThatIsSaid) {
+  note({What::backward, 0});
+  for (auto& log : logs) log.post(numbers);
+  EXPECT_EQ(meeting.num_posts(0), 1);
+  EXPECT_EQ(of_experts.num_posts(0), 0);
+  for (auto& log : logs) log.post_again(numbers, asks);
+  EXPECT_EQ(meeting.num_posts(0), 1);
+  EXPECT_EQ(of_experts.num_posts(0), 1);
+  std::vector<StepLog::Numbers> agreed;
+  for (auto& log : logs) {
+    agreed.clear();
+    log.require([&](std::size_t channel, std::int32_t unit,
+                    const StepLog::Numbers& greatest) {
+      EXPECT_THAT(greatest, ElementsAre(channel, unit));
+      agreed.push_back(greatest);
+    });
+  }
+  EXPECT_THAT(agreed, ElementsAre(ElementsAre(0, 0), ElementsAre(0, 1),
+                                  ElementsAre(1, 2)));
+}
+
+TEST_F(StepLogOfExpertsTest, WhatIsNotedBehindAQuestionIsComparedWithTheNext) {
   for (std::int64_t rank = 0; rank < 2; ++rank) {
     auto& log = logs[static_cast<std::size_t>(rank)];
-    log.compare_over(of_experts.rank(rank), {2});
     log.note({What::backward, 0});
     log.post(numbers);
-    log.note({What::reduce, 0, static_cast<std::int64_t>(rank)});
-    log.post_again(numbers, [](std::int32_t unit) { return unit == 2; });
+    log.note({What::reduce, 0, rank});
+    log.post_again(numbers, asks);
   }
-  EXPECT_EQ(meeting.num_posts(0), 1);
-  EXPECT_EQ(of_experts.num_posts(0), 2);
   of_experts.say({"",
                   "the backward of unit 'layers.0'\n"
                   "the reduce-scatter of unit 'layers.0', part 1\n"});
@@ -112,16 +148,13 @@ TEST_F(StepLogTest, SomeChannelsAreAskedAgain) {
                         "0 and the reduce-scatter of unit 'layers.0', part 1"));
 }
 
-TEST_F(StepLogTest, WhatOnlySomeChannelsHaveSeenStaysForTheOthers) {
-  HostMeeting of_experts(2);
-  const auto numbers = [](std::int32_t unit) { return StepLog::Numbers{unit}; };
-  for (std::int64_t rank = 0; rank < 2; ++rank) {
-    auto& log = logs[static_cast<std::size_t>(rank)];
-    log.compare_over(of_experts.rank(rank), {2});
+TEST_F(StepLogOfExpertsTest, WhatOnlySomeRanksHaveSeenStaysForAll) {
+  for (auto& log : logs) {
     log.note({What::backward, 0});
     log.post(numbers);
     log.note({What::reduce, 0, 5});
-    log.post_again(numbers, [](std::int32_t unit) { return unit == 2; });
+    log.post_again(numbers, asks);
+    EXPECT_EQ(meeting.num_posts(0), 1);
   }
   for (auto& log : logs) EXPECT_EQ(error_of(log), "none");
   logs[0].note({What::gather, 0});
@@ -234,11 +267,11 @@ TEST(StepLogAloneTest, WithoutRanksNothingIsKept) {
   StepLog log("model", [](std::int32_t) { return std::string(); });
   EXPECT_FALSE(log.compares());
   log.note({What::forward});
-  log.post([](std::int32_t) -> StepLog::Numbers {
+  log.post([](std::size_t, std::int32_t) -> StepLog::Numbers {
     ADD_FAILURE() << "nobody to ask";
     return {};
   });
-  log.require([](std::int32_t, StepLog::Numbers) { ADD_FAILURE(); });
+  log.require([](std::size_t, std::int32_t, const auto&) { ADD_FAILURE(); });
 }
 
 }  // namespace LOWTIDE_FILE

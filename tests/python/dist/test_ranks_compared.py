@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lowtide import fully_shard
 from lowtide._sharding import groups
 from support.layers import Blocks, data
+from support.meshes import strided_mesh
 from support.random_steps import call_log
 from support.ranks import RankPool
 
@@ -93,6 +94,29 @@ def test_replicas_are_compared_too(pool_of):
     for text in pool_of(4).run(one_replica_freezes):
         assert "(frozen: 'layers.2.bias'; " in text
         assert "on rank 2, call " in text
+
+
+def a_unit_that_one_rank_has() -> str:
+    """On a mesh of its own."""
+    alone = strided_mesh(1)
+    model = Blocks()
+    fully_shard(model.layers[0])
+    if dist.get_rank() == 1:
+        fully_shard(model.layers[1], mesh=alone)
+    model.layers[1].requires_grad_(False)
+    ignored = set(model.layers[1].parameters())
+    sharded: Any = fully_shard(model, ignored_params=ignored)
+    with pytest.raises(RuntimeError) as error:
+        sharded(data(0))
+    return str(error.value)
+
+
+def test_a_unit_on_another_mesh_that_one_rank_has_is_named(pool_of):
+    for text in pool_of(2).run(a_unit_that_one_rank_has):
+        assert (
+            "got a model of units 'Blocks, layers.0' on rank 0 and a model of units "
+            "'Blocks, layers.0, layers.1' on rank 1" in text
+        )
 
 
 def gathered_in_another_order() -> str:
@@ -311,6 +335,73 @@ def test_what_one_rank_keeps_or_hears_changes_no_order(
     assert len(logs[0]) > 100
     assert logs[0] == logs[1]
     for (_, gradients), (_, expected) in zip(apart, alike, strict=True):
+        assert all(map(torch.equal, gradients, expected))
+
+
+# The second layer's mesh, and that of the others: on pairs of ranks of four. Where
+# ranks' calls differ the comparison raises.
+CROSSING = {"more ranks": ((4, 1), (2, 2)), "others": ((2, 1), (2, 2))}
+
+
+def over_meshes(meshes: str) -> Any:
+    torch.manual_seed(0)
+    apart, rest = (strided_mesh(*of) for of in CROSSING[meshes])
+    model = Blocks()
+    for i, layer in enumerate(model.layers):
+        fully_shard(layer, mesh=apart if i == 1 else rest)
+    return fully_shard(model, mesh=rest)
+
+
+def differing_over_meshes(meshes: str) -> str:
+    model = over_meshes(meshes)
+    model(data(0)).sum().backward()
+    model.zero_grad()
+    if dist.get_rank() == 1:
+        model.layers[0].set_gradient_divide_factor(7.0)
+    with pytest.raises(RuntimeError, match="every rank to run the same") as error:
+        model(data(1)).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    model.layers[0].set_gradient_divide_factor(2.0)
+    model(data(2)).sum().backward()  # the ranks go on together
+    assert all(p.grad is not None for p in model.parameters())
+    return str(error.value)
+
+
+@pytest.mark.parametrize("meshes", CROSSING)
+def test_all_ranks_of_several_meshes_hear_of_one_that_differs(pool_of, meshes):
+    for rank, text in enumerate(pool_of(4).run(differing_over_meshes, meshes)):
+        assert f"(rank {rank} of 4)" in text
+        assert "unit 'layers.0' (gradient_divide_factor=7; " in text
+
+
+def train_over_meshes(name: str, who: str | None, meshes: str) -> list[torch.Tensor]:
+    KEPT.clear()
+    model = over_meshes(meshes)
+    gradients = []
+    for step in range(4):
+        differs = who is not None and dist.get_rank() == WHO[who][0]
+        MAY_DIFFER[name](model, 10 * step, differs and step >= WHO[who][1])
+        model.zero_grad()
+        for further in range(1, 4):
+            model(data(10 * step + further)).square().sum().backward()
+            gradients += [p.grad.to_local().clone() for p in model.parameters()]
+            model.zero_grad()
+        if step == 0:
+            model.layers[0]._get_fsdp_state().root.gradient_budget = 1
+    KEPT.clear()
+    return gradients
+
+
+@pytest.mark.parametrize("who", WHO)
+@pytest.mark.parametrize("meshes", CROSSING)
+@pytest.mark.parametrize("name", MAY_DIFFER)
+def test_what_one_rank_keeps_or_hears_changes_no_order_over_several_meshes(
+    pool_of, name, meshes, who
+):
+    pool = pool_of(4)
+    apart = pool.run(train_over_meshes, name, who, meshes)
+    alike = pool.run(train_over_meshes, name, None, meshes)
+    for gradients, expected in zip(apart, alike, strict=True):
         assert all(map(torch.equal, gradients, expected))
 
 

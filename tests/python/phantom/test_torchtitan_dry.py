@@ -160,6 +160,11 @@ WITH_EXPERTS: dict[str, tuple[dict[str, int], tuple[int, ...], tuple[int, ...]]]
         {"expert_parallel_degree": 2, "tensor_parallel_degree": 2},
         *((0, 2, 4, 6), (0, 2, 4, 6)),
     ),
+    # On more ranks than the head.
+    "beside more tensor parallelism": (
+        {"expert_parallel_degree": 2, "tensor_parallel_degree": 4},
+        *((0, 2, 4, 6), (0, 4)),
+    ),
 }
 
 
@@ -167,8 +172,11 @@ WITH_EXPERTS: dict[str, tuple[dict[str, int], tuple[int, ...], tuple[int, ...]]]
 def test_experts_over_ranks(tmp_path, case):
     settings, of_an_expert, dense = WITH_EXPERTS[case]
     ours = compare(tmp_path, dense, of_an_expert, model="deepseek_v3", **settings)
-    of_tokens = tuple(range(settings["expert_parallel_degree"]))
-    assert {of[0] for of in ours["sent"]} == {dense, of_tokens, of_an_expert}
+    experts = settings["expert_parallel_degree"]
+    columns = settings.get("tensor_parallel_degree", experts)
+    of_tokens, of_columns = tuple(range(experts)), tuple(range(columns))
+    groups = {dense, of_tokens, of_columns, of_an_expert}
+    assert {of[0] for of in ours["sent"]} == groups
     assert ours["sent"][of_tokens, "send", "-"][0] > 0
 
 
