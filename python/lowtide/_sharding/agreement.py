@@ -26,11 +26,11 @@ def require_agreement(states: list[UnitState]) -> None:
             by_group[group.group_name][2].append(
                 f"unit '{state.name}' gathered as number {place} before the forward"
             )
-    if all(state.groups.host is not None for state in states):
-        # Ranks of one mesh look for all that the units' meshes connect (connected.py).
+    if len({state.groups.host for state in states} - {None}) > 1:
+        # Ranks look together for all that these meshes connect (connected.py).
         names = ", ".join(state.name.removesuffix(state.over) for state in states)
         for _, _, lines in by_group.values():
-            lines.append(f"a model of units '{names}'")
+            lines.append(f"several meshes under units '{names}'")
     for group, device, lines in by_group.values():
         require_same_lines(group, device, lines)
 

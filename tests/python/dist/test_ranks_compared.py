@@ -114,8 +114,8 @@ def a_unit_that_one_rank_has() -> str:
 def test_a_unit_on_another_mesh_that_one_rank_has_is_named(pool_of):
     for text in pool_of(2).run(a_unit_that_one_rank_has):
         assert (
-            "got a model of units 'Blocks, layers.0' on rank 0 and a model of units "
-            "'Blocks, layers.0, layers.1' on rank 1" in text
+            "got nothing more on rank 0 and several meshes under units 'Blocks, "
+            "layers.0, layers.1' on rank 1" in text
         )
 
 
