@@ -197,11 +197,11 @@ void Unit::gather_alone_ahead() {
 // One `fully_shard` call whose parameters are on several meshes makes a unit
 // for each.  They are entered one after the other and left in reverse, as if
 // the first were around the others, and whoever gathers one ahead gathers them
-// all.  Their backwards are one: gradients come in an order of their own.  What
-// the ranks of one mesh agree on, those of another may not, and in the stream
-// each stands behind the others; so nothing of them leaves before the next
-// unit's backward begins, which all ranks see, and the sources of all may stay
-// until that is over.
+// all.  Their backwards are one: gradients come in an order of their own.
+// Without a comparison the ranks of one mesh have in common what those of
+// another may not, and in the stream each stands behind the others; so nothing
+// of them leaves before the next unit's backward begins, which all ranks see,
+// and the sources of all may stay until that is over.
 
 // --- what ranks have in common ----------------------------------------------
 

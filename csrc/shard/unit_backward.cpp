@@ -109,8 +109,9 @@ void Unit::linger_inside(std::int64_t bytes) {
   gradients_.set_lingering(std::max(gradients_.lingering_bytes(), bytes));
 }
 
-// The tokens are known of this unit's ranks.  What others take part in does not
-// wait for them: between two gradients the program may have calls of its own.
+// Without a comparison the tokens are known of this unit's ranks.  What others
+// take part in does not wait for them: between two gradients the program may
+// have calls of its own.
 void Unit::prefetch_in_backward() {
   if (prefetch_.waits(root_->reached(settings_->backward_prefetch),
                       gradients_.elements(),
