@@ -213,8 +213,8 @@ std::shared_ptr<shard::SleepingBytes> put_to_sleep(
   return std::make_shared<shard::SleepingBytes>(named, std::move(device), host);
 }
 
-// Of DTensors: the rows of `values`, which are sharded as `parameters` are, as
-// one, see neighbours.h; none if they can not be, or have other specs.
+// Of DTensors: the rows of `values`, which have the very specs of `parameters`,
+// as one, see neighbours.h; none if they can not be, or have others.
 std::optional<at::Tensor> rows_as_one(const py::list& values,
                                       const py::list& parameters) {
   static const py::str kSpec("_spec");
@@ -228,8 +228,7 @@ std::optional<at::Tensor> rows_as_one(const py::list& values,
   for (std::size_t i = 0; i < num_parameters; ++i) {
     const py::handle value = values[i];
     const py::handle parameter = parameters[i];
-    if (!value.is(parameter) && !value.attr(kSpec).is(parameter.attr(kSpec)) &&
-        !value.attr(kSpec).equal(parameter.attr(kSpec))) {
+    if (!value.is(parameter) && !value.attr(kSpec).is(parameter.attr(kSpec))) {
       return std::nullopt;
     }
     rows.push_back(THPVariable_Unpack(value.attr(kRows).ptr()));

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lowtide import _C
+from lowtide._sharding.local_parameter import same_layout
 from lowtide._sharding.state_pool import for_states, segments_expand
 from lowtide._sharding.subclass import is_extended
 
@@ -115,12 +116,14 @@ def lay_side_by_side(
                 continue
             if len({(v.dtype, v.device) for v in values}) > 1:
                 continue
+            if not all(map(_is_alike, values, run.parameters)):
+                continue
             locals_ = [value._local_tensor for value in values]
             whole = torch.cat([local.flatten() for local in locals_])
-            for state, value, part in zip(
-                of_each, values, _C.parts_of(whole, locals_), strict=True
+            for p, state, part in zip(
+                run.parameters, of_each, _C.parts_of(whole, locals_), strict=True
             ):
-                state[name] = DTensor(part, value._spec, requires_grad=False)
+                state[name] = DTensor(part, p._spec, requires_grad=False)
 
 
 class Run:
@@ -284,6 +287,14 @@ class WholeState(dict[str, Any]):
                 ),
             )
         self.know(name, value)
+
+
+def _is_alike(state: Any, parameter: Any) -> bool:
+    shape: torch.Size = state._local_tensor.shape
+    return (
+        same_layout(state._spec, parameter._spec)
+        and shape == parameter._local_tensor.shape
+    )
 
 
 def _kind(value: Any) -> Any:
