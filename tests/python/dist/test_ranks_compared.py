@@ -111,12 +111,14 @@ def a_unit_that_one_rank_has() -> str:
     return str(error.value)
 
 
-def test_a_unit_on_another_mesh_that_one_rank_has_is_named(pool_of):
-    for text in pool_of(2).run(a_unit_that_one_rank_has):
-        assert (
-            "got nothing more on rank 0 and several meshes under units 'Blocks, "
-            "layers.0, layers.1' on rank 1" in text
-        )
+def test_a_unit_on_another_mesh_that_one_rank_has_is_named():
+    """In processes of its own: torch names groups by how many a rank has made."""
+    with RankPool(2) as pool:
+        for text in pool.run(a_unit_that_one_rank_has):
+            assert (
+                "got nothing more on rank 0 and several meshes under units 'Blocks, "
+                "layers.0, layers.1' on rank 1" in text
+            )
 
 
 def gathered_in_another_order() -> str:
