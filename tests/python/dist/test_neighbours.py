@@ -28,26 +28,13 @@ from torch.optim.lr_scheduler import LambdaLR
 import lowtide
 from lowtide._sharding import neighbours
 from support.bits import assert_same_tensors
+from support.optimizers import ELEMENTWISE
 from support.training import local
 
 WIDTH = 128  # of each rank's rows of a bias 64: gradients begin at multiples of that
 BLOCKS = 2
 
-Make = Callable[..., torch.optim.Optimizer]
-OPTIMIZERS: dict[str, Make] = {
-    "adadelta": torch.optim.Adadelta,
-    "adagrad": torch.optim.Adagrad,
-    "adam amsgrad": lambda ps, **kw: torch.optim.Adam(ps, amsgrad=True, **kw),
-    "adamax": torch.optim.Adamax,
-    "adamw": torch.optim.AdamW,
-    "asgd": torch.optim.ASGD,
-    "nadam": torch.optim.NAdam,
-    "radam": torch.optim.RAdam,
-    "rmsprop": lambda ps, **kw: torch.optim.RMSprop(ps, momentum=0.5, **kw),
-    "rprop": torch.optim.Rprop,
-    "sgd": lambda ps, **kw: torch.optim.SGD(ps, 0.1, **kw),  # without states
-    "sgd momentum": lambda ps, **kw: torch.optim.SGD(ps, 0.1, momentum=0.9, **kw),
-}
+OPTIMIZERS = ELEMENTWISE | {"rprop": torch.optim.Rprop}
 FUSED = ("adagrad", "adam amsgrad", "adamw", "sgd", "sgd momentum")
 
 

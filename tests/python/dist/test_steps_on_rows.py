@@ -20,23 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lowtide
 from support.bits import assert_same_tensors
 from support.model import TINY, build
+from support.optimizers import ELEMENTWISE
 from support.systems import get_system
 from support.training import Run, accumulate, local, shard
 
 RUN = Run(TINY, 2, microbatches=2)
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adadelta": torch.optim.Adadelta,
-    "adagrad": torch.optim.Adagrad,
-    "adam amsgrad": lambda ps, **kw: torch.optim.Adam(ps, amsgrad=True, **kw),
-    "adamax": torch.optim.Adamax,
-    "adamw": torch.optim.AdamW,
-    "asgd": torch.optim.ASGD,
-    "nadam": torch.optim.NAdam,
-    "radam": torch.optim.RAdam,
-    "rmsprop": lambda ps, **kw: torch.optim.RMSprop(ps, momentum=0.5, **kw),
-    "sgd": lambda ps, **kw: torch.optim.SGD(ps, 0.1, **kw),  # without states
-    "sgd momentum": lambda ps, **kw: torch.optim.SGD(ps, 0.1, momentum=0.9, **kw),
-}
 
 
 class OfDTensors(TorchDispatchMode):
@@ -67,7 +55,7 @@ def train(system: str, name: str, settings: dict[str, Any]) -> Any:
     """Two steps; states out and in again; a parameter without a gradient; one more."""
     torch.manual_seed(0)
     model: Any = shard(build(RUN.model), RUN, get_system(system))
-    optimizer = OPTIMIZERS[name](model.parameters(), **settings)
+    optimizer = ELEMENTWISE[name](model.parameters(), **settings)
     schedule = LambdaLR(optimizer, lambda step: 0.5**step)
     calls = OfDTensors()
     found = []
@@ -87,7 +75,7 @@ def train(system: str, name: str, settings: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ELEMENTWISE)
 def test_has_the_bits_of_dtensors(pool_of, name, foreach):
     pool = pool_of(2)
     ours = pool.run(train, "lowtide", name, {"foreach": foreach})

@@ -21,6 +21,22 @@ from support.training import local
 # torchao quantizes the states of shards with at least 4096 elements.
 WIDE = ModelConfig(dim=64, num_layers=1, num_heads=2, kv_dim=2, ffn=256)
 
+# Those of torch that work element by element, but for Rprop, which indexes: DTensors
+# refuse that.
+ELEMENTWISE: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adadelta": torch.optim.Adadelta,
+    "adagrad": torch.optim.Adagrad,
+    "adam amsgrad": lambda ps, **kw: torch.optim.Adam(ps, amsgrad=True, **kw),
+    "adamax": torch.optim.Adamax,
+    "adamw": torch.optim.AdamW,
+    "asgd": torch.optim.ASGD,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "rmsprop": lambda ps, **kw: torch.optim.RMSprop(ps, momentum=0.5, **kw),
+    "sgd": lambda ps, **kw: torch.optim.SGD(ps, 0.1, **kw),  # without states
+    "sgd momentum": lambda ps, **kw: torch.optim.SGD(ps, 0.1, momentum=0.9, **kw),
+}
+
 
 def groups(model: Any) -> list[dict[str, Any]]:
     """Two, so that a fused step has a middle."""
