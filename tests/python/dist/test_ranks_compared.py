@@ -273,6 +273,22 @@ MAY_DIFFER = {
 WHO = {"first": (0, 0), "second later": (1, 1)}
 
 
+def gradients_of_steps(model: Any, name: str, who: str | None) -> list[torch.Tensor]:
+    """This rank's rows, of the steps between those in which a rank may differ."""
+    gradients = []
+    for step in range(4):
+        differs = who is not None and dist.get_rank() == WHO[who][0]
+        MAY_DIFFER[name](model, 10 * step, differs and step >= WHO[who][1])
+        model.zero_grad()
+        for further in range(1, 4):
+            model(data(10 * step + further)).square().sum().backward()
+            gradients += [p.grad.to_local().clone() for p in model.parameters()]
+            model.zero_grad()
+        if step == 0:
+            model.layers[0]._get_fsdp_state().root.gradient_budget = 1
+    return gradients
+
+
 def train_with(
     name: str, who: str | None, shape: tuple[int, int]
 ) -> tuple[list[Any], list[torch.Tensor]]:
@@ -286,17 +302,7 @@ def train_with(
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     take = call_log()
-    gradients = []
-    for step in range(4):
-        differs = who is not None and dist.get_rank() == WHO[who][0]
-        MAY_DIFFER[name](model, 10 * step, differs and step >= WHO[who][1])
-        model.zero_grad()
-        for further in range(1, 4):
-            model(data(10 * step + further)).square().sum().backward()
-            gradients += [p.grad.full_tensor() for p in model.parameters()]
-            model.zero_grad()
-        if step == 0:
-            model.layers[0]._get_fsdp_state().root.gradient_budget = 1
+    gradients = gradients_of_steps(model, name, who)
     KEPT.clear()
     return take(), gradients
 
@@ -379,17 +385,7 @@ def test_all_ranks_of_several_meshes_hear_of_one_that_differs(pool_of, meshes):
 def train_over_meshes(name: str, who: str | None, meshes: str) -> list[torch.Tensor]:
     KEPT.clear()
     model = over_meshes(meshes)
-    gradients = []
-    for step in range(4):
-        differs = who is not None and dist.get_rank() == WHO[who][0]
-        MAY_DIFFER[name](model, 10 * step, differs and step >= WHO[who][1])
-        model.zero_grad()
-        for further in range(1, 4):
-            model(data(10 * step + further)).square().sum().backward()
-            gradients += [p.grad.to_local().clone() for p in model.parameters()]
-            model.zero_grad()
-        if step == 0:
-            model.layers[0]._get_fsdp_state().root.gradient_budget = 1
+    gradients = gradients_of_steps(model, name, who)
     KEPT.clear()
     return gradients
 
