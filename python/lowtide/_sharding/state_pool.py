@@ -41,7 +41,7 @@ def for_states(
     optimizer: Optimizer, parameters: Sequence[Tensor]
 ) -> AbstractContextManager[Any]:
     """Around what makes states that are not there, in the first step, of these of its
-    parameters, which are plain ones."""
+    parameters, which are on one device."""
     if not parameters:
         return contextlib.nullcontext()
     device = parameters[0].device

@@ -205,10 +205,7 @@ class _InBackward:
             scale_(gradients, by_late)
         let_snapshots_finish()
         self._record.append((root, root.backwards, state.name))
-        step_chosen(
-            *(self._optimizer, state, chosen),
-            *(self._rows_of(state), self._neighbours),
-        )
+        self._step(state, chosen)
         for p in parameters:
             sharded_of(p).grad = None
         root.optimizer_stepped()
@@ -227,8 +224,9 @@ class _InBackward:
                 by_group.setdefault(self._places[id(known)][0], []).append(known)
         return sorted(by_group.items())
 
-    def _rows_of(self, state: UnitState) -> Rows:
-        return self._rows.setdefault(state, Rows())
+    def _step(self, state: UnitState, chosen: Chosen) -> None:
+        rows = self._rows.setdefault(state, Rows())
+        step_chosen(self._optimizer, state, chosen, rows, self._neighbours)
 
     def _look_at_groups(self) -> None:
         groups = self._optimizer.param_groups
@@ -311,10 +309,7 @@ class _InBackward:
         for _, _, parked in self._parked:
             sharded = parked.come_back()
             scale_([p.grad for p in sharded if p.grad is not None], by)
-            step_chosen(
-                *(optimizer, parked.unit, self._by_group(sharded)),
-                *(self._rows_of(parked.unit), self._neighbours),
-            )
+            self._step(parked.unit, self._by_group(sharded))
             for p in sharded:
                 p.grad = None
         if self._norms:  # else nobody's step: gradients that a state dict sets, say
