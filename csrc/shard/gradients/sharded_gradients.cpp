@@ -1,5 +1,6 @@
 #include "shard/gradients/sharded_gradients.h"
 
+#include <ATen/ceil_div.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/to.h>
@@ -10,17 +11,18 @@
 #include <utility>
 
 #include "base/check.h"
+#include "memory/flat_layout.h"
 #include "ops/foreach.h"
 #include "shard/storage.h"
 
 namespace lowtide::shard {
 namespace {
 
-// Slices lie as far apart as the pieces of a chunk do.
+// Where no gap is between two shards, none is between their slices: see
+// [Note: Packed parameters], which lie closest.
 std::int64_t slice_bytes(const ShardedGradients::Parameter& parameter) {
-  return (parameter.shard_numel + kPieceColumnMultiple - 1) /
-         kPieceColumnMultiple * kPieceColumnMultiple *
-         itemsize(parameter.dtype);
+  return at::ceil_div(parameter.shard_numel, memory::kPackedMultiple) *
+         memory::kPackedMultiple * itemsize(parameter.dtype);
 }
 
 }  // namespace

@@ -63,7 +63,7 @@ std::int64_t slot_bytes(const UnitSpec& unit) {
 
 std::int64_t generation_bytes(const UnitSpec& unit) {
   return sum(unit, [](const auto& p) {
-    return round_up(shard_numel(p), 64) * itemsize(p.storage);
+    return round_up(shard_numel(p), 16) * itemsize(p.storage);
   });
 }
 

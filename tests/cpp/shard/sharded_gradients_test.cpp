@@ -75,8 +75,8 @@ class ShardedGradientsTest : public testing::Test {
   ShardedGradients gradients_{std::make_shared<const std::string>("layers.0"),
                               memory_};
   const std::vector<std::int32_t> all_ = {0, 1, 2};
-  // 9, 4 and 1 elements, each rounded up to 64.
-  static constexpr std::int64_t kGeneration = 64 * 4 + 64 * 4 + 64 * 2;
+  // 9, 4 and 1 elements, each rounded up to 16.
+  static constexpr std::int64_t kGeneration = 16 * 4 + 16 * 4 + 16 * 2;
 };
 
 TEST_F(ShardedGradientsTest, ResultsBecomeGradOfTheShardsShape) {
@@ -109,7 +109,7 @@ TEST_F(ShardedGradientsTest, GradientsFollowEachOtherAsShardsDo) {
     }
     return from_first;
   };
-  const auto as_shards = ElementsAre(0, 64 * 4 + 64 * 4);
+  const auto as_shards = ElementsAre(0, 16 * 4 + 16 * 4);
   EXPECT_THAT(addresses({0, 1, 2}), as_shards);
   EXPECT_THAT(addresses({2, 0, 1}), as_shards);
 }
@@ -170,7 +170,7 @@ TEST_F(ShardedGradientsTest, OnlyTheMissingOnesGetANewGeneration) {
   publish(all_);
   parameters_[2].shard.mutable_grad().reset();
   gradients_.prepare(all_);
-  EXPECT_EQ(live(), kGeneration + 64 * 2);
+  EXPECT_EQ(live(), kGeneration + 16 * 2);
   land(1, 2);
   publish(all_);
   EXPECT_TRUE(grad(0).equal(at::full({2, 3}, 4.f)));

@@ -48,7 +48,9 @@ def sent(calls: Sequence[driver.Call]) -> Sent:
 
 def train(system: str, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """What the last step asks of NCCL, bytes that all steps reduce, addresses of
-    gradients after each step, reserved bytes."""
+    gradients after each step, reserved bytes, and how many parameters stepped as one
+    with others."""
+    from lowtide._sharding import neighbours
     from lowtide.integrations.torchtitan import parallelize_fn
 
     titan_on_cpus.stand_in_for_absent()
@@ -75,6 +77,15 @@ def train(system: str, folder: Path, settings: dict[str, Any]) -> dict[str, Any]
 
     for optimizer in trainer.optimizers:
         optimizer.register_step_pre_hook(note_gradients)
+    as_one: list[int] = []
+    whole = neighbours.Run.whole
+
+    def counted(run: neighbours.Run, states: Any) -> Any:
+        found = whole(run, states)
+        as_one.append(len(run.parameters) if found is not None else 0)
+        return found
+
+    neighbours.Run.whole = counted  # type: ignore[method-assign]
     trainer.train()
     torch.cuda.synchronize()
     reserved = torch.cuda.max_memory_reserved()
@@ -86,6 +97,8 @@ def train(system: str, folder: Path, settings: dict[str, Any]) -> dict[str, Any]
         "reduced": sum(c.bytes for c in driver.calls() if c.kind == "reduce_scatter"),
         "gradients": gradients,
         "reserved": reserved,
+        "parameters": len(placements),
+        "as one": sum(as_one) / STEPS,
     }
 
 
@@ -103,6 +116,22 @@ def test_forward_and_backward_in_a_graph(tmp_path):
         assert run["gradients"][1:] == [run["gradients"][1]] * (STEPS - 1)
     theirs_and_a_head = theirs["reduced"] + 2 * HEAD_BYTES
     assert theirs["reduced"] <= ours["reduced"] < 1.01 * theirs_and_a_head
+    assert ours["reserved"] <= theirs["reserved"]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_units_step_as_one_in_the_segments_of_its_launcher(tmp_path, graphs):
+    """`run_train.sh` sets them."""
+    settings = {"graphs": graphs}
+    theirs, ours = (
+        call_dry(
+            *(train, system, tmp_path, settings),
+            machine=launch.Machine(world=WORLD),
+            environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+        )
+        for system in ("fsdp2", "lowtide")
+    )
+    assert ours["as one"] >= 0.7 * ours["parameters"]
     assert ours["reserved"] <= theirs["reserved"]
 
 
