@@ -19,11 +19,9 @@ machines without gloo's network: ranks that run different units are then noticed
 first forward only.
 """
 
-import contextlib
 import dataclasses
 import datetime
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lowtide import _C
 from lowtide._base.failures import name_failed_ranks
+from lowtide._base.process_groups import new_group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,22 +148,18 @@ def _host_group(
 ) -> dist.ProcessGroup:
     shards = mesh.get_group(mesh.ndim - 1)
     try:
-        with no_split():
-            group = dist.new_group(
-                ranks,
-                timeout=_timeout(shards, device),
-                backend="gloo",
-                use_local_synchronization=True,
-                group_desc="lowtide_compare",
-            )
+        return new_group(
+            ranks,
+            "lowtide_compare",
+            backend="gloo",
+            timeout=_timeout(shards, device),
+        )
     except RuntimeError as error:
         raise RuntimeError(
             "lowtide: comparing what ranks did: expected gloo to connect the ranks of "
             f"the mesh, got {str(error).splitlines()[0]!r}. Set GLOO_SOCKET_IFNAME to "
             f"an interface that reaches all machines, or {_COMPARE_RANKS}=off."
         ) from error
-    assert isinstance(group, dist.ProcessGroup)
-    return group
 
 
 def group_of_one(like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
@@ -178,18 +173,13 @@ def _group_like(
     """Another group with the backend, timeout and options of ``like``. Collective over
     ``ranks`` alone."""
     timeout = _timeout(like, device)
-    with no_split() as bound_device:
-        made = dist.new_group(
-            ranks,
-            timeout=timeout,
-            backend=_backend_name(like, device),
-            pg_options=_nccl_options(like, device, timeout),
-            use_local_synchronization=True,
-            group_desc=name,
-            device_id=bound_device,
-        )
-    assert isinstance(made, dist.ProcessGroup)
-    return made
+    return new_group(
+        ranks,
+        name,
+        backend=_backend_name(like, device),
+        timeout=timeout,
+        options=_nccl_options(like, device, timeout),
+    )
 
 
 def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -209,22 +199,6 @@ def _connect(group: dist.ProcessGroup, device: torch.device) -> None:
         # That is of the backend, not of the version: only NCCL's tell.
         if hasattr(backend, "_comm_ptr") and not backend._comm_ptr():
             backend.eager_connect_single_device(device)
-
-
-@contextlib.contextmanager
-def no_split() -> Iterator[torch.device | None]:
-    """Lets groups that are made meanwhile be no splits of the default group.
-
-    Where that one is bound to a device, new_group makes NCCL's communicators by
-    ncclCommSplit, which waits for every rank of the job; only the mesh's come here."""
-    default = dist.group.WORLD
-    assert default is not None
-    device = default.bound_device_id
-    default.bound_device_id = None
-    try:
-        yield device
-    finally:
-        default.bound_device_id = device
 
 
 def _nccl_options(

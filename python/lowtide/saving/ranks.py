@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lowtide._base.failures import text_of
-from lowtide._sharding.groups import no_split
+from lowtide._base.process_groups import new_group
 from lowtide.saving.errors import CheckpointError
 
 _Value = TypeVar("_Value")
@@ -118,14 +118,8 @@ def _gloo_beside(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     known = _known.get(asked, lambda: None)()
     if known is not None and _exists(known):
         return known
-    with no_split():
-        made = dist.new_group(
-            dist.get_process_group_ranks(asked),
-            backend="gloo",
-            use_local_synchronization=True,
-            group_desc="lowtide_checkpoints",
-        )
-    assert isinstance(made, dist.ProcessGroup)
+    ranks = dist.get_process_group_ranks(asked)
+    made = new_group(ranks, "lowtide_checkpoints", backend="gloo")
     _known[asked] = weakref.ref(made)
     return made
 

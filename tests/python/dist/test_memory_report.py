@@ -113,7 +113,7 @@ class Formulas:
         return root + max(sum(blocks[i : i + 2]) for i in range(len(blocks)))
 
     def sharded_gradients(self) -> int:
-        return sum(up(self.shard_numel(p), 64) * 4 for u in self.units for p in u)
+        return sum(up(self.shard_numel(p), 16) * 4 for u in self.units for p in u)
 
     def slab(self) -> int:
         flags = [up(len(unit), 128) for unit in self.units]
@@ -246,9 +246,9 @@ def replicated(num_layers: int, all_reduce: bool) -> tuple[dict[str, Any], int]:
 @pytest.mark.parametrize("num_layers", [4, 9])
 def test_sums_over_replicas_live_beside_three_units_at_most(pool_of, num_layers):
     for row, of_a_sum in pool_of(4).run(replicated, num_layers, True):
-        # A shard's weight and bias, rounded up to 64 elements, and two flags.
+        # A shard's weight and bias; in a sum, rounded up to 64 elements, and two flags.
         assert of_a_sum == 4 * (16 * 32 + 64 + 2)
-        shown = num_layers * 4 * (16 * 32 + 64)
+        shown = num_layers * 4 * (16 * 32 + 16)
         assert row["planned"] == shown + 3 * of_a_sum
         # gloo's threads keep one more as long as they like.
         assert shown < row["peak"] <= shown + 4 * of_a_sum

@@ -7,16 +7,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import lowtide
 from lowtide import _C
+from lowtide._base import process_groups
 from lowtide._sharding import groups
 from lowtide._torch_version import VERSION
 from support.bits import same_bits
@@ -272,6 +274,61 @@ def test_no_group_of_lowtide_outlives_its_program():
     )
     assert {*printed.split()} <= {"0", "2"}
     assert len(printed.split()) == 2
+
+
+# -- names ----------------------------------------------------------------------------
+
+
+def train_and_save(folder: Path, *, alone: dict[int, int]) -> dict[str, torch.Tensor]:
+    """Of a model whose parameters stay within pairs of ranks after forward: all a run
+    makes groups for. Each rank makes as many for itself alone as ``alone`` says."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for _ in range(alone.get(rank, 0)):
+        dist.new_group([rank], use_local_synchronization=True)
+    over_all = lowtide.fully_shard(nn.Linear(8, 8), reshard_after_forward=2)
+    over_both = lowtide.fully_shard(nn.Linear(8, 8), mesh=mesh)
+    model: Any = nn.Sequential(over_all, over_both)
+    for _ in range(2):
+        model(torch.ones(2, 8)).square().sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+        model.zero_grad()
+    lowtide.save(folder, model)
+    saved = {name: p.full_tensor() for name, p in model.named_parameters()}
+    model.zero_grad()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    lowtide.load(folder, model)
+    for name, parameter in model.named_parameters():
+        assert same_bits(parameter.full_tensor(), saved[name])
+    return saved
+
+
+def test_ranks_may_have_made_groups_of_their_own(tmp_path):
+    """torch names a group by how many a rank has made."""
+    with RankPool(4, group_timeout=WAIT_SECONDS) as pool:
+        expected = pool.run(train_and_save, tmp_path / "none", alone={})
+    with RankPool(4, group_timeout=WAIT_SECONDS) as pool:
+        seen = pool.run(train_and_save, tmp_path / "some", alone={1: 1, 2: 2})
+    for ours, theirs in zip(seen, expected, strict=True):
+        for name, value in theirs.items():
+            assert same_bits(ours[name], value)
+
+
+def count_of_groups() -> tuple[int, int]:
+    lowtide.fully_shard(nn.Linear(4, 4))
+    before = distributed_c10d._world.group_count
+    process_groups.new_group([dist.get_rank()], "lowtide_of_a_test", backend="gloo")
+    return before, distributed_c10d._world.group_count
+
+
+def test_a_group_of_ours_moves_no_name_of_the_programs(pool_of):
+    for before, after in pool_of(2).run(count_of_groups):
+        assert before == after
 
 
 # -- one communicator -----------------------------------------------------------------
