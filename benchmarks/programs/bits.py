@@ -40,13 +40,16 @@ class Variant:
     offload: bool = False  # blocks are checkpointed, their inputs on the host
     capture: bool = False  # the steps behind the warm-up are one CUDA graph
     in_backward: bool = False  # the optimizer steps there
-    on_host: bool = False  # parameters, for both systems; not clipped
+    clips: bool = True
+    on_host: bool = False  # parameters, for both systems
+    on_device: bool = False  # steps of these, beside FSDP2's of parameters there
     growing: bool = False  # segments, where AdamW steps a unit as one tensor
 
     @property
     def compared_with(self) -> Variant:
-        theirs = Variant("fsdp2", self.microbatches, on_host=self.on_host)
-        return replace(theirs, growing=self.growing)
+        on_host = self.on_host and not self.on_device
+        theirs = Variant("fsdp2", self.microbatches, on_host=on_host)
+        return replace(theirs, clips=self.clips, growing=self.growing)
 
 
 AGAIN = "FSDP2 again"
@@ -56,7 +59,10 @@ EAGER = {
     "lowtide, two microbatches": Variant(microbatches=2),
     "lowtide, offloaded": Variant(offload=True),
     "lowtide, optimizer in backward": Variant(in_backward=True),
-    "lowtide, parameters on the host": Variant(on_host=True),
+    "lowtide, parameters on the host": Variant(on_host=True, clips=False),
+    "lowtide, parameters on the host, stepped on the device": Variant(
+        on_host=True, on_device=True, clips=False
+    ),
     "lowtide, units stepped as one tensor": Variant(growing=True),
 }
 CAPTURED = {
@@ -86,6 +92,10 @@ def train(args: Namespace, variant: Variant) -> Trained:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
     if variant.growing:
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    if variant.on_device:
+        import lowtide
+
+        lowtide.step_on_device(optimizer)
     if variant.in_backward:
         import lowtide
 
@@ -98,7 +108,7 @@ def train(args: Namespace, variant: Variant) -> Trained:
             model.set_requires_gradient_sync(left == 0)
             loss = model(tokens[:, :-1], tokens[:, 1:])
             loss.backward()
-        if not variant.in_backward and not variant.on_host:
+        if variant.clips and not variant.in_backward:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -116,7 +126,10 @@ def train(args: Namespace, variant: Variant) -> Trained:
             tokens.copy_(each)
             again()
             losses.append(loss.clone())
-    return Trained(losses, [p.to_local().detach().clone() for p in model.parameters()])
+    parameters = [
+        p.to_local().detach().to("cpu", copy=True) for p in model.parameters()
+    ]
+    return Trained(losses, parameters)
 
 
 def batches(args: Namespace, model: Any) -> Tensor:

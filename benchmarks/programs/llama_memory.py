@@ -84,6 +84,11 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--gather-embedding-in-backward", action="store_true")
     parser.add_argument("--states-on-host", action="store_true", help="the optimizer's")
     parser.add_argument(
+        "--step-on-device",
+        choices=("host", "device"),
+        help="of parameters on the host; where states are between steps",
+    )
+    parser.add_argument(
         "--gather-at-once",
         action="store_true",
         help="in a block's backward, the next one",
@@ -334,6 +339,10 @@ def make_optimizer(
         from lowtide import offload_states
 
         offload_states(optimizer)
+    if args.step_on_device is not None:
+        from lowtide import step_on_device
+
+        step_on_device(optimizer, states=args.step_on_device)
     if args.in_backward is None:
         return optimizer
     from lowtide import optimize_in_backward

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         local_parameters,
         offload_states,
         sharded_optimizer,
+        step_on_device,
     )
     from lowtide.planning import plan
     from lowtide.policies import (
@@ -70,6 +71,7 @@ _PUBLIC = {
     "clip_grad_norm_": "lowtide.clipping",
     "local_parameters": "lowtide.optimizing",
     "offload_states": "lowtide.optimizing",
+    "step_on_device": "lowtide.optimizing",
     "optimize_in_backward": "lowtide.in_backward",
     "defer_logits": "lowtide.losses",
     "sharded_optimizer": "lowtide.optimizing",
@@ -112,6 +114,7 @@ __all__ = [
     "losses",
     "memory_report",
     "offload_states",
+    "step_on_device",
     "optimize_in_backward",
     "phantom",
     "plan",

@@ -122,7 +122,7 @@ def fully_shard(
             the optimizer's states are on the host. What a gather reads is copied to
             the device ahead of it, gradients are copied back when they have been
             reduced, and the host waits for the copies when the root's forward and when
-            a backward is over.
+            a backward is over. :func:`step_on_device` steps them on the device.
         grads: ``"exact"``: gradients have FSDP2's bits. ``"fused"``: the GEMM of an
             ``nn.Linear``'s weight gradient adds to the fp32 gradient that is reduced,
             without a gradient in the compute dtype, its rounding and its copy. Layers

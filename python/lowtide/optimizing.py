@@ -1,14 +1,16 @@
-"""How optimizers take sharded parameters: as plain rows, with states on the host."""
+"""How optimizers take sharded parameters: as plain rows, on the device what is on the
+host."""
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lowtide._sharding.host_states import HostStates, host_states_of
+from lowtide._sharding.device_steps import DeviceSteps, device_steps_of
+from lowtide._sharding.host_states import HostStates
 from lowtide._sharding.local_parameter import (
     LocalParameter,
     as_sharded,
@@ -16,12 +18,14 @@ from lowtide._sharding.local_parameter import (
     rows_of,
     sharded_of,
 )
-from lowtide._sharding.optimizers import count_steps, devices_of
+from lowtide._sharding.optimizers import count_steps, devices_of, offloaded
 from lowtide._sharding.step_on_rows import is_elementwise
 from lowtide._sharding.subclass import is_extended
 from lowtide._sharding.unit import units_of
 
-__all__ = ["local_parameters", "offload_states", "sharded_optimizer"]
+__all__ = ["local_parameters", "offload_states", "sharded_optimizer", "step_on_device"]
+
+States = Literal["host", "device"]
 
 
 def local_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -72,36 +76,116 @@ def offload_states(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ValueError: For an optimizer that is not one of ``torch.optim``'s elementwise
             ones, or has no sharded parameters, or some on another device than their
-            model, as ``CPUOffloadPolicy`` has them: their states are there, too.
+            model, as ``CPUOffloadPolicy`` has them: their states are there, too, and
+            :func:`step_on_device` is for them.
         RuntimeError: In ``step()``, where the host has no memory, and for parameters or
             gradients whose rows are not plain tensors.
     """
-    who, name = "lowtide: offload_states", type(optimizer).__name__
+    who = "lowtide: offload_states"
+    device = _device_of("offload_states", optimizer)
+    if device_steps_of(optimizer) is not None:
+        return
+    there = {rows_of(sharded_of(p)).device for p in _parameters_of(optimizer)}
+    if there != {device}:
+        raise ValueError(
+            f"{who}: expected all parameters on the device of their model, got them on "
+            f"{', '.join(sorted(map(str, there)))}, the model on {device}. States are "
+            "where parameters are: call step_on_device instead, or leave "
+            "CPUOffloadPolicy out."
+        )
+    count_steps()
+    DeviceSteps(optimizer, device, HostStates(device)).place()
+
+
+def step_on_device(
+    optimizer: torch.optim.Optimizer, *, states: States = "host"
+) -> None:
+    """From now on ``optimizer``, of parameters that ``CPUOffloadPolicy`` has on the
+    host, steps on the device: a unit's parameters, gradients and states are copied
+    there ahead of its step and back behind it, those of two units at a time. Otherwise
+    it steps on the CPU, where they are. ``step()`` returns when all are on the host.
+
+    Args:
+        states: Where those that are as long as a parameter are between steps:
+            ``"host"``, page-locked, or ``"device"``, so that parameters and gradients
+            alone are on the host. With :func:`optimize_in_backward`, which keeps no
+            gradients, that is parameters alone.
+
+    Raises:
+        ValueError: For an optimizer that is not one of ``torch.optim``'s elementwise
+            ones, or has no parameters that ``CPUOffloadPolicy`` has on the host, or
+            some that are there without it; and where ``offload_states`` was called
+            before, or this with other ``states``.
+        RuntimeError: In ``step()``, where the host has no memory, and for parameters or
+            gradients whose rows are not plain tensors.
+    """
+    who = "lowtide: step_on_device"
+    if states not in get_args(States):
+        raise ValueError(
+            f"{who}: expected states to be 'host' or 'device', got {states!r}. Write "
+            "one of these."
+        )
+    device = _device_of("step_on_device", optimizer)
+    if (known := device_steps_of(optimizer)) is not None:
+        if known.brings_parameters and known.states_on_host == (states == "host"):
+            return
+        raise ValueError(
+            f"{who}: expected one call for an optimizer, got another, of other states, "
+            f"or offload_states before. Call step_on_device(optimizer, states="
+            f"{states!r}) alone."
+        )
+    parameters = _parameters_of(optimizer)
+    on_host = offloaded(parameters)
+    if not on_host:
+        raise ValueError(
+            f"{who}: expected parameters that CPUOffloadPolicy has on the host, got "
+            f"none among {len(parameters)}. Shard the model with it, or call "
+            "offload_states: that is for states alone."
+        )
+    known_there = {*map(id, on_host)}
+    others = [
+        p
+        for p in parameters
+        if id(p) not in known_there and rows_of(sharded_of(p)).device != device
+    ]
+    if others:
+        raise ValueError(
+            f"{who}: expected parameters on {device}, or on the host because of "
+            f"CPUOffloadPolicy, got {len(others)} others, one of shape "
+            f"{tuple(others[0].shape)} on {others[0].device}. Give these an optimizer "
+            "of their own."
+        )
+    count_steps()
+    kept = HostStates(device) if states == "host" else None
+    DeviceSteps(optimizer, device, kept, brings_parameters=True).place()
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _device_of(function: str, optimizer: torch.optim.Optimizer) -> torch.device:
+    """Of the units whose parameters it has."""
+    who, name = f"lowtide: {function}", type(optimizer).__name__
     if not is_elementwise(optimizer):
         raise ValueError(
             f"{who}: expected an elementwise optimizer of torch.optim, got {name}. "
             "Leave it out, or give the model "
-            "offload_policy=CPUOffloadPolicy()."
+            "offload_policy=CPUOffloadPolicy(), with which any optimizer steps on the "
+            "CPU."
         )
-    if host_states_of(optimizer) is not None:
-        return
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    devices = devices_of(parameters)
+    devices = devices_of(_parameters_of(optimizer))
     if not devices:
         raise ValueError(
             f"{who}: expected an optimizer of a model's sharded parameters, got {name} "
             "with none of them. Make it behind fully_shard, of model.parameters()."
         )
-    there = {rows_of(sharded_of(p)).device for p in parameters}
-    if len(devices | there) != 1:
+    if len(devices) > 1:
         raise ValueError(
-            f"{who}: expected all parameters on the device of their model, got them on "
-            f"{', '.join(sorted(map(str, there)))}, the model on "
-            f"{', '.join(sorted(map(str, devices)))}. States are where parameters are: "
-            "leave offload_states out, or CPUOffloadPolicy."
+            f"{who}: expected a model on one device, got parameters of units on "
+            f"{', '.join(sorted(map(str, devices)))}. Make an optimizer for each."
         )
-    count_steps()
-    HostStates(optimizer, devices.pop()).move_out()
+    return devices.pop()
 
 
 @contextlib.contextmanager

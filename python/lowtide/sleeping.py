@@ -29,7 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lowtide import _C
 from lowtide._base.backward import in_backward
 from lowtide._base.memory import device_memory, pinned_cap
-from lowtide._sharding.host_states import host_states_of
+from lowtide._sharding.device_steps import device_steps_of
 from lowtide._sharding.local_parameter import sharded_of
 from lowtide._sharding.unit import unit_state, units_of
 
@@ -242,7 +242,8 @@ def _parts_of(
     if "states" in parts:
         names = {id(p): name for name, p in model.named_parameters()}
         for optimizer in optimizers:
-            if host_states_of(optimizer) is None:  # else they are not on the device
+            steps = device_steps_of(optimizer)
+            if steps is None or not steps.states_on_host:
                 yield optimizer, "states", _states(optimizer, names)
 
 

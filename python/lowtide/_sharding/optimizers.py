@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 )
 
 from lowtide._sharding import stepped
-from lowtide._sharding.host_states import host_states_of
+from lowtide._sharding.device_steps import device_steps_of
 from lowtide._sharding.local_parameter import sharded_of
 from lowtide._sharding.neighbours import Neighbours
 from lowtide._sharding.owners import became, replacements
@@ -69,8 +69,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         return None
     fused = any(group.get("fused") for group in optimizer.param_groups)
     known.written = None if fused else []
-    if (states := host_states_of(optimizer)) is not None:
-        return (states.stand_in(known.rows), *args[1:]), kwargs
+    if (steps := device_steps_of(optimizer)) is not None:
+        return (steps.stand_in(known.rows), *args[1:]), kwargs
     with_closure = any(each is not None for each in (*args[1:], *kwargs.values()))
     on_rows = None
     # In the first one states are made: see [Note: States lie apart].
@@ -146,6 +146,17 @@ def devices_of(parameters: Iterable[Tensor]) -> set[torch.device]:
         for unit in alive
         if any(id(parameter.shard) in wanted for parameter in unit.parameters)
     }
+
+
+def offloaded(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Those that ``CPUOffloadPolicy`` has on the host."""
+    of_units = {
+        id(parameter.shard)
+        for unit in alive
+        if unit.settings.host is not None
+        for parameter in unit.parameters
+    }
+    return [p for p in parameters if id(sharded_of(p)) in of_units]
 
 
 def _look_at(

@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from lowtide._sharding import stepped
-from lowtide._sharding.host_states import host_states_of
+from lowtide._sharding.device_steps import device_steps_of
 from lowtide._sharding.neighbours import Neighbours
 from lowtide._sharding.step_on_rows import Rows, stand_in, uncounted
 from lowtide._sharding.unit import UnitState
@@ -36,8 +36,8 @@ def step_chosen(
     groups = optimizer.param_groups
     of_unit = [{**groups[i], "params": parameters} for i, parameters in chosen]
     step = _step_of(optimizer)
-    if (states := host_states_of(optimizer)) is not None:
-        step(states.stand_in_for([(unit, of_unit)], known))
+    if (steps := device_steps_of(optimizer)) is not None:
+        step(steps.stand_in_for([(unit, of_unit)], known))
         return
     on_rows = stand_in(optimizer, of_unit, known, neighbours)
     if on_rows is not None:

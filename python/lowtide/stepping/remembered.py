@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lowtide._sharding.host_states import host_states_of
+from lowtide._sharding.device_steps import device_steps_of
 from lowtide._sharding.local_parameter import sharded_of
 from lowtide._sharding.unit import units_of
 from lowtide.api import abort_step
@@ -42,7 +42,7 @@ class Remembered:
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._model = model
-        self._on_host = [*filter(None, map(host_states_of, optimizers))]
+        self._device_steps = [*filter(None, map(device_steps_of, optimizers))]
         self._containers: list[tuple[Any, Any]] = []  # and what was in it
         self._parts: list[tuple[Tensor, str, Any]] = []  # of tensor subclasses
         self._seen: set[int] = set()
@@ -67,8 +67,8 @@ class Remembered:
     @torch.no_grad()
     def bring_back(self) -> None:
         self._copies.wait()
-        for states in self._on_host:
-            states.settle()
+        for steps in self._device_steps:
+            steps.settle()
         abort_step(self._model)  # drops gradients
         for container, old in self._containers:
             _refill(container, old)

@@ -1,5 +1,5 @@
-"""States of an optimizer on the host: the bits of states on the device, wherever the
-step runs."""
+"""States, parameters and gradients on the host, by category: the bits of all on the
+device, wherever the step runs."""
 
 from __future__ import annotations
 
@@ -47,18 +47,30 @@ def everything(model: nn.Module, optimizer: Made) -> dict[str, Any]:
     return states | {name: local(p).clone() for name, p in model.named_parameters()}
 
 
+# What is on the host: in backward gradients are not kept anywhere.
+STATES_ON_HOST = ("states", "states, in backward", "all", "all, in backward")
+WAYS = (*STATES_ON_HOST, "parameters and gradients", "parameters, in backward")
+
+
 def made(name: str, way: str) -> tuple[Any, Made]:
-    """Two groups; ``way``: device, host, or host in backward."""
+    """Two groups; ``way``: of WAYS, or device."""
     torch.manual_seed(0)
-    model: Any = shard(build(RUN.model), RUN, get_system("lowtide"))
+    offloads = way.startswith(("all", "parameters"))
+    policy = lowtide.CPUOffloadPolicy() if offloads else None
+    lowtides = get_system("lowtide")
+    model: Any = shard(build(RUN.model), RUN, lowtides, offload_policy=policy)
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others}]
     optimizer = OPTIMIZERS[name](groups)
-    if way == "host in backward":
+    if way.endswith("in backward"):
         lowtide.optimize_in_backward(model, optimizer)
-    if way != "device":
+    if way.startswith("states"):
         lowtide.offload_states(optimizer)
+    elif way != "device":
+        where: Any = "host" if way in STATES_ON_HOST else "device"
+        lowtide.step_on_device(optimizer, states=where)
+        lowtide.step_on_device(optimizer, states=where)  # as it is
     return model, optimizer
 
 
@@ -81,14 +93,15 @@ def train(name: str, way: str) -> Any:
     return found, places
 
 
-@pytest.mark.parametrize("way", ["host", "host in backward"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_has_the_bits_of_states_on_the_device(pool_of, name, way):
+def test_has_the_bits_of_all_on_the_device(pool_of, name, way):
     pool = pool_of(2)
     ours, theirs = pool.run(train, name, way), pool.run(train, name, "device")
     for rank, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         # Loaded ones too, which elsewhere are other tensors.
-        assert one[1] == [one[1][0]] * 5 and other[1] != [other[1][0]] * 5
+        assert (one[1] == [one[1][0]] * 5) == (way in STATES_ON_HOST)
+        assert other[1] != [other[1][0]] * 5
         for step, (actual, expected) in enumerate(zip(one[0], other[0], strict=True)):
             assert_same_tensors(actual, expected, f"rank {rank}, step {step}")
 
@@ -125,22 +138,28 @@ def lose_a_step(way: str) -> list[bool]:
     return [raised, same, all(torch.equal(again[n], expected[n]) for n in expected)]
 
 
-def test_a_step_that_raises_is_undone(pool_of):
-    assert pool_of(2).run(lose_a_step, "host") == [[True] * 3] * 2
+@pytest.mark.parametrize("way", ["states", "all", "parameters and gradients"])
+def test_a_step_that_raises_is_undone(pool_of, way):
+    assert pool_of(2).run(lose_a_step, way) == [[True] * 3] * 2
 
 
-def with_the_rest(folder: Path) -> bool:
+def with_the_rest(folder: Path) -> list[bool]:
     """A nap, a checkpoint of lowtide's and one of torch's, and a unit whose rows are
-    all another rank's."""
+    all another rank's; by what is on the host."""
     found = []
-    for way in ("device", "host"):
+    ways = ("device", "states", "all", "parameters and gradients")
+    for way in ways:
         torch.manual_seed(0)
         model: Any = nn.Sequential(nn.Linear(4, 1, bias=False), nn.Linear(1, 4))
+        policy = lowtide.CPUOffloadPolicy() if ways.index(way) > 1 else None
         for module in (*model, model):
-            lowtide.fully_shard(module)
+            lowtide.fully_shard(module, offload_policy=policy)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        if way == "host":
+        if way == "states":
             lowtide.offload_states(optimizer)
+        elif way != "device":
+            where: Any = "host" if way == "all" else "device"
+            lowtide.step_on_device(optimizer, states=where)
 
         def step(model: Any = model, optimizer: Any = optimizer) -> None:
             model(torch.ones(2, 4)).sum().backward()
@@ -158,22 +177,32 @@ def with_the_rest(folder: Path) -> bool:
         set_optimizer_state_dict(model, optimizer, copy.deepcopy(state))
         step()
         found.append(everything(model, optimizer))
-    return all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    here = found.pop(0)
+    return [all(torch.equal(here[n], there[n]) for n in here) for there in found]
 
 
 def test_naps_and_checkpoints_take_them(pool_of, tmp_path):
-    assert pool_of(2).run(with_the_rest, tmp_path) == [True] * 2
+    assert pool_of(2).run(with_the_rest, tmp_path) == [[True] * 3] * 2
 
 
 def refused() -> list[str]:
-    model: Any = shard(build(RUN.model), RUN, get_system("lowtide"))
+    lowtides = get_system("lowtide")
+    model: Any = shard(build(RUN.model), RUN, lowtides)
+    policy = lowtide.CPUOffloadPolicy()
+    there: Any = shard(build(RUN.model), RUN, lowtides, offload_policy=policy)
+    in_two_ways = torch.optim.SGD(there.parameters())
+    lowtide.step_on_device(in_two_ways, states="device")
     found = []
-    for optimizer in (
-        torch.optim.LBFGS([model.head.weight]),
-        torch.optim.SGD([nn.Parameter(torch.zeros(1))]),
-    ):
+    calls: list[tuple[Callable[..., None], Made, dict[str, Any]]] = [
+        (lowtide.offload_states, torch.optim.LBFGS([model.head.weight]), {}),
+        (lowtide.offload_states, torch.optim.SGD([nn.Parameter(torch.zeros(1))]), {}),
+        (lowtide.step_on_device, torch.optim.SGD(model.parameters()), {}),
+        (lowtide.step_on_device, in_two_ways, {"states": "host"}),
+        (lowtide.step_on_device, in_two_ways, {"states": "there"}),
+    ]
+    for function, optimizer, settings in calls:
         try:
-            lowtide.offload_states(optimizer)
+            function(optimizer, **settings)
         except ValueError as error:
             found.append(str(error).split(". ")[0])
     return found
@@ -181,7 +210,7 @@ def refused() -> list[str]:
 
 def step_of_a_patched_class() -> list[Any]:
     """Of a class whose step somebody has replaced: nothing is stepped."""
-    model, optimizer = made("sgd", "host")
+    model, optimizer = made("sgd", "states")
     accumulate(model, RUN, 0, 0)
     before = everything(model, optimizer)
     kind: Any = torch.optim.SGD
@@ -199,7 +228,7 @@ def step_of_a_patched_class() -> list[Any]:
 
 def test_a_class_with_another_step_is_refused(pool_of):
     said = (
-        "lowtide: SGD: expected the class's own step for states on the host, got "
+        "lowtide: SGD: expected the class's own step for what is on the host, got "
         "another function in its place"
     )
     assert pool_of(2).run(step_of_a_patched_class) == [[said, True]] * 2
@@ -212,5 +241,11 @@ def test_others_are_refused_by_name(pool_of):
             "optim, got LBFGS",
             "lowtide: offload_states: expected an optimizer of a model's sharded "
             "parameters, got SGD with none of them",
+            "lowtide: step_on_device: expected parameters that CPUOffloadPolicy has on "
+            f"the host, got none among {len([*build(RUN.model).parameters()])}",
+            "lowtide: step_on_device: expected one call for an optimizer, got another, "
+            "of other states, or offload_states before",
+            "lowtide: step_on_device: expected states to be 'host' or 'device', got "
+            "'there'",
         ]
     ]
