@@ -105,17 +105,22 @@ gradients wait in page-locked host memory, 3.7 GiB a rank by arithmetic, and `st
 brings them back unit by unit, behind nothing that would hide it. *Clip late* scales by
 the norm of the step before.
 
-The bar is missed with states on the device. Parameters and Adam's states are 11.2 GiB
-by arithmetic, inputs of 32 blocks 2.0, and the rest is one block's backward: what it
+The bar is missed with parameters and states on the device: they are 11.2 GiB by
+arithmetic, inputs of 32 blocks 2.0, and the rest is one block's backward: what it
 recomputes, two gathered blocks, its gradients in bf16 and the ring. Without any
 gradient the forward alone has 14.9 GiB; with blocks' inputs offloaded 0.2 to 0.9 are
 missing. *States on the host* is `lowtide.offload_states`: 7.5 GiB by arithmetic, in and
-out in every step.
+out in every step. *Parameters on the host* is `CPUOffloadPolicy` with
+`lowtide.step_on_device`, 3.7 GiB: in for each gather and for the step, out behind it;
+each gradient goes out and comes in again. With states on the device that meets the bar
+on expandable segments (on default ones it misses it by 0.1 with inputs on the device).
 
-Reserved is 1.02 to 1.07 of allocated on expandable segments. On default ones it is 1.06
-to 1.08 with states on the device (memory_llama says of what), and 1.20 to 1.26 with
-states on the host: those of embedding and head, 501 MiB each, open a segment where
-free ones have 418 at most.
+Reserved is 1.02 to 1.07 of allocated on expandable segments, and 1.10 where all else is
+on the host, of 4.0 GiB. On default ones it is 1.06 to 1.11 with states on the device
+(memory_llama says of what), 1.20 to 1.26 with states on the host, and 1.38 and 1.46
+with parameters there, too: behind the backward states of embedding and head, 501 MiB
+each, open a segment where free ones have 418 at most; in backward all copies for a step
+lie in segments of the stream that steps, 1.4 to 2.0 GiB that serve no other.
 
 Muon has the blocks' matrices, fused AdamW what is left; its step's time is from the
 clipping on.""",

@@ -79,6 +79,7 @@ def train(
     rows = torch.randn(2 * BATCHES * dist.get_world_size(), 6, generator=generator)
     torch.manual_seed(0)
     settings = dict(settings)
+    states = settings.pop("states", None)
     model: Any = Net().to(settings.pop("built_in", torch.float32))
     if how == "before prepare":
         fully_shard = get_system(system).fully_shard
@@ -92,6 +93,8 @@ def train(
             use_lowtide(accelerator)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         assert {p.dtype for p in model.parameters()} == {torch.float32}
+        if states is not None and system == "lowtide":
+            lowtide.step_on_device(optimizer.optimizer, states=states)
         for epoch in range(EPOCHS):
             for x in loader:
                 with accelerator.accumulate(model):
@@ -130,6 +133,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "use_lowtide, on the host": (
         "in prepare",
         {"offload": CPUOffloadPolicy(pin_memory=False)},
+    ),
+    "use_lowtide, on the host, stepped on the device": (
+        "in prepare",
+        {"offload": CPUOffloadPolicy(pin_memory=False), "states": "host"},
+    ),
+    "use_lowtide, parameters alone on the host": (
+        "in prepare",
+        {"offload": CPUOffloadPolicy(pin_memory=False), "states": "device"},
     ),
     "use_lowtide, bf16": ("in prepare", {"mixed_precision": "bf16"}),
     # Which accelerate makes fp32 before it shards.
