@@ -115,6 +115,11 @@ class DeviceSteps:
     def states_on_host(self) -> bool:
         return self._states is not None
 
+    @property
+    def is_settled(self) -> bool:
+        """All is where it belongs between steps."""
+        return not self._leaving
+
     def stand_in(self, known: Rows) -> Any:
         """For a step of all parameters that have a gradient."""
         return self.stand_in_for(self._groups(), known)

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lowtide._base.backward import PerBackward
 from lowtide._sharding import stepped
+from lowtide._sharding.device_steps import DeviceSteps, device_steps_of
 from lowtide._sharding.local_parameter import sharded_of
 from lowtide._sharding.neighbours import Neighbours
 from lowtide._sharding.owners import replacements
@@ -163,6 +165,7 @@ class _InBackward:
         self._known: dict[int, Tensor] = {}  # by the sharded parameter's id
         self._rows: dict[UnitState, Rows] = {}
         self._neighbours = Neighbours()
+        self._of_backward: PerBackward[DeviceSteps] = PerBackward()
         self._stamp: Any = None
         # Of this step. In the optimizer, so that lowtide.step brings them back, too.
         self._record: list[stepped.Stepped]
@@ -209,6 +212,10 @@ class _InBackward:
         for p in parameters:
             sharded_of(p).grad = None
         root.optimizer_stepped()
+        steps = device_steps_of(self._optimizer)
+        if steps is not None and steps.brings_parameters:
+            # Whoever reads one behind the backward finds what the step wrote.
+            self._of_backward.get(lambda: steps, DeviceSteps.settle)
 
     def _chosen(self, state: UnitState) -> Chosen:
         """All of the optimizer's that the unit has, if any has a gradient."""

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import lowtide
+from lowtide._sharding.device_steps import DeviceSteps, device_steps_of
 from lowtide.phantom.dry.launch import Machine
 from support.dry_process import call_dry
 
@@ -83,6 +84,35 @@ def test_what_is_on_the_host_is_there_two_units_at_a_time():
         # A parameter, its gradient and two states.
         assert none["most"] <= here["most"] - parameters - states + 2 * 4 * UNIT + slack
         assert some["most"] <= here["most"] - parameters + 2 * 2 * UNIT + slack
+
+
+def behind_a_backward() -> None:
+    """Whether copies were on their way at a backward's end, and have arrived behind
+    it."""
+    dist.init_process_group("nccl")
+    seen: list[bool] = []
+    settle = DeviceSteps.settle
+
+    def noted(steps: DeviceSteps) -> None:
+        seen.append(not steps.is_settled)
+        settle(steps)
+
+    DeviceSteps.settle = noted  # type: ignore[method-assign]
+    for way in ("all", "parameters"):
+        model, optimizer = made(way, True, fused=True)
+        seen.clear()
+        model(torch.zeros(16, DIM, device="cuda")).float().sum().backward()
+        steps = device_steps_of(optimizer)
+        assert steps is not None
+        seen.append(steps.is_settled)
+        assert seen == [True, True], (way, seen)
+        optimizer.step()
+
+
+@pytest.mark.skipif(not torch.version.cuda, reason="a CPU build of torch")
+def test_parameters_are_there_when_a_backward_is_over():
+    """A forward may read them before `optimizer.step()`."""
+    call_dry(behind_a_backward, machine=Machine(world=WORLD))
 
 
 def through_loads(way: str, settings: dict[str, Any]) -> list[str]:
