@@ -114,8 +114,12 @@ def left_bytes() -> int:
     return ledger(torch.device("cpu")).total_live
 
 
+def num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
 def run_task(message: bytes) -> bytes:
-    """`(left_bytes, reply)`, the reply by `torch.save`, the pair pickled."""
+    """`(left_bytes, num_threads, reply)`, the reply by `torch.save`, all pickled."""
     import torch
 
     module_name, path, qualname, timeout, payload = pickle.loads(message)
@@ -134,7 +138,7 @@ def run_task(message: bytes) -> bytes:
     out = io.BytesIO()
     torch.save(reply, out)
     del reply
-    return pickle.dumps((left_bytes(), out.getvalue()))
+    return pickle.dumps((left_bytes(), num_threads(), out.getvalue()))
 
 
 def serve(connection: Connection) -> None:

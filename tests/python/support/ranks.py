@@ -5,7 +5,9 @@
 A pool keeps its processes, and ranks are forked from one process that has imported
 torch and lowtide (`fork_server.py`): a new pool takes milliseconds.  A task that leaves
 bytes in lowtide's ledger, of a model that somebody keeps or a tensor that a thread of
-gloo's does, is the last of its processes: the next one counts from nothing.  Ranks find
+gloo's does, is the last of its processes: the next one counts from nothing.  So is one
+that leaves many threads: caches of torch's keep groups that were destroyed, and gloo's
+threads wake a hundred times a second for each.  Ranks find
 each other through a file, never a port.  Every task has a hard timeout; a rank that
 raises, dies or hangs ends the whole pool and the `RankFailure` shows each rank's
 traceback and what it wrote.  A test that *expects* ranks to fail uses `outcomes`, which
@@ -37,6 +39,7 @@ import torch
 from support.fork_server import Forked, fork
 
 LOG_TAIL_BYTES = 6000
+MOST_THREADS = 60  # three for a group of gloo's
 
 
 class RankFailure(AssertionError):
@@ -51,6 +54,7 @@ class Outcome:
     kind: str
     value: Any = None
     left_bytes: int = 0
+    num_threads: int = 0
     error_type: str = ""
     error: str = ""
     traceback: str = ""
@@ -190,7 +194,7 @@ class RankPool:
             ]
             self.close()
             return ordered
-        if any(outcome.left_bytes for outcome in outcomes.values()):
+        if any(map(_is_last, outcomes.values())):
             self.close()
         return [outcomes[r] for r in range(self.world_size)]
 
@@ -200,14 +204,21 @@ class RankPool:
         except (EOFError, ConnectionResetError):
             code = self._processes[rank].wait()
             return Outcome(rank, "died", error=f"exit status {code}")
-        left, reply = pickle.loads(reply)
+        left, threads, reply = pickle.loads(reply)
         kind, content = torch.load(io.BytesIO(reply), weights_only=False)
         if kind == "value":
-            return Outcome(rank, "value", value=content, left_bytes=left)
+            return Outcome(
+                rank, "value", value=content, left_bytes=left, num_threads=threads
+            )
         error_type, error, text = content
         return Outcome(
             rank, "error", error_type=error_type, error=error, traceback=text
         )
+
+
+def _is_last(outcome: Outcome) -> bool:
+    """Of its processes."""
+    return outcome.left_bytes > 0 or outcome.num_threads > MOST_THREADS
 
 
 def _encode(
