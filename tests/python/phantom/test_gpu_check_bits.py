@@ -97,8 +97,8 @@ def test_it_runs_on_cuda(tmp_path: Path) -> None:
     assert set(figures["graphs"]["beside FSDP2"]) == captured
     with_bars = {row["quantity"] for row in rows if row["system"] == "met"}
     assert set(figures["bits"]["Muon beside whole matrices"]) == set(NO_MATRIX)
-    # Of nine variants two each, of Muon two, of the fused gradient one; of three
+    # Of ten variants two each, of Muon two, of the fused gradient one; of three
     # dtypes the loss and two gradients.
-    assert len(with_bars) == 2 * 9 + 2 + 1 + 3 * 3
+    assert len(with_bars) == 2 * 10 + 2 + 1 + 3 * 3
     control = {row["system"] for row in rows if bits.AGAIN in row["quantity"]}
     assert control == {"fsdp2", "bar", "met"}
