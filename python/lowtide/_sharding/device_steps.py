@@ -149,10 +149,9 @@ class DeviceSteps:
         """States to where they are between steps, from where others have put them, as
         ``load_state_dict`` does."""
         for unit, groups in self._groups():
-            for group in groups:
-                self._keep_on_device(group)
+            self._keep_on_device(groups)
             if self._states is not None:
-                self._send(self._states.put(self._alive(), unit, _all(groups)))
+                self._send(self._states.put(self._alive(), unit, _all(groups), {}))
         self.settle()
 
     # -- a step -----------------------------------------------------------------------
@@ -167,24 +166,26 @@ class DeviceSteps:
                 continue
             while len(self._leaving) >= _UNITS_ON_DEVICE:
                 self._let_go()
-            for group in groups:
-                self._keep_on_device(group)
+            strays = self._keep_on_device(groups)
             way_in: Pairs = []
             there: dict[int, Tensor] = {}
             copied = None
             if self._states is not None:
-                copied, there = self._states.on_device(unit, self._device, way_in)
-                self._bring_strays(groups, there, way_in)
+                copied, there = self._states.on_device(unit, way_in)
+                for rows in strays:
+                    if id(rows) not in there:
+                        there[id(rows)] = self._like(rows, way_in)
             if self.brings_parameters and _is_on_host(unit):
                 of_rows = [self._on_device(group, way_in) for group in of_rows]
             if way_in:
                 self._wait(self._copied(way_in, out=False))
             vars(stood_in())["state"] = States(optimizer.state, there)
             yield from of_rows
-            self._send(
-                [pair for group in of_rows for pair in self._written(group)]
-                + self._states_written(unit, groups, copied, there)
-            )
+            written = [pair for group in of_rows for pair in self._written(group)]
+            if self._states is not None:
+                put = self._states.put(optimizer, unit, _all(groups), there, copied)
+                written += put
+            self._send(written)
 
     def _on_device(self, group: dict[str, Any], way_in: Pairs) -> dict[str, Any]:
         """Of rows on the host."""
@@ -212,41 +213,27 @@ class DeviceSteps:
                 if scaled:  # fused ones unscale gradients
                     yield rows.grad, copy.grad
 
-    def _states_written(
-        self, unit: Any, groups: Groups, copied: Any, there: dict[int, Tensor]
-    ) -> Pairs:
-        if self._states is None:
-            return []
-        return self._states.put(self._alive(), unit, _all(groups), copied, there)
-
-    def _bring_strays(
-        self, groups: Groups, there: dict[int, Tensor], way_in: Pairs
-    ) -> None:
-        """States on the host that others have put there."""
-        states = self._alive().state
-        for p in _all(groups):
-            for value in states[p].values() if p in states else ():
-                if not is_of_rows(value, p):
-                    continue
-                rows = rows_of(value)
-                if rows.device != self._device and id(rows) not in there:
-                    there[id(rows)] = self._like(rows, way_in)
-
-    def _keep_on_device(self, group: dict[str, Any]) -> None:
+    def _keep_on_device(self, groups: Groups) -> list[Tensor]:
         """States that a step reads there and that are there between steps, too, where
-        others have put them on the parameter's device."""
+        others have put them on the parameter's device. What of the host's is as long as
+        a parameter stays: its rows."""
         states = self._alive().state
-        counts_there = group.get("fused") or group.get("capturable")
-        for p in group["params"]:
-            for name, value in states[p].items() if p in states else ():
-                if not isinstance(value, Tensor) or value.device == self._device:
-                    continue
-                if is_of_rows(value, p):
-                    if self._states is None:
+        on_host = []
+        for group in groups:
+            counts_there = group.get("fused") or group.get("capturable")
+            for p in group["params"]:
+                for name, value in states[p].items() if p in states else ():
+                    if not isinstance(value, Tensor) or value.device == self._device:
+                        continue
+                    if not is_of_rows(value, p):
+                        if counts_there:
+                            states[p][name] = value.to(self._device)
+                    elif self._states is not None:
+                        on_host.append(rows_of(value))
+                    else:
                         rows = rows_of(value).to(self._device)
                         states[p][name] = as_sharded(p, rows)
-                elif counts_there:
-                    states[p][name] = value.to(self._device)
+        return on_host
 
     # -- copies -----------------------------------------------------------------------
 

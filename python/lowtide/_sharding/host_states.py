@@ -7,7 +7,6 @@ somebody has set, is elsewhere: it goes into its unit's block behind the step.
 """
 
 import functools
-import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,14 +54,14 @@ class HostStates:
         self._blocks: dict[Any, _Block] = {}  # by their unit
 
     def on_device(
-        self, unit: Any, device: torch.device, way_in: list[tuple[Tensor, Tensor]]
+        self, unit: Any, way_in: list[tuple[Tensor, Tensor]]
     ) -> tuple[Tensor | None, dict[int, Tensor]]:
         """The unit's block there, and what is in it by the id of what is in a state.
         ``way_in`` gets what is to be copied."""
         block = self._blocks.get(unit)
         if block is None:
             return None, {}
-        copied = torch.empty_like(block.host, device=device)
+        copied = torch.empty_like(block.host, device=self._device)
         way_in.append((copied, block.host))
         return copied, {
             id(place.host): _part(copied, place.offset, place.host)
@@ -74,11 +73,11 @@ class HostStates:
         optimizer: Optimizer,
         unit: Any,
         parameters: list[Any],
+        there: Mapping[int, Tensor],
         copied: Tensor | None = None,
-        there: Mapping[int, Tensor] = types.MappingProxyType({}),
     ) -> list[tuple[Tensor, Tensor]]:
         """States of these parameters, and of all that the block has, are in it from now
-        on: what is to be copied where. ``copied`` and ``there``: of ``on_device``."""
+        on: what is to be copied where. ``there`` and ``copied``: of ``on_device``."""
         before = self._blocks.get(unit, _Block())
         of_unit = {id(place.parameter): place.parameter for place in before.places}
         of_unit |= {id(p): p for p in parameters}
