@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -104,6 +105,38 @@ def test_has_the_bits_of_all_on_the_device(pool_of, name, way):
         assert other[1] != [other[1][0]] * 5
         for step, (actual, expected) in enumerate(zip(one[0], other[0], strict=True)):
             assert_same_tensors(actual, expected, f"rank {rank}, step {step}")
+
+
+def scaled(way: str) -> list[dict[str, torch.Tensor]]:
+    """By torch's scaler, whose scale a fused step takes out of the gradients; of one
+    step they are infinite on rank 1."""
+    model, optimizer = made("adamw fused", way)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    found = []
+    for step in range(3):
+        x = torch.full((2, 4), step + 1, dtype=torch.int64)
+        loss = scaler.scale(model(x).float().square().mean())
+        by = float("inf") if step == dist.get_rank() == 1 else 1.0
+        (loss * by).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        gradients = {
+            f"{name} gradient": local(p.grad).clone()
+            for name, p in model.named_parameters()
+        }
+        found.append(everything(model, optimizer) | gradients)
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("way", ["states", "all", "parameters and gradients"])
+def test_a_scaled_step_leaves_what_it_leaves_on_the_device(pool_of, way):
+    pool = pool_of(2)
+    for ours, theirs in zip(
+        pool.run(scaled, way), pool.run(scaled, "device"), strict=True
+    ):
+        for step, (actual, expected) in enumerate(zip(ours, theirs, strict=True)):
+            assert_same_tensors(actual, expected, f"step {step}")
 
 
 def lose_a_step(way: str) -> list[bool]:
