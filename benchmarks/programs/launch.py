@@ -51,9 +51,13 @@ def run(
     """What it printed; RuntimeError with the end of its errors when it fails. It sees
     no GPU, or with ``gpu`` that of this computer, or those of ``machine``, over the
     driver that computes nothing; not ``observed``: without what `lowtide phantom` does
-    in the process beside that. ``variables``: of its environment."""
+    in the process beside that. ``variables``: of its environment. On a GPU it leaves
+    without teardown: autograd's thread, letting go of the last backward, may want an
+    interpreter that has ended, and aborts the process now and then (torch 2.15)."""
     base = os.environ | ENVIRONMENT
-    line, environment = command(program, *arguments), base | ({} if gpu else NO_GPU)
+    environment = base | ({} if gpu else NO_GPU)
+    first = (LEAVE, PROGRAMS / program) if gpu else (program,)
+    line = command(*first, *arguments)
     if machine is not None:
         from lowtide.phantom.dry import launch
 
