@@ -108,7 +108,8 @@ class DeviceSteps:
         setattr(optimizer, _ATTRIBUTE, self)
         if states is not None:
             state_pool.let_go(optimizer)  # made on the device, they leave it at once
-        step_around(optimizer, _settle_after)
+        # Compiled code would step where tensors are.
+        step_around(optimizer, torch.compiler.disable(_settle_after))
         optimizer.register_load_state_dict_post_hook(_place)
 
     @property

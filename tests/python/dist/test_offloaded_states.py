@@ -4,7 +4,8 @@ device, wherever the step runs."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 import lowtide
+from lowtide._sharding.device_steps import DeviceSteps
 from support.bits import assert_same_tensors
 from support.model import TINY, build
 from support.systems import get_system
@@ -134,6 +136,51 @@ def test_a_scaled_step_leaves_what_it_leaves_on_the_device(pool_of, way):
     pool = pool_of(2)
     for ours, theirs in zip(
         pool.run(scaled, way), pool.run(scaled, "device"), strict=True
+    ):
+        for step, (actual, expected) in enumerate(zip(ours, theirs, strict=True)):
+            assert_same_tensors(actual, expected, f"step {step}")
+
+
+def compiled(way: str) -> list[dict[str, torch.Tensor]]:
+    """A step inside compiled code, which leaves it as it is."""
+    model, optimizer = made("sgd", way)
+    if way == "device":
+        step: Callable[[], Any] = optimizer.step
+    else:
+        step = torch.compile(lambda: optimizer.step(), backend="eager")
+    found = []
+    for number in range(3):
+        accumulate(model, RUN, number, 0)
+        with steps_that_are_ours() as ours:
+            step()
+        assert bool(ours) == (way != "device")
+        optimizer.zero_grad()
+        found.append(everything(model, optimizer))
+    return found
+
+
+@contextmanager
+def steps_that_are_ours() -> Iterator[list[Any]]:
+    """Of what is on the host, copied to the device."""
+    seen: list[Any] = []
+    stand_in = DeviceSteps.stand_in
+
+    def noted(steps: DeviceSteps, known: Any) -> Any:
+        seen.append(steps)
+        return stand_in(steps, known)
+
+    DeviceSteps.stand_in = noted  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        DeviceSteps.stand_in = stand_in  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("way", ["states", "all", "parameters and gradients"])
+def test_a_step_inside_compiled_code_is_the_same(pool_of, way):
+    pool = pool_of(2)
+    for ours, theirs in zip(
+        pool.run(compiled, way), pool.run(compiled, "device"), strict=True
     ):
         for step, (actual, expected) in enumerate(zip(ours, theirs, strict=True)):
             assert_same_tensors(actual, expected, f"step {step}")
