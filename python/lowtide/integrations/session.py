@@ -143,7 +143,7 @@ class Session:
             if self._deferral is not None:
                 self._deferral.defer(root, self.is_rank_0)
             if self._policy is not None:
-                self.num_blocks += _give_policy(root, self._policy)
+                self.num_blocks += _give_policy(root, self._policy, self.is_rank_0)
 
         hook = module.register_forward_pre_hook(begin, prepend=True)
         self._awaited[module] = hook
@@ -215,7 +215,7 @@ def _report(root: nn.Module) -> str:
         )
 
 
-def _give_policy(root: nn.Module, policy: ActivationPolicy) -> int:
+def _give_policy(root: nn.Module, policy: ActivationPolicy, is_rank_0: bool) -> int:
     """The number of blocks that got it; see :class:`Session`."""
     name = class_name(root)
     repeated = [u.module for u in blocks.decide(root, set()).units if u.is_block]
@@ -237,7 +237,8 @@ def _give_policy(root: nn.Module, policy: ActivationPolicy) -> int:
         # As transformers does where it checkpoints: a block that runs again would find
         # its own keys in the cache.
         config.use_cache = False
-        print(f"lowtide: run: {name}.config.use_cache = False", file=sys.stderr)
+        if is_rank_0:
+            print(f"lowtide: run: {name}.config.use_cache = False", file=sys.stderr)
     return len(repeated)
 
 

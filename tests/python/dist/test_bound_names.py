@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -174,8 +175,9 @@ def test_what_it_can_not_serve_raises_by_name(pool_of, program):
     assert outcome.error.startswith(f"lowtide: {REFUSED[program]}")
 
 
-def train_with_policy() -> tuple[int, list[bool], bool, bool]:
-    with session("recompute") as begun:
+def train_with_policy() -> tuple[int, list[bool], bool, bool, int]:
+    said = io.StringIO()
+    with session("recompute") as begun, contextlib.redirect_stderr(said):
         model = blocks()
         model.config = type("Config", (), {"use_cache": True})()
         for block in model:
@@ -191,11 +193,15 @@ def train_with_policy() -> tuple[int, list[bool], bool, bool]:
         kinds,
         model.config.use_cache,
         (report.activations is not None and after == "__init__"),
+        said.getvalue().count("config.use_cache = False"),
     )
 
 
 def test_a_policy_is_given_once_in_the_first_forward(pool_of):
-    assert pool_of(1).run(train_with_policy) == [(3, [True] * 3, False, True)]
+    assert pool_of(2).run(train_with_policy) == [
+        (3, [True] * 3, False, True, 1),
+        (3, [True] * 3, False, True, 0),
+    ]
 
 
 class Net(nn.Module):
