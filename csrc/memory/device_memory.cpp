@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/wrapped_bytes.h"
 #include "device/allocation_observer.h"
 
 namespace lowtide::memory {
@@ -55,6 +56,10 @@ void release(void* context) {
                << "' failed: " << error.what();
   }
 }
+
+const base::Wrapping kLeases(&release, [](void* lease) {
+  return &static_cast<Lease*>(lease)->bytes;
+});
 
 std::string shortage(Category category, std::string_view name,
                      std::int64_t bytes) {

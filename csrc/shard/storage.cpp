@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "base/check.h"
+#include "base/wrapped_bytes.h"
 
 namespace lowtide::shard {
 namespace {
@@ -40,6 +41,32 @@ c10::Allocator* fixed_size() {
 }
 
 void drop_owner(void* context) { delete static_cast<c10::Storage*>(context); }
+
+const base::Wrapping kParts(&drop_owner, [](void* owner) {
+  return &static_cast<c10::Storage*>(owner)
+              ->unsafeGetStorageImpl()
+              ->_mutable_data_ptr_no_checks();
+});
+
+// Of one storage and of those that are bound within it.
+struct Shared : c10::intrusive_ptr_target {
+  explicit Shared(c10::DataPtr all) : bytes(std::move(all)) {}
+  c10::DataPtr bytes;
+};
+
+void let_go(void* shared) {
+  c10::intrusive_ptr<Shared>::reclaim(static_cast<Shared*>(shared));
+}
+
+const base::Wrapping kShared(&let_go, [](void* shared) {
+  return &static_cast<Shared*>(shared)->bytes;
+});
+
+c10::DataPtr part_of(c10::intrusive_ptr<Shared> shared, std::int64_t offset) {
+  auto* const data = static_cast<char*>(shared->bytes.get()) + offset;
+  const auto device = shared->bytes.device();
+  return {data, shared.release(), &let_go, device};
+}
 
 }  // namespace
 
@@ -92,8 +119,27 @@ void RepointedStorage::bind(void* data, std::int64_t bytes) {
   show_bytes(storage_, c10::DataPtr(data, storage_.device()), bytes);
 }
 
+void RepointedStorage::bind_within(const RepointedStorage& owner,
+                                   std::int64_t offset, std::int64_t bytes) {
+  const auto& all =
+      owner.storage_.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
+  LOWTIDE_INVARIANT(all.get() == nullptr || all.get_deleter() == &let_go,
+                    "what others are within owns its bytes");
+  show_bytes(storage_,
+             all.get() == nullptr
+                 ? c10::DataPtr(nullptr, storage_.device())
+                 : part_of(c10::intrusive_ptr<Shared>::reclaim_copy(
+                               static_cast<Shared*>(all.get_context())),
+                           offset),
+             bytes);
+}
+
 void RepointedStorage::own(c10::DataPtr lease, std::int64_t bytes) {
-  show_bytes(storage_, std::move(lease), bytes);
+  show_bytes(storage_,
+             lease.get() == nullptr
+                 ? std::move(lease)
+                 : part_of(c10::make_intrusive<Shared>(std::move(lease)), 0),
+             bytes);
 }
 
 void RepointedStorage::unbind() { hide_bytes(storage_); }

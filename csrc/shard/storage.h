@@ -58,6 +58,11 @@ class RepointedStorage {
 
   // Shows `bytes` bytes at `data`, which the caller keeps alive until unbind.
   void bind(void* data, std::int64_t bytes);
+  // The same for [offset, offset + bytes) of what `owner` owns.  These live
+  // until both are unbound: torch, having sent a tensor to another process,
+  // keeps what its storage showed for as long as that one reads it.
+  void bind_within(const RepointedStorage& owner, std::int64_t offset,
+                   std::int64_t bytes);
   void unbind();
   // The same, but the storage owns the bytes until unbind, or until the last
   // tensor on it dies: a collective that still writes keeps them alive.

@@ -13,6 +13,8 @@
 #include <vector>
 
 #include "base/check.h"
+#include "base/wrapped_bytes.h"
+#include "device/cuda/record_stream.h"
 #include "device/near_cpus.h"
 
 namespace lowtide::device {
@@ -96,6 +98,10 @@ void give_back(void* context) {
   }
 }
 
+const base::Wrapping kBlocks(&give_back, [](void* block) {
+  return &static_cast<Block*>(block)->bytes;
+});
+
 std::string pci_address(c10::Device device) {
   char text[] = "00000000:00:00.0";
   C10_CUDA_CHECK(cudaDeviceGetPCIBusId(text, sizeof(text), device.index()));
@@ -113,6 +119,7 @@ CudaRuntime::CudaRuntime(c10::Device device, std::string sysfs)
       sysfs_(std::move(sysfs)) {
   // A model that was on the meta device has not used CUDA yet.
   at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
+  record_streams_of_wrapped_bytes();
 }
 
 CUDAStream CudaRuntime::cuda_stream(Stream stream) const {

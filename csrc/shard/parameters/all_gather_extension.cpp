@@ -70,22 +70,23 @@ void ExtendedParameters::set_read_errors() const {
   }
 }
 
-void ExtendedParameters::bind(char* base) {
+void ExtendedParameters::bind_within(const RepointedStorage& owner,
+                                     std::int64_t offset) {
   for (std::size_t k = 0; k < regions_.size(); ++k) {
     if (!extents_[k].passes) {
-      regions_[k].bind(base + extents_[k].offset, extents_[k].bytes);
+      regions_[k].bind_within(owner, offset + extents_[k].offset,
+                              extents_[k].bytes);
     }
   }
 }
 
 void ExtendedParameters::own_passing(c10::DataPtr lease) {
-  auto* const base = static_cast<char*>(lease.get());
+  passing_.own(std::move(lease), passing_bytes_);
   for (std::size_t k = 0; k < regions_.size(); ++k) {
     if (extents_[k].passes) {
-      regions_[k].bind(base + extents_[k].offset, extents_[k].bytes);
+      regions_[k].bind_within(passing_, extents_[k].offset, extents_[k].bytes);
     }
   }
-  passing_.own(std::move(lease), passing_bytes_);
 }
 
 at::Tensor ExtendedParameters::passing(std::size_t k) const {

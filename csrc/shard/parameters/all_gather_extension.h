@@ -83,7 +83,7 @@ class ExtendedParameters {
   // Anew, when the unit's name or what was made has changed.
   void set_read_errors() const;
 
-  void bind(char* base);
+  void bind_within(const RepointedStorage& owner, std::int64_t offset);
   // Those that pass own their bytes until arrived() or unbind().
   void own_passing(c10::DataPtr lease);
   // Bytes of region k if it passes; what the collective writes to.

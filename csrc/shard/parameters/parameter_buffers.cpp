@@ -374,21 +374,20 @@ void ParameterBuffers::bind_gathered(c10::DataPtr lease) {
     return;
   }
   bound_ = true;
-  auto* base = static_cast<char*>(lease.get());
+  gathered_.own(std::move(lease), buffer_bytes());
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (!layout_[i].apart) {
-      parameters_[i].storage.bind(base + layout_[i].gathered_offset,
-                                  layout_[i].gathered_bytes);
+      parameters_[i].storage.bind_within(gathered_, layout_[i].gathered_offset,
+                                         layout_[i].gathered_bytes);
     }
   }
-  extended_.bind(base + layout_.gathered_bytes());
-  gathered_.own(std::move(lease), buffer_bytes());
+  extended_.bind_within(gathered_, layout_.gathered_bytes());
 }
 
 void ParameterBuffers::bind_turned() {
   turned_.for_each_place(
-      [this](std::size_t i, void* place, std::int64_t bytes) {
-        parameters_[i].storage.bind(place, bytes);
+      [this](std::size_t i, const RepointedStorage& place, std::int64_t bytes) {
+        parameters_[i].storage.bind_within(place, 0, bytes);
       });
 }
 

@@ -46,12 +46,12 @@ class TurnedParameters {
   // Nothing has changed if it throws.
   void lease_places();
   void drop();
-  // Calls bind(index, bytes of its place, their number) for each in place.
+  // Calls bind(index, its place, the number of bytes) for each in place.
   template <typename Bind>
   void for_each_place(Bind bind) const {
     for (const auto& turned : turned_) {
       if (turned.place.data() != nullptr) {
-        bind(turned.index, turned.place.mutable_data(), turned.bytes);
+        bind(turned.index, turned.place, turned.bytes);
       }
     }
   }

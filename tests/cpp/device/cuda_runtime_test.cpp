@@ -5,6 +5,7 @@
 #ifdef LOWTIDE_WITH_CUDA
 #include "device/cuda/cuda_runtime.h"
 
+#include <ATen/core/Tensor.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <dlfcn.h>
@@ -21,6 +22,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/tensor_over.h"
 #include "device/fake_sysfs.h"
 #include "device/make_runtime.h"
 #include "device/on_stream.h"
@@ -278,6 +280,32 @@ TEST_F(CudaRuntimeTest, BytesThatDieInACaptureDoNotBringTheirStreamIntoIt) {
     bytes.clear();
   }
   EXPECT_THAT(captured(), IsEmpty());
+}
+
+TEST_F(CudaRuntimeTest, BytesThatDiedWaitForTheStreamsThatWereRecorded) {
+  const auto waits = [](const void* address) {
+    for (const auto& segment :
+         c10::cuda::CUDACachingAllocator::snapshot().segments) {
+      auto begin = segment.address;
+      for (const auto& block : segment.blocks) {
+        if (begin == reinterpret_cast<std::uintptr_t>(address)) {
+          return block.active && !block.allocated;
+        }
+        begin += block.size;
+      }
+    }
+    return false;
+  };
+  for (const bool recorded : {false, true}) {
+    auto bytes = runtime_.allocate(kBytes);
+    void* const address = bytes.get();
+    auto tensor = base::tensor_over(
+        base::owning_storage(std::move(bytes), kBytes), at::kByte,
+        {static_cast<std::int64_t>(kBytes)}, {1}, 0);
+    if (recorded) tensor.record_stream(getStreamFromPool().unwrap());
+    tensor.reset();
+    EXPECT_EQ(waits(address), recorded);
+  }
 }
 
 TEST_F(CudaRuntimeTest, WhatRunsOnAnotherStreamIsJoinedAtBothEnds) {

@@ -1,6 +1,7 @@
 #include "memory/device_memory.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -13,6 +14,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "base/wrapped_bytes.h"
 #include "device/allocation_observer.h"
 #include "device/cpu_runtime.h"
 
@@ -50,6 +52,14 @@ TEST_F(DeviceMemoryTest, AStorageTakesTheLeaseOverAndKeepsItWritable) {
   EXPECT_EQ(ledger_->total_live(), 1024);
   view.reset();
   EXPECT_EQ(ledger_->total_live(), 0);
+}
+
+TEST_F(DeviceMemoryTest, WithinALeaseIsWhatTheAllocatorGave) {
+  const c10::DataPtr lease = memory_.lease(Category::gathered, "a", 1024);
+  const auto& theirs = base::innermost(lease);
+  EXPECT_EQ(theirs.get(), lease.get());
+  EXPECT_EQ(theirs.get_deleter(), c10::GetCPUAllocator()->raw_deleter());
+  EXPECT_EQ(&base::innermost(theirs), &theirs);
 }
 
 TEST_F(DeviceMemoryTest, ZeroBytesGiveANullPointerAndNoEntry) {

@@ -1,12 +1,14 @@
 #include "shard/storage.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/CPUAllocator.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <array>
 
 #include "base/check.h"
+#include "base/wrapped_bytes.h"
 
 namespace lowtide::shard {
 namespace LOWTIDE_FILE {
@@ -33,6 +35,44 @@ TEST_F(RepointedStorageTest, TensorsAndTheirViewsFollow) {
   EXPECT_EQ(alias[0][0].item<float>(), 6);
   EXPECT_EQ(row[0].item<float>(), 3);
   EXPECT_EQ(transposed[2][0].item<float>(), 4);
+}
+
+TEST_F(RepointedStorageTest, WhatIsWithinAnotherShowsAPartOfItsBytes) {
+  RepointedStorage owner(storage_.view(at::kFloat, {0}, {1}).device());
+  owner.own(c10::GetCPUAllocator()->allocate(sizeof first_ + 64),
+            sizeof first_ + 64);
+  storage_.bind_within(owner, 64, sizeof first_);
+  EXPECT_EQ(matrix_.const_data_ptr(),
+            static_cast<const char*>(owner.data()) + 64);
+  EXPECT_EQ(matrix_.storage().nbytes(), sizeof first_);
+  // What the allocator knows is the whole: of parts, and of parts of parts.
+  const auto part = sub_storage(matrix_.storage(), 8, 8);
+  EXPECT_EQ(part.data(), matrix_.data_ptr<float>() + 2);
+  for (const auto& shows : {matrix_.storage(), part}) {
+    const auto& theirs = base::innermost(shows.data_ptr());
+    EXPECT_EQ(theirs.get(), owner.data());
+    EXPECT_EQ(theirs.get_deleter(), c10::GetCPUAllocator()->raw_deleter());
+  }
+  storage_.unbind();
+  EXPECT_NE(owner.data(), nullptr);
+}
+
+// torch takes what a storage shows when it sends a tensor to another process.
+TEST_F(RepointedStorageTest, WhatIsTakenFromAPartKeepsTheWhole) {
+  static bool given_back;
+  given_back = false;
+  RepointedStorage owner(c10::Device(c10::DeviceType::CPU));
+  owner.own({first_.data(), first_.data(), [](void*) { given_back = true; },
+             c10::Device(c10::DeviceType::CPU)},
+            sizeof first_);
+  storage_.bind_within(owner, 0, sizeof first_);
+  auto taken = matrix_.storage().set_data_ptr(
+      c10::DataPtr(first_.data(), c10::Device(c10::DeviceType::CPU)));
+  storage_.unbind();
+  owner.unbind();
+  EXPECT_FALSE(given_back);
+  taken.clear();
+  EXPECT_TRUE(given_back);
 }
 
 TEST_F(RepointedStorageTest, RepointingLeavesVersionsAlone) {
