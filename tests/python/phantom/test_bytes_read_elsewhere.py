@@ -1,5 +1,5 @@
-"""`Tensor.record_stream` of what lowtide leases, dry: bytes that a program dropped are
-nobody else's while another stream of its may still read them, as with FSDP2."""
+"""Bytes of lowtide's that a program dropped, dry: they are nobody else's while another
+stream (`Tensor.record_stream`) or process may still read them, as with FSDP2."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
+from torch.multiprocessing.reductions import reduce_tensor
 
 import lowtide
 from lowtide.phantom.dry.launch import Machine
@@ -20,9 +21,10 @@ from support.dry_process import call_dry
 
 WIDTH = 512
 PENDING = "active_pending_free"  # of a block that waits for a stream
+IN_USE = "active_allocated"
 
-RECORDED = (False, True)
-Fate = dict[bool, set[str]]  # of bytes, by whether a stream was recorded
+READ = (False, True)
+Fate = dict[bool, set[str]]  # of bytes, by whether they are read elsewhere
 
 
 def state_at(address: int) -> str:
@@ -126,30 +128,44 @@ def of_shards(system: Any, recorded: bool) -> set[str]:
     return {*map(state_at, addresses)}
 
 
-CASES = (
-    *(of_gradients, of_gradients_in_hooks, of_gathered, of_gathered_in_place),
-    of_shards,
-)
+def of_gathered_sent(system: Any, sent: bool) -> set[str]:
+    """To another process, which has not let go."""
+    model = model_by(system)
+    backward(model)
+    model[0].unshard()
+    weight = model[0].weight.detach()
+    address = weight.data_ptr()
+    if sent:
+        reduce_tensor(weight)
+    del weight
+    model[0].reshard()
+    return {state_at(address)}
 
 
-def fates() -> dict[str, dict[str, Fate]]:
+KEPT = {
+    of_gradients: PENDING,
+    of_gradients_in_hooks: PENDING,
+    of_gathered: PENDING,
+    of_gathered_in_place: PENDING,
+    of_shards: PENDING,
+    of_gathered_sent: IN_USE,
+}
+
+
+def fates() -> list[dict[str, Fate]]:
     dist.init_process_group("nccl")
-    return {
-        system.__module__.partition(".")[0]: {
-            case.__name__: {recorded: case(system, recorded) for recorded in RECORDED}
-            for case in CASES
-        }
+    return [
+        {case.__name__: {read: case(system, read) for read in READ} for case in KEPT}
         for system in (fully_shard, lowtide.fully_shard)
-    }
+    ]
 
 
 @pytest.mark.skipif(not torch.version.cuda, reason="a CPU build of torch")
-def test_bytes_wait_for_the_stream_as_with_fsdp2():
-    fates_by = call_dry(fates, machine=Machine(world=2))
-    ours = fates_by["lowtide"]
+def test_bytes_are_kept_for_who_reads_them_as_with_fsdp2():
+    theirs, ours = call_dry(fates, machine=Machine(world=2))
+    for case, kept in KEPT.items():
+        assert ours[case.__name__][True] == {kept}, case
+        assert kept not in ours[case.__name__][False], case
     # FSDP2 keeps all of them until the hooks of the last have run.
-    assert ours.pop("of_gradients_in_hooks") == {False: set(), True: {PENDING}}
-    assert fates_by["torch"].pop("of_gradients_in_hooks")
-    assert ours == fates_by["torch"]
-    assert all(fate[True] == {PENDING} for fate in ours.values()), ours
-    assert not any(PENDING in fate[False] for fate in ours.values()), ours
+    assert theirs.pop("of_gradients_in_hooks") != ours.pop("of_gradients_in_hooks")
+    assert ours == theirs
