@@ -58,9 +58,9 @@ class RepointedStorage {
 
   // Shows `bytes` bytes at `data`, which the caller keeps alive until unbind.
   void bind(void* data, std::int64_t bytes);
-  // The same for [offset, offset + bytes) of what `owner` owns.  These live
-  // until both are unbound: torch, having sent a tensor to another process,
-  // keeps what its storage showed for as long as that one reads it.
+  // The same for bytes [offset, offset + bytes) of what `owner` owns, which
+  // live until both are unbound: torch, having sent a tensor to another
+  // process, keeps what its storage showed for as long as that one reads it.
   void bind_within(const RepointedStorage& owner, std::int64_t offset,
                    std::int64_t bytes);
   void unbind();

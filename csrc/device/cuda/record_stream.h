@@ -3,8 +3,8 @@
 
 namespace lowtide::device {
 
-// From the first call on it keeps those, too, for the stream, as
-// [Note: Wrapped bytes] tells why it would not.
+// From the first call on it keeps those for the stream, too, which torch's own
+// would not: see [Note: Wrapped bytes].  Thread-safe; further calls do nothing.
 void record_streams_of_wrapped_bytes();
 
 }  // namespace lowtide::device

@@ -83,6 +83,7 @@ class ExtendedParameters {
   // Anew, when the unit's name or what was made has changed.
   void set_read_errors() const;
 
+  // Those that do not pass show `owner`'s bytes from `offset` on, in bytes.
   void bind_within(const RepointedStorage& owner, std::int64_t offset);
   // Those that pass own their bytes until arrived() or unbind().
   void own_passing(c10::DataPtr lease);
