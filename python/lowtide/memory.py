@@ -232,7 +232,10 @@ def _lines(report: MemoryReport) -> Iterator[str]:
     yield from _rows(report.categories)
     yield f"{'total':<18}{human(report.total_live):>12}{human(report.total_peak):>12}"
     none = ", none of parameters that have left the device" if report.is_away else ""
-    yield f"live, peak: observed by the ledger; planned: arithmetic{none}"
+    yield (
+        "live, peak: observed by the ledger, of every model here; "
+        f"planned: arithmetic, of this one{none}"
+    )
     if report.accelerator is not None:
         found = report.accelerator
         yield (
