@@ -20,6 +20,7 @@
 
 #include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
+#include <c10/core/Stream.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -103,6 +104,9 @@ class Runtime {
   // What is enqueued on `stream` from now on runs after `event`.  Never blocks
   // the host on a device with streams.
   virtual void wait(Stream stream, const Event& event) = 0;
+
+  // The same behind everything enqueued so far on a stream of the user's.
+  virtual void follow(Stream /*stream*/, c10::Stream /*users*/) {}
 
   // Blocks the host until everything enqueued on `stream` has run.  Used to
   // recover from errors and to read values back, never in a steady step.

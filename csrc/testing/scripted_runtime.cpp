@@ -190,6 +190,10 @@ void ScriptedRuntime::wait(Stream stream, const Event& event) {
   });
 }
 
+void ScriptedRuntime::follow(Stream stream, c10::Stream users) {
+  wait(stream, record(static_cast<Stream>(users.id())));
+}
+
 void ScriptedRuntime::synchronize(Stream stream) {
   state_->step([&](StreamHistory& history, AccessChecker&) {
     const EntryId entry =

@@ -14,6 +14,7 @@
 
 #include "base/check.h"
 #include "base/wrapped_bytes.h"
+#include "device/cuda/host_copies.h"
 #include "device/cuda/record_stream.h"
 #include "device/near_cpus.h"
 
@@ -120,6 +121,7 @@ CudaRuntime::CudaRuntime(c10::Device device, std::string sysfs)
   // A model that was on the meta device has not used CUDA yet.
   at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
   record_streams_of_wrapped_bytes();
+  note_copies_of_host_bytes();
 }
 
 CUDAStream CudaRuntime::cuda_stream(Stream stream) const {
@@ -198,6 +200,15 @@ std::uint64_t CudaRuntime::capture() const {
 
 void CudaRuntime::wait(Stream stream, const Event& event) {
   if (!event.empty()) event_of(event).block(cuda_stream(stream));
+}
+
+// What a capture records does not run before its graph does.
+void CudaRuntime::follow(Stream stream, c10::Stream users) {
+  const CUDAStream ahead(users);
+  if (capture_of(ahead) != 0) return;
+  auto last = events_->get(ahead.device_index());
+  last->record(ahead);
+  last->block(cuda_stream(stream));
 }
 
 void CudaRuntime::synchronize(Stream stream) {

@@ -22,6 +22,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/host_uses.h"
 #include "base/tensor_over.h"
 #include "device/fake_sysfs.h"
 #include "device/make_runtime.h"
@@ -306,6 +307,41 @@ TEST_F(CudaRuntimeTest, BytesThatDiedWaitForTheStreamsThatWereRecorded) {
     tensor.reset();
     EXPECT_EQ(waits(address), recorded);
   }
+}
+
+// Which streams copies of torch's used these bytes on.
+using Users = std::vector<c10::Stream>;
+
+void forget(void* /*users*/) {}
+
+const base::HostUses kUsers(&forget, [](void* users, c10::Stream stream) {
+  static_cast<Users*>(users)->push_back(stream);
+});
+
+TEST_F(CudaRuntimeTest, WhoLeasesHostBytesIsToldOfTorchsCopies) {
+  Users users;
+  const c10::DataPtr pinned = runtime_.allocate_pinned(kBytes);
+  const auto tensor = [](c10::DataPtr bytes) {
+    return base::tensor_over(base::owning_storage(std::move(bytes), kBytes),
+                             at::kByte, {static_cast<std::int64_t>(kBytes)},
+                             {1}, 0);
+  };
+  at::Tensor host = tensor(
+      {pinned.get(), &users, &forget, c10::Device(c10::DeviceType::CPU)});
+  at::Tensor there = tensor(runtime_.allocate(kBytes));
+  const CUDAStream side = getStreamFromPool();
+  {
+    const c10::cuda::CUDAStreamGuard moved(side);
+    there.narrow(0, 1, 1).copy_(host.narrow(0, 1, 1), true);
+  }
+  host.copy_(there, /*non_blocking=*/true);
+  EXPECT_THAT(users, ElementsAre(side.unwrap(), user_.unwrap()));
+  users.clear();
+  host.copy_(there);
+  there.copy_(host);
+  there.copy_(there.clone(), /*non_blocking=*/true);
+  host.copy_(host.clone(), /*non_blocking=*/true);
+  EXPECT_THAT(users, IsEmpty());
 }
 
 TEST_F(CudaRuntimeTest, WhatRunsOnAnotherStreamIsJoinedAtBothEnds) {
