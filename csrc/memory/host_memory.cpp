@@ -2,6 +2,7 @@
 
 #include <c10/util/Logging.h>
 
+#include <algorithm>
 #include <exception>
 #include <utility>
 
@@ -11,11 +12,24 @@ namespace lowtide::memory {
 
 using device::Stream;
 
+namespace {
+
+void add(std::vector<c10::Stream>& streams, c10::Stream stream) {
+  if (std::ranges::find(streams, stream) == streams.end()) {
+    streams.push_back(stream);
+  }
+}
+
+}  // namespace
+
 // What the DataPtr of a lease owns.
 struct HostMemory::Lease {
   std::shared_ptr<HostMemory> host;
   HostSlot slot;
+  std::vector<c10::Stream> users;  // torch's copies ran there
 };
+
+const base::HostUses HostMemory::kLeases(&release, &use);
 
 HostMemory::HostMemory(std::shared_ptr<device::Runtime> runtime,
                        std::shared_ptr<PinnedPool> pool, bool page_locked)
@@ -38,9 +52,11 @@ c10::DataPtr HostMemory::lease(Category category, std::string_view name,
                                std::int64_t num_bytes) {
   const c10::Device cpu(c10::DeviceType::CPU);
   if (num_bytes == 0) return {nullptr, cpu};
+  make_ready(category);
   auto lease = std::make_unique<Lease>(
       Lease{shared_from_this(),
-            pool_->acquire(name, num_bytes, category, page_locked_)});
+            pool_->acquire(name, num_bytes, category, page_locked_),
+            {}});
   void* const data = lease->slot.data();
   return {data, lease.release(), &release, cpu};
 }
@@ -52,12 +68,42 @@ bool HostMemory::leased(const c10::DataPtr& bytes) {
 // Runs wherever the last reference dies, on any thread.
 void HostMemory::release(void* context) {
   const std::unique_ptr<Lease> lease(static_cast<Lease*>(context));
-  lease->host->give_back(std::move(lease->slot));
+  const auto host = lease->host;
+  host->give_back(std::move(*lease));
 }
 
-void HostMemory::give_back(HostSlot slot) {
+void HostMemory::use(void* context, c10::Stream stream) {
+  auto& lease = *static_cast<Lease*>(context);
+  const std::lock_guard lock(lease.host->mutex_);
+  add(lease.users, stream);
+}
+
+void HostMemory::give_back(Lease lease) {
   const std::lock_guard lock(mutex_);
-  if (reads_ || writes_) given_back_.push_back(std::move(slot));
+  for (const auto stream : lease.users) add(users_, stream);
+  if (reads_ || writes_) {
+    given_back_.push_back(std::move(lease.slot));
+  } else if (!lease.users.empty()) {
+    left_by_users_.push_back(std::move(lease.slot));
+  }
+}
+
+void HostMemory::make_ready(Category category) {
+  std::vector<HostSlot> unused;
+  const std::lock_guard lock(mutex_);
+  unused = follow_users();
+  if (category == Category::parameters && std::exchange(follows_, false)) {
+    runtime_->synchronize(Stream::offload);
+  }
+}
+
+std::vector<HostSlot> HostMemory::follow_users() {
+  if (users_.empty() || runtime_->capturing()) return {};
+  for (const auto stream : std::exchange(users_, {})) {
+    runtime_->follow(Stream::offload, stream);
+  }
+  follows_ = true;
+  return std::exchange(left_by_users_, {});
 }
 
 device::Event HostMemory::copy(Stream behind, Stream on, void* to,
@@ -90,7 +136,9 @@ device::Event HostMemory::to_host(void* to, const void* from,
 
 void HostMemory::wait() {
   std::vector<HostSlot> unused;
+  std::vector<HostSlot> left;
   const std::lock_guard lock(mutex_);
+  left = follow_users();
   if (std::exchange(writes_, false)) runtime_->synchronize(Stream::offload);
   if (std::exchange(reads_, false)) runtime_->synchronize(Stream::reload);
   unused.swap(given_back_);

@@ -7,12 +7,15 @@
 // the host waits, for the copies alone, where a program goes on from one part
 // of a step to the next: when the root's forward returns and when a backward is
 // over.  Bytes that are given back while a copy may use them wait for that,
-// too.
+// too.  Those that copies of torch's may use, on whichever stream ([Note: Host
+// bytes in torch's copies]), serve again for copies to the host, which run
+// behind those.
 //
 // Thread-safe.
 #pragma once
 
 #include <c10/core/Allocator.h>
+#include <c10/core/Stream.h>
 
 #include <cstdint>
 #include <memory>
@@ -20,6 +23,7 @@
 #include <string_view>
 #include <vector>
 
+#include "base/host_uses.h"
 #include "device/runtime.h"
 #include "memory/ledger.h"
 #include "memory/pinned_pool.h"
@@ -38,7 +42,8 @@ class HostMemory : public std::enable_shared_from_this<HostMemory> {
   HostMemory& operator=(const HostMemory&) = delete;
 
   // `num_bytes` of uninitialised memory, entered in the pool's ledger; zero
-  // bytes give a null DataPtr.  No copy uses them yet.
+  // bytes give a null DataPtr.  No copy uses those of parameters any more,
+  // which the host writes first; copies to the host may use others.
   c10::DataPtr lease(Category category, std::string_view name,
                      std::int64_t num_bytes);
   // Whether `bytes` came from here, from whichever.
@@ -56,7 +61,11 @@ class HostMemory : public std::enable_shared_from_this<HostMemory> {
  private:
   struct Lease;
   static void release(void* context);
-  void give_back(HostSlot slot);
+  static void use(void* context, c10::Stream stream);
+  static const base::HostUses kLeases;
+  void give_back(Lease lease);
+  void make_ready(Category category);
+  std::vector<HostSlot> follow_users();
   device::Event copy(device::Stream behind, device::Stream on, void* to,
                      const void* from, std::int64_t num_bytes,
                      device::Copy direction);
@@ -70,6 +79,10 @@ class HostMemory : public std::enable_shared_from_this<HostMemory> {
   bool reads_ = false;                // copies to the device may run
   bool writes_ = false;               // copies to the host may run
   std::vector<HostSlot> given_back_;  // while copies might use them
+  // Torch's copies of bytes given back may run on `users_`.
+  std::vector<c10::Stream> users_;
+  std::vector<HostSlot> left_by_users_;  // no other copy uses them
+  bool follows_ = false;  // `offload` is behind such copies, the host is not
 };
 
 }  // namespace lowtide::memory

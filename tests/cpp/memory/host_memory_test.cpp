@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "base/check.h"
+#include "base/host_uses.h"
 #include "testing/scripted_runtime.h"
 
 namespace lowtide::memory {
@@ -70,6 +71,50 @@ TEST_F(HostMemoryTest, TheHostWaitsOnlyForCopies) {
   EXPECT_EQ(waits(), 1u);
   host_->wait();
   EXPECT_EQ(waits(), 1u);
+}
+
+// Of a program's own, on a stream that nothing of ours waits for.
+TEST_F(HostMemoryTest, BytesThatACopyOfTorchsReadsAreWrittenBehindIt) {
+  constexpr auto kSide = Stream::gather;
+  const c10::Stream side(c10::Stream::UNSAFE, runtime_->device(),
+                         static_cast<c10::StreamId>(kSide));
+  auto device = runtime_->allocate(kBytes);
+  runtime_->touches(Stream::compute, device.get(), kBytes,
+                    device::Access::write);
+  auto bytes = host_->lease(kGradients, "unit", kBytes);
+  host_->to_host(bytes.mutable_get(), device.get(), kBytes);
+  host_->wait();
+  void* const first = bytes.get();
+  runtime_->touches(kSide, first, kBytes, device::Access::read);
+  base::note_use(bytes, side);
+  bytes.clear();
+  bytes = host_->lease(kGradients, "unit", kBytes);
+  ASSERT_EQ(bytes.get(), first);
+  host_->to_host(first, device.get(), kBytes);
+  EXPECT_THAT(runtime_->violations(), IsEmpty());
+
+  // Dropped while a copy of ours runs, too.
+  host_->wait();
+  auto others = host_->lease(kGradients, "others", kBytes);
+  host_->to_host(others.mutable_get(), device.get(), kBytes);
+  runtime_->touches(kSide, first, kBytes, device::Access::read);
+  base::note_use(bytes, side);
+  bytes.clear();
+  host_->wait();
+  bytes = host_->lease(kGradients, "unit", kBytes);
+  ASSERT_EQ(bytes.get(), first);
+  host_->to_host(first, device.get(), kBytes);
+  EXPECT_THAT(runtime_->violations(), IsEmpty());
+
+  // Parameters are written by the host: here on no stream at all.
+  host_->wait();
+  const auto read = runtime_->mark(kSide, "read");
+  base::note_use(bytes, side);
+  bytes.clear();
+  bytes = host_->lease(Category::parameters, "unit", kBytes);
+  ASSERT_EQ(bytes.get(), first);
+  const auto host = runtime_->mark(Stream::reload, "the host's");
+  EXPECT_TRUE(runtime_->happens_before(read, host));
 }
 
 TEST_F(HostMemoryTest, OrdinaryBytesAreCountedAndNotPageLocked) {
