@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.multiprocessing.reductions import reduce_tensor
 
 import lowtide
+import lowtide.phantom
 from lowtide.phantom.dry.launch import Machine
 from support.dry_process import call_dry
 
@@ -169,3 +170,48 @@ def test_bytes_are_kept_for_who_reads_them_as_with_fsdp2():
     # FSDP2 keeps all of them until the hooks of the last have run.
     assert theirs.pop("of_gradients_in_hooks") != ours.pop("of_gradients_in_hooks")
     assert ours == theirs
+
+
+# -- gradients on the host, which a stream copies to the device ------------------------
+
+
+def of_gradients_on_the_host(system: Any, read: bool) -> tuple[bool, bool]:
+    """Whether later gradients had bytes of theirs, and whether they came to the host
+    behind what the other stream had to do."""
+    model = model_by(system, offload_policy=CPUOffloadPolicy())
+    backward(model)
+    addresses = {p.grad.to_local().data_ptr() for p in model.parameters()}
+    side = torch.cuda.Stream()
+    busy = torch.empty(8192, 8192, device="cuda")
+    behind, then = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with lowtide.phantom.timeline("h100"):
+        with torch.cuda.stream(side):
+            for _ in range(8):
+                busy.fill_(0)
+            if read:
+                for p in model.parameters():
+                    p.grad.to("cuda", non_blocking=True)
+            behind.record()
+        model.zero_grad()
+        backward(model)
+        then.record()
+        torch.cuda.synchronize()
+        later = {p.grad.to_local().data_ptr() for p in model.parameters()}
+        return bool(addresses & later), behind.elapsed_time(then) >= 0
+
+
+def fates_on_the_host() -> list[dict[bool, tuple[bool, bool]]]:
+    dist.init_process_group("nccl")
+    return [
+        {read: of_gradients_on_the_host(system, read) for read in READ}
+        for system in (fully_shard, lowtide.fully_shard)
+    ]
+
+
+@pytest.mark.skipif(not torch.version.cuda, reason="a CPU build of torch")
+def test_gradients_on_the_host_are_overwritten_behind_who_copies_them():
+    theirs, ours = call_dry(
+        fates_on_the_host, machine=Machine(world=2, events="at_sync")
+    )
+    assert ours == {False: (True, False), True: (True, True)}
+    assert theirs[True] != (True, False)
