@@ -1,29 +1,24 @@
 #include "base/wrapped_bytes.h"
 
-#include <algorithm>
-#include <utility>
-#include <vector>
+#include "base/by_deleter.h"
 
 namespace lowtide::base {
 namespace {
 
-using Kind = std::pair<c10::DeleterFnPtr, Wrapping::Inside>;
-
-std::vector<Kind>& kinds() {
-  static std::vector<Kind> kinds;
-  return kinds;
+ByDeleter<Wrapping::Inside>& wrappings() {
+  static ByDeleter<Wrapping::Inside> wrappings;
+  return wrappings;
 }
 
 c10::DataPtr* inside_of(const c10::DataPtr& bytes) {
-  const auto kind =
-      std::ranges::find(kinds(), bytes.get_deleter(), &Kind::first);
-  return kind == kinds().end() ? nullptr : kind->second(bytes.get_context());
+  const auto* const inside = wrappings().find(bytes);
+  return inside == nullptr ? nullptr : (*inside)(bytes.get_context());
 }
 
 }  // namespace
 
 Wrapping::Wrapping(c10::DeleterFnPtr deleter, Inside inside) {
-  kinds().emplace_back(deleter, inside);
+  wrappings().add(deleter, inside);
 }
 
 const c10::DataPtr& innermost(const c10::DataPtr& bytes) {

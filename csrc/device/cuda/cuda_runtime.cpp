@@ -14,8 +14,7 @@
 
 #include "base/check.h"
 #include "base/wrapped_bytes.h"
-#include "device/cuda/host_copies.h"
-#include "device/cuda/record_stream.h"
+#include "device/cuda/stream_uses.h"
 #include "device/near_cpus.h"
 
 namespace lowtide::device {
@@ -120,8 +119,7 @@ CudaRuntime::CudaRuntime(c10::Device device, std::string sysfs)
       sysfs_(std::move(sysfs)) {
   // A model that was on the meta device has not used CUDA yet.
   at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
-  record_streams_of_wrapped_bytes();
-  note_copies_of_host_bytes();
+  note_stream_uses();
 }
 
 CUDAStream CudaRuntime::cuda_stream(Stream stream) const {
