@@ -106,7 +106,8 @@ class Runtime {
   virtual void wait(Stream stream, const Event& event) = 0;
 
   // The same behind everything enqueued so far on a stream of the user's.
-  virtual void follow(Stream /*stream*/, c10::Stream /*users*/) {}
+  // False, and nothing is done, while a graph capture records either of them.
+  virtual bool follow(Stream /*stream*/, c10::Stream /*users*/) { return true; }
 
   // Blocks the host until everything enqueued on `stream` has run.  Used to
   // recover from errors and to read values back, never in a steady step.

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <iterator>
 #include <utility>
 
 #include "base/check.h"
@@ -84,7 +85,7 @@ void HostMemory::give_back(Lease lease) {
   if (reads_ || writes_) {
     given_back_.push_back(std::move(lease.slot));
   } else if (!lease.users.empty()) {
-    left_by_users_.push_back(std::move(lease.slot));
+    left_to_users_.push_back(std::move(lease.slot));
   }
 }
 
@@ -98,12 +99,12 @@ void HostMemory::make_ready(Category category) {
 }
 
 std::vector<HostSlot> HostMemory::follow_users() {
-  if (users_.empty() || runtime_->capturing()) return {};
-  for (const auto stream : std::exchange(users_, {})) {
-    runtime_->follow(Stream::offload, stream);
-  }
-  follows_ = true;
-  return std::exchange(left_by_users_, {});
+  const auto followed = std::erase_if(users_, [&](c10::Stream stream) {
+    return runtime_->follow(Stream::offload, stream);
+  });
+  follows_ = follows_ || followed != 0;
+  if (!users_.empty()) return {};
+  return std::exchange(left_to_users_, {});
 }
 
 device::Event HostMemory::copy(Stream behind, Stream on, void* to,
@@ -136,12 +137,12 @@ device::Event HostMemory::to_host(void* to, const void* from,
 
 void HostMemory::wait() {
   std::vector<HostSlot> unused;
-  std::vector<HostSlot> left;
   const std::lock_guard lock(mutex_);
-  left = follow_users();
   if (std::exchange(writes_, false)) runtime_->synchronize(Stream::offload);
   if (std::exchange(reads_, false)) runtime_->synchronize(Stream::reload);
-  unused.swap(given_back_);
+  std::ranges::move(std::exchange(given_back_, {}),
+                    std::back_inserter(left_to_users_));
+  unused = follow_users();
 }
 
 }  // namespace lowtide::memory

@@ -81,7 +81,7 @@ class HostMemory : public std::enable_shared_from_this<HostMemory> {
   std::vector<HostSlot> given_back_;  // while copies might use them
   // Torch's copies of bytes given back may run on `users_`.
   std::vector<c10::Stream> users_;
-  std::vector<HostSlot> left_by_users_;  // no other copy uses them
+  std::vector<HostSlot> left_to_users_;  // no other copy uses them
   bool follows_ = false;  // `offload` is behind such copies, the host is not
 };
 

@@ -190,8 +190,10 @@ void ScriptedRuntime::wait(Stream stream, const Event& event) {
   });
 }
 
-void ScriptedRuntime::follow(Stream stream, c10::Stream users) {
+bool ScriptedRuntime::follow(Stream stream, c10::Stream users) {
+  if (capturing()) return false;
   wait(stream, record(static_cast<Stream>(users.id())));
+  return true;
 }
 
 void ScriptedRuntime::synchronize(Stream stream) {

@@ -45,8 +45,9 @@ class ScriptedRuntime final : public CpuRuntime {
             Copy direction) override;
   Event record(Stream stream) override;
   void wait(Stream stream, const Event& event) override;
-  // A stream of the user's is one of the engine's, by its number.
-  void follow(Stream stream, c10::Stream users) override;
+  // A stream of the user's is one of the engine's, by its number; a capture
+  // records all of them.
+  bool follow(Stream stream, c10::Stream users) override;
   void synchronize(Stream stream) override;
   std::uint64_t capture() const override { return capture_; }
   void touches(Stream stream, const void* begin, std::size_t bytes,

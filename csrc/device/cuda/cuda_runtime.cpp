@@ -200,13 +200,14 @@ void CudaRuntime::wait(Stream stream, const Event& event) {
   if (!event.empty()) event_of(event).block(cuda_stream(stream));
 }
 
-// What a capture records does not run before its graph does.
-void CudaRuntime::follow(Stream stream, c10::Stream users) {
+bool CudaRuntime::follow(Stream stream, c10::Stream users) {
   const CUDAStream ahead(users);
-  if (capture_of(ahead) != 0) return;
+  const CUDAStream behind = cuda_stream(stream);
+  if (capture_of(ahead) != 0 || capture_of(behind) != 0) return false;
   auto last = events_->get(ahead.device_index());
   last->record(ahead);
-  last->block(cuda_stream(stream));
+  last->block(behind);
+  return true;
 }
 
 void CudaRuntime::synchronize(Stream stream) {

@@ -40,7 +40,7 @@ class CudaRuntime final : public Runtime {
                                          const Event& to) const override;
   std::uint64_t capture() const override;
   void wait(Stream stream, const Event& event) override;
-  void follow(Stream stream, c10::Stream users) override;
+  bool follow(Stream stream, c10::Stream users) override;
   void synchronize(Stream stream) override;
   std::int64_t enter(Stream stream) override;
   void leave(std::int64_t previous) override;

@@ -106,6 +106,20 @@ TEST_F(HostMemoryTest, BytesThatACopyOfTorchsReadsAreWrittenBehindIt) {
   host_->to_host(first, device.get(), kBytes);
   EXPECT_THAT(runtime_->violations(), IsEmpty());
 
+  // Nothing leads out of a capture: they are kept until it is over.
+  host_->wait();
+  runtime_->touches(kSide, first, kBytes, device::Access::read);
+  base::note_use(bytes, side);
+  bytes.clear();
+  runtime_->set_capture(1);
+  EXPECT_NE(host_->lease(kGradients, "unit", kBytes).get(), first);
+  host_->wait();
+  runtime_->set_capture(0);
+  bytes = host_->lease(kGradients, "unit", kBytes);
+  ASSERT_EQ(bytes.get(), first);
+  host_->to_host(first, device.get(), kBytes);
+  EXPECT_THAT(runtime_->violations(), IsEmpty());
+
   // Parameters are written by the host: here on no stream at all.
   host_->wait();
   const auto read = runtime_->mark(kSide, "read");
