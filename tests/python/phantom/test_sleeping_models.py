@@ -69,7 +69,9 @@ def test_a_forward_asleep_says_to_wake_it():
     ) in done.stderr
     # What it held is said all the same.
     assert "lowtide: run: Sequential\nlowtide memory on cuda:0 " in done.stderr
-    assert "arithmetic, none of parameters that have left the device" in done.stderr
+    assert (
+        "planned: arithmetic, of this one, none of parameters that have left the device"
+    ) in done.stderr
 
 
 WORLD, WIDTH, LAYERS, STEPS = 8, 1024, 4, 2
